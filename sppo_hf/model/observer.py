@@ -1,0 +1,89 @@
+"""What the engine tells whoever watches it: the plan, the unit it is in, and what a step cost.
+
+The engine calls these methods from inside the training step, so an implementation must be quick and
+must never wait for the device. This file knows nothing of who watches (a Trainer callback, a progress
+bar, a benchmark, a test), and imports nothing but the plan's type, for the type checker alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from sppo_hf.planning.plan import Plan
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one forward and, in training, its backward did on this rank.
+
+    Seconds are the host's wall time between the engine's own marks. On a CUDA device work is queued, so
+    they are exact only over many steps; nothing here synchronises the device to sharpen them.
+    """
+
+    tokens: int
+    """Tokens processed: ``batch_rows * total_tokens``, padding included."""
+
+    batch_rows: int
+    """Rows of the batch."""
+
+    total_tokens: int
+    """Length of each row, padding included."""
+
+    model_flops: float
+    """Floating-point operations the model itself asks for; recomputation is not counted."""
+
+    forward_seconds: float
+    """Wall time of the forward chunk loop."""
+
+    backward_seconds: float
+    """Wall time of the backward; 0 in evaluation."""
+
+    stall_seconds: float
+    """Time in which the host waited for a copy."""
+
+    d2h_bytes: int
+    """Bytes copied from the device to the host."""
+
+    h2d_bytes: int
+    """Bytes copied from the host to the device."""
+
+    pinned_bytes: int
+    """Host bytes that the offload pool holds, used or free, at the end of the record."""
+
+    num_chunks: int
+    """Chunks the sequence was cut into."""
+
+    training: bool
+    """Whether a backward belongs to this record."""
+
+
+class StepObserver:
+    """Base of all observers; every method does nothing until overridden."""
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        """A plan is about to be used for the first time.
+
+        Args:
+            plan: The plan for batches of this shape.
+            model_name: How to name the model to a reader.
+        """
+
+    def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
+        """The engine enters a unit.
+
+        Args:
+            direction: Which way the unit runs; backward walks the chunks in reverse.
+            chunk: Index of the chunk, counted from 0.
+            num_chunks: Chunks of this sequence.
+        """
+
+    def on_record(self, record: StepRecord) -> None:
+        """A forward (and its backward, in training) has ended.
+
+        Args:
+            record: What it cost.
+        """
