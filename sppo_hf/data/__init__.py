@@ -1,0 +1,1 @@
+"""Long documents to samples, packing and collation; must not know models."""

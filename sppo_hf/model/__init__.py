@@ -1,0 +1,1 @@
+"""Conversion, chunk loop, loss, recompute; must not know torch.distributed or accelerate."""

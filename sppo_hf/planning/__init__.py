@@ -1,0 +1,1 @@
+"""Numbers only (model shape, FLOPs, chunk bounds, memory, the plan); must not know torch."""
