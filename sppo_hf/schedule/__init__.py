@@ -1,1 +1,1 @@
-"""Schedules as data (actions, generators, validation, simulation); must not know torch or models."""
+"""Schedules as data (actions, generators, validation, simulation); must not know torch."""

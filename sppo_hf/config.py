@@ -1,0 +1,283 @@
+"""SPPOConfig: every setting of sppo_hf, checked when it is made, in and out of YAML and dicts.
+
+This file knows what settings there are, and nothing of torch, models or devices. Whether a setting
+fits a model, an input or a machine (lengths that sum, budgets that hold, backends that are there)
+is decided by the rooms that see those.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+from collections.abc import Hashable, Mapping
+from functools import cache
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast
+
+import yaml
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.rules import (
+    Rule,
+    budget,
+    choice,
+    count,
+    flag,
+    integer,
+    lengths,
+    parse_bytes,
+    say,
+    show,
+)
+
+__all__ = ["ATTENTION_BACKENDS", "SPPOConfig", "field_help", "parse_bytes"]
+
+ATTENTION_BACKENDS = (
+    "auto",
+    "reference",
+    "cpu_flash",
+    "aten_flash",
+    "cudnn",
+    "efficient",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SPPOConfig:
+    """All settings of a run. Immutable; every value is checked here, each by itself and together.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range, or settings contradict
+            each other.
+    """
+
+    num_chunks: int | Literal["auto"] = "auto"
+    """How many chunks every sequence is cut into; "auto" decides by length and device."""
+
+    chunk_lengths: tuple[int, ...] | None = None
+    """The chunks' lengths in tokens, first to last; they must sum to the sequence's length."""
+
+    chunk_tokens: int | None = None
+    """Tokens per chunk; the last chunk of a sequence is as short as it needs to be."""
+
+    partition: Literal["flops", "even"] = "flops"
+    """How num_chunks chunks are cut: "flops" gives each the same work, "even" the same tokens."""
+
+    offload: Literal["auto", "none", "full"] = "auto"
+    """Whether what backward needs waits in host memory; "auto": "full" on CUDA, "none" on CPU."""
+
+    recompute: Literal["auto", "none", "full"] = "auto"
+    """Whether backward recomputes layers (never their attention) instead of keeping all."""
+
+    attention_backend: str = "auto"
+    """Attention kernel by name; "auto" takes the fastest that is exact for model and device."""
+
+    micro_batch_size: int | None = None
+    """Rows of the batch that go through the chunks together; None takes all rows at once."""
+
+    device_memory: int | float | str | None = None
+    """Budget on the device: "80GiB", bytes, or a fraction such as 0.9; None takes what is free."""
+
+    host_memory: int | float | str | None = None
+    """Budget in host memory: "80GiB", bytes, or a fraction such as 0.5; None takes what is free."""
+
+    use_pin_memory: bool = True
+    """Whether host copies live in pinned (page-locked) memory, which copies need to overlap."""
+
+    use_streams: bool = True
+    """Whether copies run on CUDA streams of their own; False is slower and helps to debug."""
+
+    min_offload_size: int = 1024
+    """Tensors with fewer elements than this stay on the device."""
+
+    loss_tile_tokens: int | Literal["auto"] = "auto"
+    """Tokens whose logits exist at the same time while the loss is computed."""
+
+    return_logits: bool = False
+    """Whether the output carries the logits of the whole sequence, which can take gigabytes."""
+
+    show_plan: bool = True
+    """Whether a table of the plan is printed before the first step."""
+
+    show_progress: bool = True
+    """Whether a step that takes more than a few seconds shows a progress bar of its chunks."""
+
+    log_metrics: bool = True
+    """Whether tokens/s, TFLOPS, memory and stalls are added to the Trainer's logs."""
+
+    def __post_init__(self) -> None:
+        """Check each setting, then the settings that must agree."""
+        for name, rule in _RULES.items():
+            object.__setattr__(self, name, rule(name, getattr(self, name)))
+        _check_one_way_to_cut(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "SPPOConfig":
+        """Build a config from a mapping of setting names to values; absent ones keep defaults.
+
+        Raises:
+            ConfigError: a key is unknown (the message names the nearest valid one), or a value
+                is refused.
+        """
+        if not isinstance(cast(object, settings), Mapping):
+            raise ConfigError(
+                f"The settings are {say(settings)}, but must be a mapping of names to values. "
+                f"Remedy: write one 'name: value' per setting. {_valid_keys()}"
+            )
+        for key, value in settings.items():
+            if key not in _RULES:
+                _refuse_key(key, value)
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as plain JSON types; `from_dict` takes them back unchanged."""
+        settings = {name: getattr(self, name) for name in _RULES}
+        if self.chunk_lengths is not None:
+            settings["chunk_lengths"] = list(self.chunk_lengths)
+        return settings
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str]) -> "SPPOConfig":
+        """Read a config from a YAML file of `name: value` lines; an empty file is all defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, is not YAML, is not a mapping, says a setting
+                twice, or holds a setting that is refused. The message names the file.
+        """
+        text = _read_text(path)
+        try:
+            settings: object = yaml.load(text, Loader=_OnceLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"{fspath(path)} is not readable as YAML: {' '.join(str(error).split())}. "
+                "Remedy: write one 'name: value' per line; lists look like [512, 512]."
+            ) from error
+        try:
+            return cls.from_dict(cast(Mapping[str, Any], {} if settings is None else settings))
+        except ConfigError as error:
+            raise ConfigError(f"{fspath(path)}: {error}") from error
+
+    def to_yaml(self, path: str | PathLike[str]) -> None:
+        """Write all settings to a YAML file that `from_yaml` reads back to an equal config."""
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    def replace(self, **changes: Any) -> "SPPOConfig":
+        """Return a copy with some settings changed, checked anew.
+
+        Raises:
+            ConfigError: as `from_dict`.
+        """
+        return self.from_dict({**self.to_dict(), **changes})
+
+
+@cache
+def _helps() -> dict[str, str]:
+    """Collect the docstring under each field of SPPOConfig, which Python itself throws away."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(SPPOConfig))).body
+    assert isinstance(tree, ast.ClassDef), "the source of a class parses to a class"
+    helps: dict[str, str] = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(below, ast.Expr), f"{field.target.id} has no docstring under it"
+            assert isinstance(below.value, ast.Constant), f"{field.target.id} has no docstring"
+            helps[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return helps
+
+
+def field_help(name: str) -> str:
+    """Return a setting's help text: the docstring under its field, the only place it is written.
+
+    Raises:
+        ConfigError: there is no such setting.
+    """
+    if name not in _RULES:
+        _refuse_key(name)
+    return _helps()[name]
+
+
+# What may each setting be?
+_RULES: dict[str, Rule] = {
+    "num_chunks": integer(1, "auto"),
+    "chunk_lengths": lengths,
+    "chunk_tokens": integer(1, None),
+    "partition": choice("flops", "even"),
+    "offload": choice("auto", "none", "full"),
+    "recompute": choice("auto", "none", "full"),
+    "attention_backend": choice(*ATTENTION_BACKENDS),
+    "micro_batch_size": integer(1, None),
+    "device_memory": budget,
+    "host_memory": budget,
+    "use_pin_memory": flag,
+    "use_streams": flag,
+    "min_offload_size": count(0),
+    "loss_tile_tokens": integer(1, "auto"),
+    "return_logits": flag,
+    "show_plan": flag,
+    "show_progress": flag,
+    "log_metrics": flag,
+}
+
+
+def _check_one_way_to_cut(config: SPPOConfig) -> None:
+    """Refuse settings that say in more than one way where the chunks end."""
+    ways = {
+        name: getattr(config, name)
+        for name, unset in (("num_chunks", "auto"), ("chunk_lengths", None), ("chunk_tokens", None))
+        if getattr(config, name) != unset
+    }
+    if len(ways) > 1:
+        seen = " and ".join(f"{name}={show(value)}" for name, value in ways.items())
+        raise ConfigError(
+            f"{seen} contradict each other: each alone decides where chunks end. Allowed: at most "
+            "one of num_chunks, chunk_lengths, chunk_tokens. "
+            f"Remedy: keep one of {', '.join(ways)}."
+        )
+    tokens = config.chunk_lengths
+    if tokens and config.partition == "even" and max(tokens) - min(tokens) > 1:
+        raise ConfigError(
+            f"partition='even' contradicts chunk_lengths={show(tokens)}, which are not even. "
+            f"Allowed: either alone. Remedy: drop partition, or use num_chunks={len(tokens)}."
+        )
+
+
+def _refuse_key(key: object, value: object = None) -> NoReturn:
+    """Raise for a setting that does not exist."""
+    seen = f"Unknown setting {key!r}" + ("" if value is None else f" (value {show(value)})")
+    nearest = difflib.get_close_matches(str(key), _RULES, n=1, cutoff=0)[0]
+    raise ConfigError(f"{seen}. Remedy: use the nearest valid key, {nearest!r}. {_valid_keys()}")
+
+
+def _valid_keys() -> str:
+    """List the settings that exist."""
+    return f"Valid keys: {', '.join(_RULES)}."
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML without arbitrary objects, and without the silent "last one wins" for repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build a mapping, refusing a key that is written twice."""
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.MarkedYAMLError(None, None, f"{key!r} is set twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read_text(path: str | PathLike[str]) -> str:
+    """Read a settings file, or say why it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"The settings file {fspath(path)!r} cannot be read: {reason}. "
+            "Remedy: give the path of a YAML file with one 'name: value' per line."
+        ) from error

@@ -1,0 +1,181 @@
+"""What a single setting may be: one rule per kind of value, and the one shape of their messages.
+
+A rule takes a setting's name and value and returns the value to store, or raises ConfigError with
+what was seen, what is allowed and the remedy. This file knows no setting by name; `config.py` does.
+"""
+
+import difflib
+import math
+import numbers
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn, cast
+
+from sppo_hf.errors import ConfigError
+
+Rule = Callable[[str, object], object]
+
+_BYTES_PER_UNIT = {
+    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+_BYTES_TEXT = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+# Nobody budgets less than this; a smaller integer is a size whose unit was forgotten.
+_LEAST_BUDGET_BYTES = 1000
+_BUDGET_FORMS = (
+    'a size with a unit such as "80GiB" or "900MB", a whole number of bytes '
+    f"(at least {_LEAST_BUDGET_BYTES}), or a fraction above 0.0 and at most 1.0"
+)
+
+
+def parse_bytes(value: int | float | str, *, field: str, total_bytes: int | None) -> int:
+    """Turn a budget as users write it into bytes.
+
+    Args:
+        value: "80GiB" (also B, KB, MB, GB, TB, KiB, MiB, TiB), a whole number of bytes, or a
+            fraction of the tier as a float in (0, 1].
+        field: the setting's name, for the message.
+        total_bytes: the size of the whole tier in bytes, which a fraction is taken of; None where
+            it is not known, or where the value is only to be checked.
+
+    Returns:
+        Whole bytes, rounded down.
+
+    Raises:
+        ConfigError: the value is none of these, or is a fraction and `total_bytes` is None.
+    """
+    size = _read_budget(field, value)
+    if isinstance(size, int):
+        return size
+    if total_bytes is None:
+        refuse(
+            field,
+            value,
+            allowed="a size in bytes here, because the size of the whole tier is not known",
+            remedy='write a size with a unit, such as "80GiB"',
+        )
+    return int(size * total_bytes)
+
+
+def integer(least: int, word: Literal["auto"] | None) -> Rule:
+    """Rule for a whole number of at least `least`, or else `word` ("auto" or None)."""
+    allowed = (
+        f"{'None (null in YAML)' if word is None else repr(word)} or a whole number >= {least}"
+    )
+
+    def rule(field: str, value: object) -> object:
+        if value is word or (isinstance(value, str) and value == word):
+            return value
+        return _whole_number(field, value, least=least, allowed=allowed)
+
+    return rule
+
+
+def count(least: int) -> Rule:
+    """Rule for a whole number of at least `least`, and nothing else."""
+    return lambda field, value: _whole_number(
+        field, value, least=least, allowed=f"a whole number >= {least}"
+    )
+
+
+def _whole_number(field: str, value: object, *, least: int, allowed: str) -> int:
+    """Check one whole number; bool and digits in quotes are not numbers."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        if value >= least:
+            return int(value)
+        refuse(field, value, allowed=allowed, remedy=f"use {least} or more, or drop {field}")
+    if isinstance(value, str) and re.fullmatch(r"\s*\d+\s*", value):
+        refuse(field, value, allowed=allowed, remedy=f"write {int(value)} without quotes")
+    if isinstance(value, float) and value.is_integer():
+        refuse(field, value, allowed=allowed, remedy=f"write {int(value)} without a point")
+    if isinstance(value, str) and "'auto'" in allowed:
+        refuse(field, value, allowed=allowed, remedy=nearest_remedy(value, ("auto",)))
+    refuse(field, value, allowed=allowed, remedy=f"give a number, or drop {field}")
+
+
+def choice(*names: str) -> Rule:
+    """Rule for one of a few words."""
+
+    def rule(field: str, value: object) -> object:
+        if isinstance(value, str) and value in names:
+            return value
+        allowed = "one of " + ", ".join(map(repr, names))
+        refuse(field, value, allowed=allowed, remedy=nearest_remedy(value, names))
+
+    return rule
+
+
+def flag(field: str, value: object) -> object:
+    """Rule for True or False; 0, 1 and "yes" are refused rather than guessed at."""
+    if isinstance(value, bool):
+        return value
+    refuse(field, value, allowed="True or False", remedy="write true or false without quotes")
+
+
+def lengths(field: str, value: object) -> object:
+    """Rule for chunk lengths: None, or a list or tuple of whole numbers of tokens, each >= 1."""
+    allowed = "None (null in YAML) or a list of whole numbers of tokens, each >= 1"
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        remedy = "write a list such as [512, 512], or use num_chunks or chunk_tokens"
+        refuse(field, value, allowed=allowed, remedy=remedy)
+    items = cast(Sequence[object], value)
+    if not items:
+        refuse(field, value, allowed=allowed, remedy=f"list the lengths, or drop {field}")
+    return tuple(
+        _whole_number(f"{field}[{index}]", item, least=1, allowed="a whole number of tokens >= 1")
+        for index, item in enumerate(items)
+    )
+
+
+def budget(field: str, value: object) -> object:
+    """Rule for a memory budget; a size with a unit is kept as the user wrote it."""
+    if value is None:
+        return None
+    size = _read_budget(field, value)
+    return value if isinstance(value, str) else size
+
+
+def _read_budget(field: str, value: object) -> int | float:
+    """Return bytes as an int, or a fraction of the tier as a float in (0, 1]."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        if value >= _LEAST_BUDGET_BYTES:
+            return int(value)
+        remedy = f'if a unit was meant, write "{value}GiB"; for all of the tier write 1.0'
+        refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
+    if isinstance(value, float) and 0 < value <= 1:
+        return float(value)
+    if isinstance(value, str) and (match := _BYTES_TEXT.fullmatch(value)):
+        unit = match[2].upper()
+        if unit not in _BYTES_PER_UNIT:
+            remedy = nearest_remedy(match[2], ("B", "KB", "MB", "GB", "TB", "MiB", "GiB", "TiB"))
+            refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
+        size_bytes = math.floor(float(match[1]) * _BYTES_PER_UNIT[unit])
+        if size_bytes >= _LEAST_BUDGET_BYTES:
+            return size_bytes
+    remedy = 'write a size with its unit, such as "80GiB", or a fraction such as 0.9'
+    refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
+
+
+def refuse(field: str, value: object, *, allowed: str, remedy: str) -> NoReturn:
+    """Raise the one shape of message that every wrong value gets."""
+    raise ConfigError(f"{field} is {say(value)}. Allowed: {allowed}. Remedy: {remedy}.")
+
+
+def nearest_remedy(value: object, names: Sequence[str]) -> str:
+    """Name the allowed word that looks most like what was given."""
+    by_folded = {name.casefold(): name for name in names}
+    near = difflib.get_close_matches(str(value).casefold(), by_folded, n=1, cutoff=0.5)
+    return f"use {by_folded[near[0]]!r}" if near else "choose one of those"
+
+
+def say(value: object) -> str:
+    """Show a value with its type, because "8" and 8 look alike in a message."""
+    return "None" if value is None else f"{show(value)} ({type(value).__name__})"
+
+
+def show(value: object) -> str:
+    """Show a value, shortened where it would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}…{text[-16:]}"
