@@ -1,0 +1,174 @@
+"""What an Accelerator does differently once an SPPOPlugin is attached: it converts models.
+
+An existing instance is turned into an `SPPOAccelerator` by assigning its class, so that neither a
+global patch nor a Trainer subclass is needed. This file knows nothing of the Trainer except that it
+switches activation checkpointing on in the model, which the engine must own alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel, is_compiled_module
+from torch import nn
+from transformers import PreTrainedModel
+
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.convert import convert, get_engine
+
+if TYPE_CHECKING:
+    from sppo_hf.integrations.plugin import SPPOPlugin
+
+logger = logging.getLogger(__name__)
+
+
+class SPPOAccelerator(Accelerator):
+    """An Accelerator whose models train chunk by chunk; everything else is Accelerate's.
+
+    Never constructed: `attach` gives this class to an Accelerator that exists.
+    """
+
+    sppo_plugin: SPPOPlugin
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert every model among the arguments, then prepare as always.
+
+        FSDP2 shards inside `prepare` without calling `prepare_model`, so conversion starts here.
+        """
+        for module in args:
+            if isinstance(module, nn.Module):
+                convert_once(module, self.sppo_plugin)
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Convert the model, for training and for evaluation, before it is wrapped."""
+        convert_once(model, self.sppo_plugin)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Take off Accelerate's wrappers and leave the conversion in place.
+
+        Accelerate finds a model's own forward by following `__wrapped__` to its end, which would
+        go through ours too; so its mixed-precision wrapper is taken off here.
+        """
+        inner = super().unwrap_model(model, True, keep_torch_compile)
+        return inner if keep_fp32_wrapper else without_mixed_precision_wrapper(inner)
+
+
+def attach(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
+    """Turn an Accelerator into an `SPPOAccelerator`; attaching the same plugin again is fine.
+
+    Args:
+        accelerator: An Accelerator, of any subclass.
+        plugin: What it converts its models with.
+
+    Raises:
+        ConfigError: Another plugin is attached to this Accelerator.
+    """
+    attached: SPPOPlugin | None = getattr(accelerator, "sppo_plugin", None)
+    if attached is not None and attached is not plugin and attached != plugin:
+        raise ConfigError(
+            f"{attached!r} is attached to this Accelerator, so {plugin!r} cannot be. Allowed: one "
+            "plugin per Accelerator. Remedy: make a new Accelerator."
+        )
+    if not isinstance(accelerator, SPPOAccelerator):
+        accelerator.__class__ = _class_for(type(accelerator))
+    cast(SPPOAccelerator, accelerator).sppo_plugin = plugin
+
+
+@cache
+def _class_for(kind: type[Accelerator]) -> type[SPPOAccelerator]:
+    """Return the class that adds SPPO to `kind` and keeps whatever `kind` overrides."""
+    if kind is Accelerator:
+        return SPPOAccelerator
+    return type(f"SPPO{kind.__name__}", (SPPOAccelerator, kind), {"__module__": kind.__module__})
+
+
+def convert_once(model: nn.Module, plugin: SPPOPlugin) -> None:
+    """Convert a model unless that was done, and take recomputation over from it.
+
+    A module that holds no Transformers model at all (a loss, a value head) is none of our business
+    and is left alone.
+
+    Args:
+        model: What is to be prepared, before or after Accelerate wrapped it.
+        plugin: Settings, and the observer of the engine.
+
+    Raises:
+        ConfigError: The model is compiled, or was converted with other settings.
+        UnsupportedModelError: The model cannot be run chunk by chunk exactly.
+    """
+    if is_compiled_module(model):
+        raise ConfigError(
+            f"The model is compiled ({type(model).__name__}), which SPPO cannot look into. "
+            "Allowed: uncompiled models. Remedy: drop torch.compile."
+        )
+    model = extract_model_from_parallel(model)
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        logger.info("SPPO leaves %s alone: no Transformers model is in it", type(model).__name__)
+        return
+    own_recomputation(model)
+    engine = get_engine(model)
+    if engine is None:
+        convert(model, plugin.config, observer=plugin.observer)
+        return
+    if engine.config != plugin.config:
+        raise ConfigError(
+            f"{type(model).__name__} was converted with {engine.config}, so {plugin!r} cannot be "
+            "attached to it as well. Allowed: one set of settings per model. Remedy: revert the "
+            "model first, or use the plugin that converted it."
+        )
+    engine.observer = plugin.observer
+
+
+def own_recomputation(model: nn.Module) -> bool:
+    """Switch the model's own activation checkpointing off, and say so.
+
+    Under SPPO it would run attention a second time and hide the layers' insides from the engine;
+    what a user wants by it, less memory, is what SPPO's `recompute` and `offload` give.
+
+    Returns:
+        Whether it was on.
+    """
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return False
+    # The old name is deprecated in newer releases of Transformers, the new one unknown to older.
+    switch_off = getattr(model, "activation_checkpointing_disable", None) or getattr(
+        model, "gradient_checkpointing_disable", None
+    )
+    if switch_off is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has gradient checkpointing on and no method to switch it off. "
+            "Remedy: build the model without gradient checkpointing; SPPO recomputes by itself."
+        )
+    switch_off()
+    logger.warning(
+        "gradient_checkpointing is on; SPPO switched it off in the model and recomputes by itself "
+        "(settings: recompute, offload). Drop gradient_checkpointing to silence this."
+    )
+    return True
+
+
+def without_mixed_precision_wrapper(model: nn.Module) -> nn.Module:
+    """Take off the autocast wrapper that `Accelerator.prepare_model` put around `forward`.
+
+    Args:
+        model: A model without distributed wrappers.
+
+    Returns:
+        The same model.
+    """
+    # Accelerate leaves the forward that it wrapped in this attribute.
+    forward = model.__dict__.pop("_original_forward", None)
+    if forward is not None:
+        model.forward = forward
+        if getattr(forward, "__func__", None) is type(model).forward:
+            del model.forward
+    return model

@@ -1,0 +1,194 @@
+"""SPPOCallback: puts SPPO's numbers into the Trainer's own log stream.
+
+The plugin installs it by itself: the Trainer reads `transformers.trainer.DEFAULT_CALLBACKS` after
+it has made its Accelerator, so a callback that is put there while the Accelerator is made reaches
+exactly that Trainer, if it is taken out again in time. This file sees that it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from accelerate.utils import reduce
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.integrations.accelerator import own_recomputation
+from sppo_hf.integrations.limits import refuse_arguments
+from sppo_hf.integrations.metrics import StepMeter
+from sppo_hf.model.convert import is_converted
+from sppo_hf.planning.flops import peak_flops
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from sppo_hf.integrations.plugin import SPPOPlugin
+
+
+class SPPOCallback(TrainerCallback):
+    """Checks that a Trainer really trains through SPPO, and logs what that costs.
+
+    Adds to every training log entry, for the progress bar, TensorBoard and all other loggers:
+    `sppo/tokens_per_second` (all ranks), and of the logging rank
+    `sppo/tokens_per_second_per_device`, `sppo/tflops_per_device`, `sppo/mfu` (where the device's
+    peak is known), `sppo/device_peak_bytes` (on CUDA, since the process began),
+    `sppo/host_rss_bytes`, `sppo/pinned_bytes`, `sppo/stall_seconds`, `sppo/d2h_bytes` and
+    `sppo/h2d_bytes`. They are defined in `metrics.py`, [Note: what the numbers mean].
+
+    It does nothing in a Trainer whose arguments do not hold the plugin.
+
+    Args:
+        plugin: The plugin that was attached to the Trainer's Accelerator.
+    """
+
+    def __init__(self, plugin: SPPOPlugin) -> None:
+        self._plugin = plugin
+        self._meter = StepMeter()
+        self._active = False
+        self._step_began_seconds: float | None = None
+        self._world_tokens: int | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the list of default callbacks, and look at the Trainer that took us.
+
+        Raises:
+            ConfigError: The Trainer would bypass the Accelerator.
+        """
+        _withdraw(self)
+        asked_for: object = getattr(args, "parallelism_config", None)
+        self._active = asked_for is self._plugin or asked_for == self._plugin
+        if self._active:
+            refuse_arguments(args)
+            self._plugin.progress.bars_wanted = not args.disable_tqdm
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start counting; the model is prepared by now.
+
+        Raises:
+            ConfigError: The Trainer prepared its model without the Accelerator.
+        """
+        if not self._active or model is None:
+            return
+        # The Trainer switches checkpointing on at every train(), but prepares only at the first.
+        own_recomputation(model)
+        if not is_converted(model):
+            raise ConfigError(
+                f"{type(model).__name__} was not prepared by the Accelerator, so SPPO is not in "
+                "it. Allowed: Trainers that call Accelerator.prepare. Remedy: "
+                "model = plugin.convert(model) before the Trainer is made."
+            )
+        self._meter.clear()
+        self._meter.listening = True
+        self._plugin.observer.subscribe(self._meter)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop counting."""
+        self._meter.listening = False
+        self._plugin.observer.unsubscribe(self._meter)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock of an optimizer step."""
+        self._step_began_seconds = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the clock."""
+        if self._step_began_seconds is not None:
+            self._meter.add_step(time.perf_counter() - self._step_began_seconds)
+            self._step_began_seconds = None
+        self._count_world_tokens(args, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepare the log entry of an epoch, if there is to be one."""
+        self._count_world_tokens(args, control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add our numbers to a training log entry, in place: loggers that come later see them."""
+        # Entries without a loss are evaluations and summaries.
+        wanted = self._active and self._plugin.config.log_metrics
+        if not wanted or not self._meter.listening or logs is None or "loss" not in logs:
+            return
+        numbers = self._meter.drain(
+            world_tokens=self._world_tokens, peak_flops_per_second=_peak_flops(args.device)
+        )
+        self._world_tokens = None
+        if not numbers:
+            return
+        numbers |= _memory_numbers(args.device)
+        logs.update(numbers)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(numbers)
+
+    def _count_world_tokens(self, args: TrainingArguments, control: TrainerControl) -> None:
+        """Sum tokens over ranks, at a point where the Trainer is about to gather its loss anyway.
+
+        Collectives in on_log would hang where a script logs on one rank only.
+        """
+        if not self._active or not control.should_log or not self._plugin.config.log_metrics:
+            return
+        tokens = self._meter.tokens
+        if args.world_size > 1:
+            tokens = int(reduce(torch.tensor(tokens, device=args.device), reduction="sum").item())
+        self._world_tokens = tokens
+
+
+def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
+    """Have the Trainer that is making this Accelerator, if one is, install an `SPPOCallback`.
+
+    The offer ends when any Trainer has been made, when the Accelerator is gone (its Trainer's
+    constructor failed), or when the next plugin is attached.
+    """
+    module = sys.modules.get("transformers.trainer")
+    if module is None:
+        return
+    for entry in [entry for entry in module.DEFAULT_CALLBACKS if isinstance(entry, SPPOCallback)]:
+        _withdraw(entry)
+    callback = SPPOCallback(plugin)
+    module.DEFAULT_CALLBACKS.append(callback)
+    weakref.finalize(accelerator, _withdraw, callback)
+
+
+def _withdraw(callback: SPPOCallback) -> None:
+    """Take a callback out of the defaults for future Trainers."""
+    defaults = sys.modules["transformers.trainer"].DEFAULT_CALLBACKS
+    defaults[:] = [entry for entry in defaults if entry is not callback]
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def _memory_numbers(device: torch.device) -> dict[str, float]:
+    numbers = {"sppo/host_rss_bytes": psutil.Process().memory_info().rss}
+    if device.type == "cuda":
+        numbers["sppo/device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return numbers

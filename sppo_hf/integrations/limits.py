@@ -1,0 +1,96 @@
+"""What SPPO does not combine with, refused by name before the first step.
+
+This file knows the launch modes of Accelerate; it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accelerate.utils import DistributedType, DynamoBackend
+
+from sppo_hf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+_FORBIDDEN_SIZES = {
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "sp": "sequence parallelism",
+}
+_ALLOWED_TYPES = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+)
+_ALLOWED_WORDS = "one process, DDP, or FSDP2"
+
+
+def refuse_sizes(sizes: Mapping[str, int]) -> None:
+    """Refuse parallel sizes that would cut what SPPO needs whole.
+
+    Args:
+        sizes: Ranks along each axis of the mesh, by the axis's short name.
+
+    Raises:
+        ConfigError: A tensor, context or sequence parallel size is above 1.
+    """
+    for axis, name in _FORBIDDEN_SIZES.items():
+        if sizes[axis] > 1:
+            raise ConfigError(
+                f"{axis}_size={sizes[axis]} asks for {name}, which SPPO does not combine with: it "
+                "cuts the sequence into chunks on each rank itself. Allowed: dp_shard_size and "
+                f"dp_replicate_size. Remedy: drop {axis}_size (also "
+                f"PARALLELISM_CONFIG_{axis.upper()}_SIZE in the environment)."
+            )
+
+
+def refuse_accelerator(accelerator: Accelerator) -> None:
+    """Refuse launch modes that SPPO is not exact or not tested in.
+
+    Raises:
+        ConfigError: The Accelerator runs DeepSpeed, Megatron-LM, FSDP version 1, FSDP's activation
+            checkpointing, torch.compile, or on a kind of device that is not supported.
+    """
+    kind = accelerator.distributed_type
+    if kind not in _ALLOWED_TYPES:
+        _refuse(f"The Accelerator runs {kind.value}", "launch with one of these instead")
+    if kind == DistributedType.FSDP:
+        if not accelerator.is_fsdp2:
+            _refuse(
+                "The Accelerator runs FSDP version 1",
+                "set fsdp_version: 2 (TrainingArguments: fsdp_config={'version': 2})",
+            )
+        if accelerator.state.fsdp_plugin.activation_checkpointing:
+            _refuse(
+                "FSDP's activation_checkpointing is on, and SPPO recomputes by itself",
+                "switch fsdp_activation_checkpointing off and set SPPO's recompute instead",
+            )
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO:
+        _refuse(
+            f"torch.compile is on (dynamo backend {backend.value})",
+            "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate)",
+        )
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Refuse a Trainer that would bypass the Accelerator.
+
+    Raises:
+        ConfigError: Several GPUs are visible to one process, for which the Trainer takes
+            `nn.DataParallel`.
+    """
+    if args.n_gpu > 1:
+        _refuse(
+            f"One process sees {args.n_gpu} GPUs, for which the Trainer would use nn.DataParallel",
+            "start with `accelerate launch` or `torchrun`, or export CUDA_VISIBLE_DEVICES=0",
+        )
+
+
+def _refuse(seen: str, remedy: str) -> None:
+    raise ConfigError(f"{seen}. Allowed with SPPO: {_ALLOWED_WORDS}. Remedy: {remedy}.")

@@ -1,0 +1,94 @@
+"""StepMeter: sums what the engine reports between two log entries and makes numbers of it.
+
+Pure arithmetic on StepRecords and seconds that are given to it; it knows nothing of the Trainer,
+clocks or devices.
+
+[Note: what the numbers mean]
+Tokens are those that the model was given, padding included. Model FLOPs are what one forward and
+backward of the unmodified model need, attention counted once per visible key (the causal half),
+recomputation not counted. MFU is model FLOPs per second over the device's dense bf16 peak from its
+data sheet. Seconds are the wall time of optimizer steps, from the Trainer's on_step_begin to its
+on_step_end, so waiting for data, evaluation and saving are not in them. Stall seconds and copied
+bytes are means per optimizer step. Every number is of the rank that logs it (rank 0 in the logs),
+except `sppo/tokens_per_second`, which counts the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+from sppo_hf.model.observer import StepObserver, StepRecord
+
+TERA = 1e12
+
+
+class StepMeter(StepObserver):
+    """Adds up the records of training steps until `drain` empties it.
+
+    It counts only while `listening` is True: the engine also reports evaluation, and the same
+    plugin may serve another Trainer.
+    """
+
+    def __init__(self) -> None:
+        self.listening = False
+        self.pinned_bytes = 0
+        self.clear()
+
+    def on_record(self, record: StepRecord) -> None:
+        """Add one forward and backward."""
+        if not self.listening or not record.training:
+            return
+        self.tokens += record.tokens
+        self.model_flops += record.model_flops
+        self.stall_seconds += record.stall_seconds
+        self.d2h_bytes += record.d2h_bytes
+        self.h2d_bytes += record.h2d_bytes
+        self.pinned_bytes = record.pinned_bytes
+
+    def add_step(self, seconds: float) -> None:
+        """Add the wall time of one optimizer step."""
+        self.steps += 1
+        self.step_seconds += seconds
+
+    def drain(
+        self, *, world_tokens: int | None, peak_flops_per_second: float | None
+    ) -> dict[str, float]:
+        """Return the numbers since the last drain, and start anew.
+
+        Args:
+            world_tokens: Tokens of all ranks since the last drain; None where they are not known,
+                and then there is no `sppo/tokens_per_second`.
+            peak_flops_per_second: The device's peak; None where it is not known, and then there
+                is no MFU.
+
+        Returns:
+            Numbers by name, or nothing if no step has ended. [Note: what the numbers mean]
+        """
+        steps, seconds = self.steps, self.step_seconds
+        if steps == 0 or seconds <= 0 or self.tokens == 0:
+            self.clear()
+            return {}
+        flops_per_second = self.model_flops / seconds
+        numbers: dict[str, float] = {}
+        if world_tokens is not None:
+            numbers["sppo/tokens_per_second"] = world_tokens / seconds
+        numbers["sppo/tokens_per_second_per_device"] = self.tokens / seconds
+        numbers["sppo/tflops_per_device"] = flops_per_second / TERA
+        if peak_flops_per_second is not None:
+            numbers["sppo/mfu"] = flops_per_second / peak_flops_per_second
+        numbers |= {
+            "sppo/stall_seconds": self.stall_seconds / steps,
+            "sppo/d2h_bytes": round(self.d2h_bytes / steps),
+            "sppo/h2d_bytes": round(self.h2d_bytes / steps),
+            "sppo/pinned_bytes": self.pinned_bytes,
+        }
+        self.clear()
+        return numbers
+
+    def clear(self) -> None:
+        """Forget everything since the last drain."""
+        self.tokens = 0
+        self.model_flops = 0.0
+        self.stall_seconds = 0.0
+        self.d2h_bytes = 0
+        self.h2d_bytes = 0
+        self.steps = 0
+        self.step_seconds = 0.0

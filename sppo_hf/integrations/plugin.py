@@ -1,0 +1,218 @@
+"""SPPOPlugin: the one object a user hands to Transformers or Accelerate.
+
+It is a `ParallelismConfig`, because that is what both of them take, keep, serialise and call back.
+This file knows how Accelerate treats a `ParallelismConfig`. It knows nothing of the engine beyond
+convert and revert; what an attached Accelerator does differently is in `accelerator.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from accelerate import ParallelismConfig
+from accelerate.utils import extract_model_from_parallel
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
+from sppo_hf.integrations.callback import offer_callback
+from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
+from sppo_hf.integrations.observers import ObserverHub
+from sppo_hf.integrations.progress import ProgressReporter
+from sppo_hf.model.convert import revert
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+ModelT = TypeVar("ModelT", bound="nn.Module")
+
+CONFIG_VARIABLE = "SPPO_CONFIG"
+"""Environment variable that names a settings file."""
+
+_OWN_FIELDS = frozenset(field.name for field in fields(ParallelismConfig))
+
+
+class SPPOPlugin(ParallelismConfig):
+    """Chunk-by-chunk training for a Trainer, an Accelerator or a bare model.
+
+        TrainingArguments(..., parallelism_config=SPPOPlugin(num_chunks=8))
+        Accelerator(parallelism_config=SPPOPlugin(num_chunks=8))
+        model = SPPOPlugin(num_chunks=8).convert(model)
+
+    The sizes of `ParallelismConfig` are taken too: `dp_shard_size` and `dp_replicate_size` shape
+    FSDP2 and hybrid sharding. Left out, all processes replicate (DDP) or, under FSDP2, all shard.
+
+    One plugin may serve several Trainers or Accelerators, one after the other or side by side.
+
+    Args:
+        config: Settings, as an `SPPOConfig` or a mapping of its fields.
+        **settings: Fields of `SPPOConfig`, which take precedence over `config`, and sizes of
+            `ParallelismConfig`.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong, or a tensor, context or sequence parallel size
+            is above 1.
+    """
+
+    def __init__(
+        self, config: SPPOConfig | Mapping[str, Any] | None = None, /, **settings: Any
+    ) -> None:
+        sizes = {name: settings.pop(name) for name in list(settings) if name in _OWN_FIELDS}
+        base = config if isinstance(config, SPPOConfig) else SPPOConfig.from_dict(config or {})
+        self.config = base.replace(**settings) if settings else base
+        super().__init__(**sizes)
+        refuse_sizes(self._sizes)
+        self._given_sizes = dict(self._sizes)
+        self._make_observers()
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
+        """Make a plugin from a settings file.
+
+        Raises:
+            ConfigError: The file cannot be read or holds a wrong setting.
+        """
+        return cls(SPPOConfig.from_yaml(path))
+
+    @classmethod
+    def from_env(cls) -> Self:
+        """Make a plugin from the settings file that the variable SPPO_CONFIG names.
+
+        Raises:
+            ConfigError: The variable is not set, or the file cannot be read or holds a wrong
+                setting.
+        """
+        path = os.environ.get(CONFIG_VARIABLE)
+        if not path:
+            raise ConfigError(
+                f"{CONFIG_VARIABLE} is {'not set' if path is None else 'empty'}, but must name a "
+                f"settings file. Remedy: export {CONFIG_VARIABLE}=sppo.yaml, or call "
+                "SPPOPlugin.from_yaml(path)."
+            )
+        try:
+            return cls.from_yaml(path)
+        except ConfigError as error:
+            raise ConfigError(f"{CONFIG_VARIABLE}={path}: {error}") from error
+
+    def convert(self, model: ModelT) -> ModelT:
+        """Make a model train chunk by chunk, in place.
+
+        Args:
+            model: A causal language model of Transformers, bare or wrapped by PEFT.
+
+        Returns:
+            The same model.
+
+        Raises:
+            UnsupportedModelError: The model cannot be run chunk by chunk exactly.
+            ConfigError: The model was converted before, with other settings.
+        """
+        convert_once(model, self)
+        return model
+
+    def revert(self, model: ModelT) -> ModelT:
+        """Undo `convert`, and take off the wrappers that an Accelerator put around the model.
+
+        Args:
+            model: What `convert` or `Accelerator.prepare` returned.
+
+        Returns:
+            The model itself, as it was before. A model that was never converted is returned as is.
+        """
+        inner: ModelT = extract_model_from_parallel(model)
+        return revert(without_mixed_precision_wrapper(inner))
+
+    @property
+    def observer(self) -> ObserverHub:
+        """Where the engines of this plugin report to."""
+        return self._hub
+
+    @property
+    def progress(self) -> ProgressReporter:
+        """What shows the plan and the progress inside a step."""
+        return self._progress
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all settings and sizes in JSON types; the Trainer stores and logs these."""
+        sizes = {f"{name}_size": size for name, size in self._sizes.items()}
+        return {"plugin": "SPPOPlugin", **self.config.to_dict(), **sizes}
+
+    def __repr__(self) -> str:
+        defaults = SPPOConfig().to_dict()
+        shown = {k: v for k, v in self.config.to_dict().items() if v != defaults[k]}
+        shown |= {f"{name}_size": size for name, size in self._sizes.items() if size != 1}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SPPOPlugin):
+            return NotImplemented
+        return self.config == other.config and self._given_sizes == other._given_sizes
+
+    __hash__ = None  # type: ignore[assignment]  # sizes change when the plugin is attached
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep what the user gave: no mesh, no observers, no sizes that depend on this launch."""
+        skipped = {"device_mesh", "_hub", "_progress"}
+        state = {name: value for name, value in self.__dict__.items() if name not in skipped}
+        state["_sizes"] = dict(self._given_sizes)
+        state |= {f"{name}_size": size for name, size in self._given_sizes.items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_observers()
+
+    def _make_observers(self) -> None:
+        self._hub = ObserverHub()
+        self._progress = ProgressReporter(
+            show_plan=self.config.show_plan, show_progress=self.config.show_progress
+        )
+        self._hub.subscribe(self._progress)
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Attach to an Accelerator; Accelerate calls this from the Accelerator's constructor.
+
+        Raises:
+            ConfigError: The Accelerator cannot work with this plugin, or has another one.
+        """
+        asked_for = _requested_by_caller(default=self)
+        if not isinstance(asked_for, SPPOPlugin):
+            # [Note: Accelerators share their state]
+            # Accelerate keeps the first parallelism config of a process for all its Accelerators.
+            # One that was made without a plugin therefore still calls us; it must stay untouched.
+            super()._validate_accelerator(accelerator)
+            return
+        if asked_for is not self and asked_for != self:
+            raise ConfigError(
+                f"This process's Accelerators already use {self!r}, so {asked_for!r} would be "
+                "ignored by Accelerate. Allowed: one plugin at a time. Remedy: pass the same "
+                "plugin, or make new TrainingArguments right before their Trainer."
+            )
+        refuse_accelerator(accelerator)
+        if accelerator.is_fsdp2 and self.total_size == 1 and accelerator.num_processes > 1:
+            # Accelerate would fall back to plain replication here, which FSDP2 cannot shard over.
+            self._set_size("dp_shard", accelerator.num_processes)
+            self.device_mesh = None
+            accelerator.state.device_mesh = self.get_device_mesh(accelerator.device.type)
+        super()._validate_accelerator(accelerator)
+        attach(accelerator, self)
+        offer_callback(accelerator, self)
+
+
+def _requested_by_caller(default: SPPOPlugin) -> ParallelismConfig | None:
+    """Return the `parallelism_config` argument of the Accelerator that is being made.
+
+    Accelerate does not pass it on, and [Note: Accelerators share their state] means that it may
+    differ from the config that is called. So it is read from the constructor's frame, and where
+    that cannot be found, `default` is taken.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "__init__" or "parallelism_config" not in frame.f_locals:
+        return default
+    requested: ParallelismConfig | None = frame.f_locals["parallelism_config"]
+    return requested

@@ -1,0 +1,105 @@
+"""What a person sees: the plan once, and a bar inside steps that take long.
+
+An observer of the engine. It knows nothing of the Trainer; whether bars are wanted at all is told
+to it from outside. Everything goes to stderr, on the main process only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from tqdm.auto import tqdm
+
+from sppo_hf.model.observer import Direction, StepObserver, StepRecord
+from sppo_hf.planning.report import plan_table
+
+if TYPE_CHECKING:
+    from sppo_hf.planning.plan import Plan
+
+SHOW_AFTER_SECONDS = 3.0
+"""A step that is over sooner than this shows no bar."""
+
+_LEAST_COLUMNS = 100
+
+
+class ProgressReporter(StepObserver):
+    """Prints the first plan as a table, and shows "chunk 3/8 backward" during long steps.
+
+    The bar takes the first free line below other bars of tqdm, the Trainer's among them, and is
+    erased when its step ends. It needs a terminal or a notebook; elsewhere it stays away.
+
+    Args:
+        show_plan: Whether to print the table.
+        show_progress: Whether to show the bar.
+    """
+
+    def __init__(self, *, show_plan: bool = True, show_progress: bool = True) -> None:
+        self.show_plan = show_plan
+        self.show_progress = show_progress
+        self.bars_wanted = True
+        self._bar: tqdm[Any] | None = None
+        self._step_began_seconds: float | None = None
+        self._bar_direction: Direction = "forward"
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        """Print the table for the first plan; later shapes of batches are not news."""
+        if not self.show_plan or not _is_main_process():
+            return
+        self.show_plan = False
+        console = Console(file=sys.stderr)
+        if not console.is_terminal:
+            console = Console(file=sys.stderr, width=_LEAST_COLUMNS)
+        console.print(plan_table(plan, model_name))
+
+    def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
+        """Move the bar, once the step has taken long enough to deserve one."""
+        if not self.show_progress:
+            return
+        if (direction == "forward" and chunk == 0) or self._step_began_seconds is None:
+            self._end_step()
+            self._step_began_seconds = time.monotonic()
+        if self._bar is None:
+            too_soon = time.monotonic() - self._step_began_seconds < SHOW_AFTER_SECONDS
+            if too_soon or not self._bars_possible():
+                return
+            self._bar = _new_bar(total=num_chunks)
+            self._bar_direction = direction
+        elif self._bar_direction != direction:
+            self._bar.reset(total=num_chunks)
+            self._bar_direction = direction
+        done = chunk if direction == "forward" else num_chunks - 1 - chunk
+        self._bar.set_description(f"chunk {chunk + 1}/{num_chunks} {direction}", refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def on_record(self, record: StepRecord) -> None:
+        """Erase the bar: the step has ended."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._step_began_seconds = None
+
+    def _bars_possible(self) -> bool:
+        if not self.bars_wanted or not _is_main_process():
+            return False
+        return _in_notebook() or sys.stderr.isatty()
+
+
+def _new_bar(total: int) -> tqdm[Any]:
+    return tqdm(total=total, leave=False, dynamic_ncols=True, unit="chunk", file=sys.stderr)
+
+
+def _in_notebook() -> bool:
+    """Return whether `tqdm.auto` chose the widget."""
+    return any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
+
+
+def _is_main_process() -> bool:
+    """Return whether this is rank 0, by the variable that every launcher sets."""
+    return int(os.environ.get("RANK", "0")) == 0
