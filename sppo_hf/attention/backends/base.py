@@ -1,0 +1,246 @@
+"""The one signature every attention backend has, and the words its callers use.
+
+A backend is a stateless pair of functions: attention of the queries of one chunk against keys and
+values, and its gradient. It knows nothing of layers, chunks, models, autograd or offloading. What
+is visible to which query is said by a `CausalBand`, never by a mask tensor.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+
+[Note: why merged values make backward exact]
+Softmax over keys that were split into parts needs the parts only in two places: the probabilities
+``p = exp(s - lse)`` and ``delta = sum(dout * out)``. Given `lse` and `out` of *all* keys, the
+backward of a part is exactly that part's share of the whole backward; nothing has to be corrected
+afterwards. So every backward here takes the merged `(out, lse)` and returns the part's share.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CausalBand:
+    """Which keys each query row sees.
+
+    Row ``i`` stands at key position ``q_start + i`` and sees the keys ``j`` with
+    ``j <= q_start + i`` and, under a window, ``j > q_start + i - window``. There may be fewer keys
+    than ``q_start + C`` (padded queries) or more (later keys, seen by nobody). `q_start` may be
+    negative: rows before key 0 see nothing.
+    """
+
+    q_start: int
+    """Position of the first query row, in tokens, counted in the keys handed over."""
+
+    window: int | None = None
+    """Number of keys a row sees, its own included, in tokens; None sees all earlier ones."""
+
+    def __post_init__(self) -> None:
+        """Refuse a window that would see nothing at all."""
+        assert self.window is None or self.window >= 1, f"a window of {self.window} tokens"
+
+    def trim(self, num_rows: int, num_keys: int) -> TrimmedBand:
+        """Cut away rows that see no key and keys that no row sees.
+
+        Args:
+            num_rows: query rows, C.
+            num_keys: keys at hand, T.
+
+        Returns:
+            The ranges that are left, and the band in their own coordinates. Its `q_start` is never
+            negative, and its `window` is None where the window hides nothing.
+        """
+        row_start = min(max(0, -self.q_start), num_rows)
+        row_stop = num_rows if num_keys else row_start
+        if self.window is not None:
+            row_stop = min(row_stop, num_keys + self.window - 1 - self.q_start)
+        if row_stop <= row_start:
+            return TrimmedBand(0, 0, 0, 0, CausalBand(0))
+        position = self.q_start + row_start
+        key_start = 0 if self.window is None else max(0, position - self.window + 1)
+        key_stop = min(num_keys, self.q_start + row_stop)
+        hides = self.window is not None and self.window < self.q_start + row_stop - key_start
+        return TrimmedBand(
+            row_start,
+            row_stop,
+            key_start,
+            key_stop,
+            CausalBand(position - key_start, self.window if hides else None),
+        )
+
+
+class TrimmedBand(NamedTuple):
+    """Half-open ranges of rows and keys that take part, and the band between them."""
+
+    row_start: int
+    row_stop: int
+    key_start: int
+    key_stop: int
+    band: CausalBand
+
+    @property
+    def rows(self) -> slice:
+        """Rows that see at least one key."""
+        return slice(self.row_start, self.row_stop)
+
+    @property
+    def keys(self) -> slice:
+        """Keys that at least one row sees."""
+        return slice(self.key_start, self.key_stop)
+
+    @property
+    def empty(self) -> bool:
+        """True if no row sees any key."""
+        return self.row_stop == self.row_start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """What a model asks of a backend; enough to choose one and to say why."""
+
+    device_type: str
+    """"cpu", "cuda", ..."""
+
+    dtype: torch.dtype
+    """Data type of queries, keys and values."""
+
+    qk_head_size: int
+    """Elements per query and key head."""
+
+    v_head_size: int
+    """Elements per value head."""
+
+    softcap: bool = False
+    """Scores go through ``cap * tanh(score / cap)``."""
+
+    window: bool = False
+    """Some layer has a sliding window."""
+
+    gqa_ratio: int = 1
+    """Query heads per key/value head."""
+
+    def __str__(self) -> str:
+        """The requirement in words, for reasons and errors."""
+        sizes = f"head size {self.qk_head_size}"
+        if self.v_head_size != self.qk_head_size:
+            sizes += f" (values {self.v_head_size})"
+        features = [sizes]
+        if self.gqa_ratio != 1:
+            features.append(f"{self.gqa_ratio} query heads per key head")
+        if self.window:
+            features.append("sliding window")
+        if self.softcap:
+            features.append("soft-capped scores")
+        device = self.device_type.upper()
+        return ", ".join([device, str(self.dtype).removeprefix("torch."), *features])
+
+
+class Attended(NamedTuple):
+    """Result of a forward.
+
+    `out_BNCH` has the dtype of the queries; `lse_BNC` is the natural log-sum-exp of the scaled
+    scores, float32 (float64 for float64). A row that saw no key has out 0 and lse -inf.
+    """
+
+    out_BNCH: Tensor
+    lse_BNC: Tensor
+
+
+class Gradients(NamedTuple):
+    """Result of a backward.
+
+    `dq_BNCH` has the dtype of the queries; `dk_BKTH` and `dv_BKTH` that of the keys, or the
+    accumulation dtype where a backend had to sum several kernel calls over the same keys.
+    """
+
+    dq_BNCH: Tensor
+    dk_BKTH: Tensor
+    dv_BKTH: Tensor
+
+
+class Backend(ABC):
+    """One way to compute attention of a chunk's queries against keys and values.
+
+    Any strides are accepted; the value head size may differ from the query/key head size; the
+    number of query heads is a multiple of the number of key heads. No call is recorded by autograd.
+    """
+
+    name: str
+
+    @abstractmethod
+    def reason_unsupported(self, requirement: Requirement) -> str | None:
+        """Say in a few words why this backend cannot serve `requirement`; None if it can."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        band: CausalBand,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Attended:
+        """Attend.
+
+        Args:
+            q_BNCH: queries of the chunk.
+            k_BKTH: keys.
+            v_BKTH: values; H may differ from the keys'.
+            band: which keys each query sees.
+            scale: factor on the scores.
+            softcap: cap of ``cap * tanh(score / cap)``, applied after `scale`; None for none.
+
+        Returns:
+            Output and log-sum-exp of every row.
+        """
+
+    @abstractmethod
+    def backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        band: CausalBand,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        """Share of these keys in the gradient. See [Note: why merged values make backward exact].
+
+        Args:
+            dout_BNCH: gradient of the output.
+            q_BNCH: queries, as in forward.
+            k_BKTH: keys, as in forward.
+            v_BKTH: values, as in forward.
+            out_BNCH: output, merged over all keys if these are only a part of them.
+            lse_BNC: log-sum-exp, merged likewise.
+            band: as in forward.
+            scale: as in forward.
+            softcap: as in forward.
+
+        Returns:
+            Gradients of queries, keys and values; the queries' is this part's summand.
+        """
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which sums over keys and pieces are kept: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_forward(q_BNCH: Tensor, v_head_size: int) -> Attended:
+    """Output 0 and log-sum-exp -inf for every row: what queries that see no key get."""
+    out_BNCH = q_BNCH.new_zeros(*q_BNCH.shape[:3], v_head_size)
+    lse_BNC = q_BNCH.new_full(
+        q_BNCH.shape[:3], float("-inf"), dtype=accumulation_dtype(q_BNCH.dtype)
+    )
+    return Attended(out_BNCH, lse_BNC)

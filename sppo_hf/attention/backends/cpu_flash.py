@@ -1,0 +1,83 @@
+"""Attention on PyTorch's fused CPU kernel.
+
+The kernel is the one behind `scaled_dot_product_attention` on the CPU. It is causal only from the
+top left, so bands come from `RectangleBackend`. Not covered: soft-capped scores.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.base import Attended, Gradients, Requirement
+from sppo_hf.attention.backends.heads import KernelNeeds
+from sppo_hf.attention.backends.rectangles import RectangleBackend
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class CPUFlash(RectangleBackend):
+    """Fused CPU kernel, forward and backward; memory linear in tokens."""
+
+    name = "cpu_flash"
+
+    @property
+    def needs(self) -> KernelNeeds:
+        """One head size for all; grouped heads where this PyTorch's kernel takes them."""
+        return KernelNeeds(grouped_heads=_takes_grouped_heads())
+
+    def reason_unsupported(self, requirement: Requirement) -> str | None:
+        """CPU tensors of the usual dtypes, without soft cap."""
+        if requirement.device_type != "cpu":
+            return f"runs on the CPU, not on {requirement.device_type}"
+        if requirement.dtype not in _DTYPES:
+            return f"has no kernel for {requirement.dtype}"
+        if requirement.softcap:
+            return "cannot soft-cap scores"
+        return None
+
+    def kernel_forward(
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+    ) -> Attended:
+        """See `RectangleBackend.kernel_forward`."""
+        return Attended(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_BNCH, k_BKTH, v_BKTH, 0.0, causal, scale=scale
+            )
+        )
+
+    def kernel_backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        attended: Attended,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See `RectangleBackend.kernel_backward`."""
+        return Gradients(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended, 0.0, causal, scale=scale
+            )
+        )
+
+
+@functools.cache
+def _takes_grouped_heads() -> bool:
+    """True if this PyTorch's kernel accepts fewer key heads than query heads, both ways."""
+    q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 1, 8)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    try:
+        out, lse = flash(q, k, k, 0.0, False)
+        _, dk, _ = flash_backward(q, q, k, k, out, lse, 0.0, False)
+    except RuntimeError:
+        return False
+    return dk.shape == k.shape

@@ -1,0 +1,183 @@
+"""Attention in plain PyTorch: slow, exact, any dtype, any device.
+
+Every other backend is measured against this one. Scores live only for one tile of queries against
+one tile of keys, so memory is bounded however long the sequence is. Sums run in float32, or in
+float64 for float64 inputs.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size; lower
+case c and t for the tokens of one tile, and R = N/K * c for a tile's queries grouped by key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.base import (
+    Attended,
+    Backend,
+    CausalBand,
+    Gradients,
+    Requirement,
+    accumulation_dtype,
+    empty_forward,
+)
+from sppo_hf.attention.merge import merge_into
+
+_TILE_BYTES = 32 << 20
+_TILE_ROWS = 128
+
+
+class _Tile(NamedTuple):
+    """Half-open ranges of one tile of queries and one tile of keys."""
+
+    rows: slice
+    keys: slice
+
+
+class Reference(Backend):
+    """Tiled attention from elementary operations; the yardstick for all others."""
+
+    name = "reference"
+
+    def __init__(self, tile_bytes: int = _TILE_BYTES) -> None:
+        """Make one.
+
+        Args:
+            tile_bytes: bytes that one tile of scores may take; a few of them are alive at once.
+        """
+        self._tile_bytes = tile_bytes
+
+    def reason_unsupported(self, requirement: Requirement) -> str | None:
+        """Only non-floating dtypes are out of reach."""
+        if not requirement.dtype.is_floating_point:
+            return f"{requirement.dtype} is no floating-point type"
+        return None
+
+    @torch.no_grad()
+    def forward(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        band: CausalBand,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Attended:
+        """See `Backend.forward`."""
+        num_kv_heads = k_BKTH.shape[1]
+        out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
+        sums_dtype = accumulation_dtype(q_BNCH.dtype)
+        out_BNCH = out_BNCH.to(sums_dtype)
+        for rows, keys in self._tiles(q_BNCH, k_BKTH, band):
+            q_BKRH = _group(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            v_BKtH = v_BKTH[:, :, keys].to(sums_dtype)
+            s_BKRt, _ = _scores(q_BKRH, k_BKTH[:, :, keys], scale, softcap)
+            _hide(s_BKRt, band, rows, keys)
+            lse_BKR = torch.logsumexp(s_BKRt, dim=-1)
+            p_BKRt = s_BKRt.sub_(_finite(lse_BKR).unsqueeze(-1)).exp_()
+            part = Attended(
+                _ungroup(p_BKRt @ v_BKtH, q_BNCH.shape[1]),
+                lse_BKR.view(*q_BNCH.shape[:2], rows.stop - rows.start),
+            )
+            merge_into(out_BNCH[:, :, rows], lse_BNC[:, :, rows], part)
+        return Attended(out_BNCH.to(q_BNCH.dtype), lse_BNC)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        band: CausalBand,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        num_heads, num_kv_heads = q_BNCH.shape[1], k_BKTH.shape[1]
+        sums_dtype = accumulation_dtype(q_BNCH.dtype)
+        dq_BNCH = torch.zeros(q_BNCH.shape, dtype=sums_dtype, device=q_BNCH.device)
+        dk_BKTH = torch.zeros(k_BKTH.shape, dtype=sums_dtype, device=k_BKTH.device)
+        dv_BKTH = torch.zeros(v_BKTH.shape, dtype=sums_dtype, device=v_BKTH.device)
+        for rows, keys in self._tiles(q_BNCH, k_BKTH, band):
+            q_BKRH = _group(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            dout_BKRH = _group(dout_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            out_BKRH = _group(out_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            lse_BKR = _group(lse_BNC[:, :, rows].unsqueeze(-1), num_kv_heads).squeeze(-1)
+            k_BKtH = k_BKTH[:, :, keys].to(sums_dtype)
+            s_BKRt, slope_BKRt = _scores(q_BKRH, k_BKtH, scale, softcap)
+            _hide(s_BKRt, band, rows, keys)
+            p_BKRt = s_BKRt.sub_(_finite(lse_BKR.to(sums_dtype)).unsqueeze(-1)).exp_()
+            dv_BKTH[:, :, keys] += p_BKRt.transpose(2, 3) @ dout_BKRH
+            ds_BKRt = dout_BKRH @ v_BKTH[:, :, keys].to(sums_dtype).transpose(2, 3)
+            ds_BKRt.sub_((dout_BKRH * out_BKRH).sum(-1, keepdim=True)).mul_(p_BKRt).mul_(scale)
+            if slope_BKRt is not None:
+                ds_BKRt.mul_(slope_BKRt)
+            dq_BNCH[:, :, rows] += _ungroup(ds_BKRt @ k_BKtH, num_heads)
+            dk_BKTH[:, :, keys] += ds_BKRt.transpose(2, 3) @ q_BKRH
+        dtype = q_BNCH.dtype
+        return Gradients(dq_BNCH.to(dtype), dk_BKTH.to(dtype), dv_BKTH.to(dtype))
+
+    def _tiles(self, q_BNCH: Tensor, k_BKTH: Tensor, band: CausalBand) -> Iterator[_Tile]:
+        """Pairs of row and key ranges that cover all that the band lets be seen."""
+        num_rows, num_keys = q_BNCH.shape[2], k_BKTH.shape[2]
+        if not (q_BNCH.shape[0] and q_BNCH.shape[1]):
+            return
+        row_bytes = q_BNCH.shape[0] * q_BNCH.shape[1] * accumulation_dtype(q_BNCH.dtype).itemsize
+        tile_rows = max(1, min(_TILE_ROWS, self._tile_bytes // row_bytes))
+        tile_keys = max(1, self._tile_bytes // (row_bytes * tile_rows))
+        for first in range(0, num_rows, tile_rows):
+            last = min(first + tile_rows, num_rows)
+            # Trimming the tile alone leaves out keys that the whole chunk would have to visit.
+            seen = CausalBand(band.q_start + first, band.window).trim(last - first, num_keys)
+            rows = slice(first + seen.row_start, first + seen.row_stop)
+            for key in range(seen.key_start, seen.key_stop, tile_keys):
+                yield _Tile(rows, slice(key, min(key + tile_keys, seen.key_stop)))
+
+
+def _group(x_BNcH: Tensor, num_kv_heads: int) -> Tensor:
+    """Put the queries that share a key head behind each other: [B, K, R, H]."""
+    batch, heads, tokens, size = x_BNcH.shape
+    return x_BNcH.reshape(batch, num_kv_heads, heads // num_kv_heads * tokens, size)
+
+
+def _ungroup(x_BKRH: Tensor, num_heads: int) -> Tensor:
+    """Undo `_group`."""
+    batch, kv_heads, rows, size = x_BKRH.shape
+    return x_BKRH.reshape(batch, num_heads, rows * kv_heads // num_heads, size)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Log-sum-exp with -inf replaced by 0, so that hidden scores give probability 0, not NaN."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _scores(
+    q_BKRH: Tensor, k_BKtH: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores and, under a soft cap, their slope by the uncapped score: ``1 - tanh^2``."""
+    s_BKRt = (q_BKRH @ k_BKtH.to(q_BKRH.dtype).transpose(2, 3)).mul_(scale)
+    if softcap is None:
+        return s_BKRt, None
+    tanh_BKRt = s_BKRt.div_(softcap).tanh_()
+    return tanh_BKRt * softcap, 1.0 - tanh_BKRt.square_()
+
+
+def _hide(s_BKRt: Tensor, band: CausalBand, rows: slice, keys: slice) -> None:
+    """Set the scores of unseen pairs to -inf, in place."""
+    device = s_BKRt.device
+    position_c1 = band.q_start + torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
+    key_t = torch.arange(keys.start, keys.stop, device=device)
+    hidden_ct = key_t > position_c1
+    if band.window is not None:
+        hidden_ct |= key_t <= position_c1 - band.window
+    grouped = s_BKRt.view(*s_BKRt.shape[:2], -1, *hidden_ct.shape)
+    grouped.masked_fill_(hidden_ct, float("-inf"))
