@@ -1,0 +1,359 @@
+"""Compare a converted model with the unmodified one: loss and every gradient.
+
+`compare` runs two copies of a model over the same batch, one untouched and one converted, and
+reports the worst difference. The tests' matrix, the README's table of families and `sppo check` are
+all made of it. It knows nothing of where models come from, and judges nothing but numbers.
+
+[Note: how an error is measured]
+The error of a parameter is ``max|g - r| / max(max|r|, 1e-4 * G)``, where r is the reference
+gradient, g ours and G the largest entry of all reference gradients. The floor is there for
+gradients that are zero in exact arithmetic: the bias of a key projection without rotary shifts all
+scores of a query alike, so both gradients are rounding noise, and noise has no relative error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.model.convert import convert, get_engine
+from sppo_hf.model.float64 import Float64Everywhere
+from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.structure import find_causal_lm
+from sppo_hf.planning.plan import Plan
+
+__all__ = [
+    "DriftReport",
+    "ExactnessReport",
+    "Gradients",
+    "ParameterError",
+    "compare",
+    "compare_drift",
+    "reference_attention",
+    "run_batch",
+]
+
+GRADIENT_FLOOR = 1e-4
+"""See [Note: how an error is measured]."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Largest error that counts as exact. In float32 rounding alone reaches 1e-4 in unlucky entries."""
+
+DRIFT_ALLOWANCE = 1.1
+"""Low precision: how much farther than the unmodified model's ours may be from float32."""
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterError:
+    """Difference of one parameter's gradient."""
+
+    name: str
+    """The parameter's name."""
+    error: float
+    """See [Note: how an error is measured]; inf where only one side has a gradient or a NaN."""
+    scale: float
+    """Largest entry of the reference gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What one run left behind."""
+
+    loss: float
+    """The loss, summed over the accumulated micro-steps."""
+    by_name: Mapping[str, Tensor | None]
+    """Gradients by parameter name; None where a trainable parameter got none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactnessReport:
+    """Outcome of `compare`."""
+
+    model_name: str
+    dtype: torch.dtype
+    reference_attention: str
+    """Attention of the unmodified model: "eager" or "sdpa"."""
+    loss: float
+    """Loss of the converted model."""
+    reference_loss: float
+    parameters: tuple[ParameterError, ...] = field(repr=False)
+    """All trainable parameters, the worst first."""
+    num_chunks: int
+    attention_forwards: int
+    """Attention forwards that the converted model really ran."""
+    tolerance: float
+
+    @property
+    def loss_error(self) -> float:
+        """Relative difference of the losses; 0 if both are NaN, as for a batch without labels."""
+        return _relative(self.loss, self.reference_loss)
+
+    @property
+    def worst(self) -> ParameterError:
+        """The parameter whose gradient differs most."""
+        return self.parameters[0]
+
+    @property
+    def error(self) -> float:
+        """The larger of the loss's and the worst parameter's error."""
+        return max(self.loss_error, self.worst.error)
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is within the tolerance."""
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        """One paragraph for a failing test or a log."""
+        verdict = "exact" if self.exact else "NOT exact"
+        lines = [
+            f"{self.model_name}: {verdict} in {str(self.dtype).removeprefix('torch.')}"
+            f" (tolerance {self.tolerance:.0e}, {self.num_chunks} chunks,"
+            f" {self.attention_forwards} attention forwards,"
+            f" reference attention {self.reference_attention})",
+            f"  loss {self.loss:.12g}, reference {self.reference_loss:.12g},"
+            f" error {self.loss_error:.2e}",
+        ]
+        lines += [
+            f"  {parameter.name}: error {parameter.error:.2e}, scale {parameter.scale:.2e}"
+            for parameter in self.parameters[:5]
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftReport:
+    """Outcome of `compare_drift`: distances from a float32 reference over all gradients."""
+
+    model_name: str
+    dtype: torch.dtype
+    drift: float
+    """Norm of (our gradients minus float32's) over the norm of float32's."""
+    unmodified_drift: float
+    """The same of the unmodified model in the low precision."""
+    loss_drift: float
+    """Relative difference of our loss from float32's."""
+    unmodified_loss_drift: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether ours is no farther from float32 than the unmodified model's times 1.1."""
+        return self.drift <= DRIFT_ALLOWANCE * self.unmodified_drift
+
+
+class _PlanWatcher(StepObserver):
+    """Remembers the last plan, to know the number of chunks."""
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        """Remember `plan`'s number of chunks."""
+        self.num_chunks = len(plan.bounds)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PlanWatcher:
+        """Observers are shared by copies of a model."""
+        return self
+
+
+def compare(
+    model: nn.Module,
+    batch: Batch,
+    config: SPPOConfig,
+    *,
+    accumulation: int = 1,
+    tolerance: float | None = None,
+) -> ExactnessReport:
+    """Run `model` over `batch` unmodified and converted, and compare loss and gradients.
+
+    Args:
+        model: a causal language model, bare or wrapped by PEFT, without gradients. It is copied,
+            not changed. Float64 weights are run under `Float64Everywhere`.
+        batch: keyword arguments of the model's forward; tensors of `[B, T]`.
+        config: the settings of the converted model.
+        accumulation: micro-steps into which the rows are split. With more than one, each is given
+            the label count of all of them as `num_items_in_batch`, as the Trainer does.
+        tolerance: largest error that counts as exact; None takes the dtype's from `TOLERANCE`.
+
+    Raises:
+        UnsupportedModelError: the family is refused.
+        ConfigError: the settings do not fit the batch.
+    """
+    dtype = find_causal_lm(model).dtype
+    watcher = _PlanWatcher()
+    converted = convert(copy.deepcopy(model), config, observer=watcher)
+    engine = get_engine(converted)
+    assert engine is not None, "convert() left no engine behind"
+    ours = run_batch(converted, batch, accumulation=accumulation)
+
+    reference = copy.deepcopy(model)
+    attention = reference_attention(reference)
+    find_causal_lm(reference).set_attn_implementation(attention)
+    theirs = run_batch(reference, batch, accumulation=accumulation)
+    return ExactnessReport(
+        model_name=type(find_causal_lm(model)).__name__,
+        dtype=dtype,
+        reference_attention=attention,
+        loss=ours.loss,
+        reference_loss=theirs.loss,
+        parameters=_parameter_errors(ours, theirs),
+        num_chunks=watcher.num_chunks,
+        attention_forwards=engine.counters.get("attention_forwards", 0),
+        tolerance=TOLERANCE[dtype] if tolerance is None else tolerance,
+    )
+
+
+def compare_drift(
+    model: nn.Module, batch: Batch, config: SPPOConfig, *, dtype: torch.dtype = torch.bfloat16
+) -> DriftReport:
+    """Compare distances from float32: ours in `dtype`, and the unmodified model's in `dtype`.
+
+    Args:
+        model: a float32 model, whose weights must be representable in `dtype` for the distance to
+            show the arithmetic alone (they are rounded to it first). It is copied, not changed.
+        batch: keyword arguments of the model's forward.
+        config: the settings of the converted model.
+        dtype: the low precision.
+
+    Raises:
+        UnsupportedModelError: the family is refused.
+    """
+    low = copy.deepcopy(model).to(dtype)
+    reference = copy.deepcopy(low).to(torch.float32)
+    attention = reference_attention(model)
+    for copied in (low, reference):
+        find_causal_lm(copied).set_attn_implementation(attention)
+    converted = convert(copy.deepcopy(low), config)
+    exact = run_batch(reference, batch)
+    ours = run_batch(converted, batch)
+    unmodified = run_batch(low, batch)
+    return DriftReport(
+        model_name=type(find_causal_lm(model)).__name__,
+        dtype=dtype,
+        drift=_drift(ours, exact),
+        unmodified_drift=_drift(unmodified, exact),
+        loss_drift=_relative(ours.loss, exact.loss),
+        unmodified_loss_drift=_relative(unmodified.loss, exact.loss),
+    )
+
+
+def reference_attention(model: nn.Module) -> str:
+    """Attention implementation that computes all of the unmodified model's features.
+
+    "sdpa" where Transformers allows it, else "eager": SDPA knows neither soft-capped scores nor
+    attention sinks.
+    """
+    causal_lm = find_causal_lm(model)
+    config = causal_lm.config.get_text_config(decoder=True)
+    softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if causal_lm._supports_sdpa and not softcap else "eager"
+
+
+def run_batch(model: nn.Module, batch: Batch, *, accumulation: int = 1) -> Gradients:
+    """Forward and backward of `batch`, in float64 throughout if the weights are float64.
+
+    Args:
+        model: in training mode and without gradients; its `.grad`s are left in place.
+        batch: keyword arguments of the model's forward.
+        accumulation: micro-steps into which the rows are split, see `compare`.
+    """
+    is_double = find_causal_lm(model).dtype == torch.float64
+    loss = 0.0
+    with Float64Everywhere() if is_double else contextlib.nullcontext():
+        for micro_batch in _micro_batches(batch, accumulation):
+            output = model(**micro_batch)
+            output.loss.backward()
+            loss += output.loss.item()
+    return Gradients(
+        loss,
+        {name: p.grad for name, p in model.named_parameters() if p.requires_grad},
+    )
+
+
+def _micro_batches(batch: Batch, accumulation: int) -> Iterator[dict[str, Any]]:
+    """Split the rows, and tell each part how many labels all parts have."""
+    if accumulation == 1:
+        yield dict(batch)
+        return
+    rows = next(iter(batch.values())).shape[0]
+    assert rows >= accumulation, f"{rows} rows cannot be split into {accumulation} micro-steps"
+    if "shift_labels" in batch:
+        num_items = (batch["shift_labels"] != -100).sum()
+    else:
+        num_items = (batch["labels"][:, 1:] != -100).sum()
+    for start, stop in _even_bounds(rows, accumulation):
+        part = {name: tensor[start:stop] for name, tensor in batch.items()}
+        yield {**part, "num_items_in_batch": num_items}
+
+
+def _even_bounds(rows: int, parts: int) -> list[tuple[int, int]]:
+    edges = [rows * index // parts for index in range(parts + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _parameter_errors(ours: Gradients, theirs: Gradients) -> tuple[ParameterError, ...]:
+    """Errors of all parameters, the worst first; see [Note: how an error is measured]."""
+    assert ours.by_name.keys() == theirs.by_name.keys(), "conversion changed parameter names"
+    largest = max((_scale(grad) for grad in theirs.by_name.values()), default=0.0)
+    floor = GRADIENT_FLOOR * largest
+    errors = [
+        ParameterError(name, _error(ours.by_name[name], grad, floor), _scale(grad))
+        for name, grad in theirs.by_name.items()
+    ]
+    return tuple(sorted(errors, key=lambda item: item.error, reverse=True))
+
+
+def _scale(grad: Tensor | None) -> float:
+    """Largest finite entry; 0 for no gradient."""
+    if grad is None or grad.numel() == 0:
+        return 0.0
+    return torch.nan_to_num(grad.detach(), nan=0.0).abs().max().item()
+
+
+def _error(ours: Tensor | None, theirs: Tensor | None, floor: float) -> float:
+    """Error of one gradient. No gradient at all and a gradient of zeros are the same thing."""
+    if ours is None and theirs is None:
+        return 0.0
+    given = ours if ours is not None else theirs
+    assert given is not None, "one of the two was just seen to be a tensor"
+    ours = torch.zeros_like(given) if ours is None else ours
+    theirs = torch.zeros_like(given) if theirs is None else theirs
+    if not torch.equal(ours.isnan(), theirs.isnan()):
+        return math.inf
+    difference = _scale(ours.double() - theirs.double())
+    scale = max(_scale(theirs), floor)
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale > 0.0 else math.inf
+
+
+def _relative(ours: float, theirs: float) -> float:
+    if math.isnan(ours) and math.isnan(theirs):
+        return 0.0
+    if math.isnan(ours) or math.isnan(theirs):
+        return math.inf
+    return abs(ours - theirs) / max(abs(theirs), 1e-300) if ours != theirs else 0.0
+
+
+def _drift(gradients: Gradients, exact: Gradients) -> float:
+    """Norm of the difference over the norm of the exact gradients, all parameters at once."""
+    squared_difference = squared_norm = 0.0
+    for name, grad in exact.by_name.items():
+        if grad is None:
+            continue
+        other = gradients.by_name[name]
+        other = torch.zeros_like(grad) if other is None else other
+        squared_difference += (other.double() - grad.double()).square().sum().item()
+        squared_norm += grad.double().square().sum().item()
+    return math.sqrt(squared_difference / squared_norm) if squared_norm else 0.0

@@ -1,0 +1,70 @@
+"""A mode under which Transformers' models really compute in float64.
+
+Knows nothing of chunks or of what is compared.
+
+[Note: why float64 has to be enforced]
+A model whose weights are float64 does not compute in float64. Transformers raises norms, rotary
+tables, router logits, attention's softmax and the loss to float32 on purpose (`x.float()`,
+`x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`), which for a float64 model is a step
+*down*: two orders of the same sum then differ by 1e-7, and a wrong chunk whose error is 1e-8 goes
+unseen. Under `Float64Everywhere` every such step stays in float64, for the unmodified model and for
+ours alike, so that the only differences left are those of float64 rounding (1e-13 or so), and a
+tolerance of 1e-9 means something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Float64Everywhere"]
+
+
+class Float64Everywhere(TorchFunctionMode):
+    """While active, whatever asks torch for float32 gets float64.
+
+    Covers `Tensor.float()`, dtype arguments of every torch function (positional and by name), and
+    the default dtype of newly made tensors. Integer dtypes and half precision are left alone. See
+    [Note: why float64 has to be enforced].
+
+    The backward must run under the mode as well: recomputation calls the model's code again.
+    Entering changes torch's default dtype for the process; leaving restores it.
+    """
+
+    def __enter__(self) -> Float64Everywhere:
+        """Activate the mode."""
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Restore the default dtype."""
+        super().__exit__(exc_type, exc_value, traceback)
+        torch.set_default_dtype(self._default)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func` with float64 wherever it would have used float32."""
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        new_args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        new_kwargs = {
+            name: torch.float64 if arg is torch.float32 else arg
+            for name, arg in (kwargs or {}).items()
+        }
+        return func(*new_args, **new_kwargs)

@@ -1,0 +1,298 @@
+"""Tiny random causal language models of any Transformers family, made to be compared.
+
+A family's own default configuration is shrunk to a few thousand weights, its special features are
+turned on (see `tiny_families`), and every parameter is drawn at random: sinks, biases, router
+parameters and norm weights too, which Transformers starts at zero or one. So attention scores,
+soft caps and routing are far from degenerate and no gradient is zero by accident.
+
+Knows nothing of chunks, plans or the comparison itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "VOCAB_SIZE",
+    "add_lora",
+    "build_tiny_model",
+    "make_batch",
+    "model_from_config",
+    "randomise",
+    "shrink",
+    "tiny_config",
+]
+
+VOCAB_SIZE = 97
+"""Tokens a tiny model knows; odd, so that nothing divides it by luck."""
+
+_LAYERS = 3
+_HEAD_SIZE = 8
+_WINDOW_TOKENS = 8
+_ORIGINAL_TOKENS = 16
+
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    # Experts: few, and two of them active, so that most see some tokens.
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "output_router_logits": False,
+    # Multi-head latent attention: value heads of another size than query and key heads.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    # State-space and linear-attention families: small enough to be built, then refused.
+    "state_size": 4,
+    "mamba_d_state": 4,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "lru_width": 32,
+    # Per-layer embeddings of the Gemma 3n/4 line.
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def shrink(config: PretrainedConfig) -> dict[str, Any]:
+    """Settings that make `config` tiny and keep its features.
+
+    Args:
+        config: any Transformers configuration; it is not changed.
+
+    Returns:
+        Keyword arguments for the same configuration class: few layers (of every kind the original
+        has), few heads and experts, windows of 8 tokens, rotary scaling past 16, no dropout.
+    """
+    original = config.to_dict()
+    stored = {*original, *config.attribute_map}
+    settings = {name: value for name, value in _SIZES.items() if name in stored}
+    for name, value in original.items():
+        is_rate = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
+        if is_rate and isinstance(value, (int, float)) and not isinstance(value, bool):
+            settings[name] = 0.0
+        if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
+            settings[name] = min(value, _WINDOW_TOKENS)
+    if isinstance(original.get("head_dim"), int):
+        settings["head_dim"] = _HEAD_SIZE
+    if "kv_lora_rank" in original:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    layers = getattr(config, "num_hidden_layers", None)
+    for name, value in original.items():
+        if isinstance(value, list) and layers and len(value) == layers and layers > _LAYERS:
+            settings[name] = _one_of_each(value)
+    rope = original.get("rope_parameters")
+    if isinstance(rope, dict):
+        settings["rope_parameters"] = _shrink_rope(rope)
+    return settings
+
+
+def _one_of_each(values: Sequence[Any]) -> list[Any]:
+    """Three values that show every kind of layer of a longer list, up to three kinds."""
+    kinds = list(dict.fromkeys(values))
+    return [kinds[index % len(kinds)] for index in range(_LAYERS)]
+
+
+def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters for heads of 8 and an original length of 16 tokens; nested ones too."""
+    shrunk: dict[str, Any] = {}
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            shrunk[name] = _shrink_rope(value)
+        elif name in ("short_factor", "long_factor") and isinstance(value, list):
+            pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
+            shrunk[name] = [value[index * len(value) // pairs] for index in range(pairs)]
+        elif name == "original_max_position_embeddings":
+            shrunk[name] = _ORIGINAL_TOKENS
+        else:
+            shrunk[name] = value
+    return shrunk
+
+
+def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
+    """The tiny configuration of a family.
+
+    Args:
+        name: an entry of `tiny_families.FAMILIES`, or any Transformers `model_type`.
+        **overrides: fields set last.
+
+    Raises:
+        ConfigError: Transformers has no such model type.
+    """
+    family = FAMILIES.get(name, TinyFamily(model_type=name))
+    try:
+        default = AutoConfig.for_model(family.model_type)
+    except ValueError as error:
+        raise ConfigError(
+            f"no Transformers model type is called {family.model_type!r}; give a model type such as"
+            f" 'llama' or 'qwen3', or the path of a model or of a config.json"
+        ) from error
+    settings = shrink(default)
+    for field, value in {**family.overrides, **overrides}.items():
+        settings[field] = value
+    return AutoConfig.for_model(family.model_type, **settings)
+
+
+def build_tiny_model(
+    model_type: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A tiny random model of a family, in training mode, on the CPU.
+
+    Args:
+        model_type: an entry of `tiny_families.FAMILIES`, or any Transformers `model_type`.
+        seed: of the weights; the global random state is left as it was.
+        dtype: of the weights. They are drawn in float64 and rounded, so that models of two dtypes
+            from one seed are the same model.
+        **overrides: configuration fields set last.
+
+    Raises:
+        ConfigError: Transformers has no such model type, or no causal language model for it.
+    """
+    return model_from_config(tiny_config(model_type, **overrides), seed=seed, dtype=dtype)
+
+
+def model_from_config(
+    config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> PreTrainedModel:
+    """A random causal language model of `config`; see `build_tiny_model`."""
+    # Grouped matrix products exist in few dtypes; the plain loop over experts runs in all.
+    kwargs = {"experts_implementation": "eager"} if _has_experts(config) else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **kwargs)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise ConfigError(
+                f"model type {config.model_type!r} has no causal language model in Transformers;"
+                " only decoder-only causal language models can be fine-tuned"
+            ) from error
+        randomise(model)
+    return model.to(dtype).train()
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    return any(hasattr(config, name) for name in ("num_experts_per_tok", "moe_k"))
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Draw every parameter (and routing bias) anew, from the global random state.
+
+    Matrices keep a signal at unit size (standard deviation 1/sqrt(fan in)), so that attention is
+    far from uniform; vectors move by 0.3 around their start, so that norms stay norms.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        noise = torch.randn_like(parameter)
+        if "embed" in name and parameter.dim() == 2:
+            parameter.copy_(0.3 * noise)
+        elif parameter.dim() >= 2:
+            parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+        else:
+            parameter.add_(0.3 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn_like(buffer))
+
+
+def make_batch(
+    *,
+    rows: int = 1,
+    tokens: int = 23,
+    vocab_size: int = VOCAB_SIZE,
+    padding: Sequence[int] = (),
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """A random batch of `[rows, tokens]`: ids and labels, a tenth of the labels masked.
+
+    Args:
+        rows: sequences.
+        tokens: length of each, padding included.
+        vocab_size: ids are drawn below it.
+        padding: tokens at the end of each row that are padding; if given, the batch has an
+            `attention_mask`, and padding has no labels.
+        seed: of ids and masks; the global random state is left as it was.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, vocab_size, (rows, tokens), generator=generator)
+    hidden = torch.rand((rows, tokens), generator=generator) < 0.1
+    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(hidden, -100)}
+    if padding:
+        used = torch.tensor([tokens - count for count in padding])
+        mask = torch.arange(tokens)[None, :] < used[:, None]
+        batch["attention_mask"] = mask.long()
+        batch["labels"] = batch["labels"].masked_fill(~mask, -100)
+    return batch
+
+
+def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Module:
+    """Wrap `model` by PEFT with LoRA on every linear layer, all adapters random.
+
+    PEFT starts one factor at zero, which would make the other's gradient zero.
+
+    Raises:
+        ConfigError: PEFT is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("LoRA needs PEFT, which is not installed: pip install peft") from error
+    dtype = model.dtype
+    settings = LoraConfig(
+        r=rank, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", bias="none"
+    )
+    wrapped = get_peft_model(model, settings)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    return wrapped.to(dtype).train()

@@ -1,0 +1,223 @@
+"""The tiny families: which settings make each family's special features bite at 20-30 tokens.
+
+A plain data file. Every entry starts from the family's own default configuration, shrunk by
+`sppo_hf.model.tiny.shrink`, and then turns on what sets the family apart: a window of 8 tokens,
+soft caps low enough to bend, rotary scaling past 16 tokens, multipliers away from one. A variant
+("phi3-longrope") is a family under other settings.
+
+Knows nothing of torch or Transformers. Does not say whether a family is exact or refused: that is
+found out by running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FAMILIES", "TinyFamily"]
+
+_WINDOW_TOKENS = 8
+_MIXED_3 = ["sliding_attention", "full_attention", "sliding_attention"]
+_ORIGINAL_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyFamily:
+    """A Transformers model type and the settings laid over its tiny default."""
+
+    model_type: str
+    """Transformers' `model_type`."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration fields set after shrinking."""
+    feature: str = ""
+    """What this entry exercises, in a few words, for tables."""
+
+
+def _family(model_type: str, feature: str = "", **overrides: Any) -> TinyFamily:
+    return TinyFamily(model_type=model_type, overrides=overrides, feature=feature)
+
+
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": 10_000.0, **parameters}
+
+
+_DENSE = {
+    "llama": _family("llama", "GQA"),
+    "llama-dynamic-rope": _family(
+        "llama",
+        "rotary base grows with the length",
+        max_position_embeddings=_ORIGINAL_TOKENS,
+        rope_parameters=_rope("dynamic", factor=2.0),
+    ),
+    "llama-yarn": _family(
+        "llama",
+        "yarn",
+        rope_parameters=_rope(
+            "yarn", factor=4.0, original_max_position_embeddings=_ORIGINAL_TOKENS
+        ),
+    ),
+    "llama-llama3-rope": _family(
+        "llama",
+        "llama3 rotary scaling",
+        rope_parameters=_rope(
+            "llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=_ORIGINAL_TOKENS,
+        ),
+    ),
+    "llama-bias-tied": _family(
+        "llama", "biases, tied head", attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "mistral": _family("mistral", "window", sliding_window=_WINDOW_TOKENS),
+    "ministral": _family("ministral", "mixed windows", head_dim=8, layer_types=_MIXED_3),
+    "ministral3": _family("ministral3", "query scaling by position"),
+    "qwen2": _family(
+        "qwen2",
+        "biases, mixed windows",
+        use_sliding_window=True,
+        sliding_window=_WINDOW_TOKENS,
+        max_window_layers=1,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "qwen3": _family("qwen3", "QK norm"),
+    "gemma": _family("gemma", "embedding scaling"),
+    "gemma2": _family(
+        "gemma2",
+        "soft caps, mixed windows",
+        sliding_window=_WINDOW_TOKENS,
+        layer_types=_MIXED_3,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=4.0,
+        query_pre_attn_scalar=12,
+    ),
+    "gemma3_text": _family(
+        "gemma3_text",
+        "QK norm, mixed windows, two rotary tables",
+        sliding_window=_WINDOW_TOKENS,
+        layer_types=_MIXED_3,
+        query_pre_attn_scalar=12,
+    ),
+    "gemma4_text": _family(
+        "gemma4_text",
+        "per-layer embeddings, two head sizes, K/V shared by layers",
+        sliding_window=_WINDOW_TOKENS,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        global_head_dim=16,
+    ),
+    "vaultgemma": _family("vaultgemma", "soft caps", layer_types=_MIXED_3),
+    "phi": _family("phi", "partial rotary, parallel blocks, head bias"),
+    "phi3": _family("phi3", "fused QKV", sliding_window=_WINDOW_TOKENS),
+    "phi3-longrope": _family(
+        "phi3",
+        "longrope",
+        original_max_position_embeddings=_ORIGINAL_TOKENS,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[1.0, 2.0, 4.0, 8.0],
+            original_max_position_embeddings=_ORIGINAL_TOKENS,
+        ),
+    ),
+    "olmo": _family("olmo", "norms without weights, clipped QKV", clip_qkv=1.0),
+    "olmo2": _family("olmo2", "QK norm over all heads, norm after"),
+    "olmo3": _family("olmo3", "mixed windows", layer_types=_MIXED_3),
+    "granite": _family(
+        "granite",
+        "four multipliers",
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.25,
+    ),
+    "starcoder2": _family("starcoder2", "window, biases", sliding_window=_WINDOW_TOKENS),
+    "cohere": _family("cohere", "logit scale, parallel blocks", logit_scale=0.5, use_qk_norm=True),
+    "cohere2": _family(
+        "cohere2",
+        "logit scale, parallel blocks, NoPE layers",
+        logit_scale=0.5,
+        sliding_window=_WINDOW_TOKENS,
+        layer_types=_MIXED_3,
+    ),
+    "smollm3": _family("smollm3", "NoPE layers", no_rope_layers=[1, 0, 1]),
+    "glm": _family("glm", "partial rotary"),
+    "glm4": _family("glm4", "partial rotary, sandwich norms"),
+    "exaone4": _family("exaone4", "mixed windows, NoPE layers", layer_types=_MIXED_3),
+    "nemotron": _family("nemotron", "squared ReLU"),
+    "arcee": _family("arcee", "squared ReLU"),
+    "apertus": _family("apertus", "xIELU"),
+    "helium": _family("helium"),
+    "seed_oss": _family("seed_oss"),
+    "ernie4_5": _family("ernie4_5"),
+    "hunyuan_v1_dense": _family("hunyuan_v1_dense", "QK norm", head_dim=8),
+    "nanochat": _family("nanochat", "soft-capped logits"),
+    "stablelm": _family("stablelm", "partial rotary", use_qkv_bias=True),
+    "persimmon": _family("persimmon", "QK norm, partial rotary", qk_layernorm=True),
+    "gpt2": _family("gpt2", "learned positions, tied head"),
+    "gpt_neox": _family("gpt_neox", "parallel blocks"),
+    "gpt_bigcode": _family("gpt_bigcode", "multi-query"),
+    "opt": _family("opt", "learned positions from the mask"),
+    "biogpt": _family("biogpt", "learned positions"),
+}
+
+_EXPERTS = {
+    "gpt_oss": _family(
+        "gpt_oss", "sinks, mixed windows", sliding_window=_WINDOW_TOKENS, layer_types=_MIXED_3
+    ),
+    "mixtral": _family("mixtral", "window", sliding_window=_WINDOW_TOKENS),
+    "qwen2_moe": _family("qwen2_moe", "shared expert"),
+    "qwen3_moe": _family("qwen3_moe", "QK norm"),
+    "olmoe": _family("olmoe", "QK norm"),
+    "granitemoe": _family(
+        "granitemoe",
+        "multipliers",
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.25,
+    ),
+    "deepseek_v2": _family("deepseek_v2", "MLA"),
+    "deepseek_v3": _family("deepseek_v3", "MLA, grouped routing"),
+    "glm4_moe": _family("glm4_moe", "grouped routing"),
+    "ernie4_5_moe": _family("ernie4_5_moe", "shared expert"),
+    "dots1": _family("dots1", "grouped routing"),
+    "minimax_m2": _family("minimax_m2", "QK norm"),
+    "mixtral-router-loss": _family(
+        "mixtral", "auxiliary router loss", output_router_logits=True, router_aux_loss_coef=0.1
+    ),
+}
+
+_OTHERS = {
+    "mamba": _family("mamba", "state space"),
+    "mamba2": _family("mamba2", "state space", num_heads=8, head_dim=8),
+    "falcon_mamba": _family("falcon_mamba", "state space"),
+    "jamba": _family(
+        "jamba", "state space and attention", attn_layer_period=2, attn_layer_offset=1
+    ),
+    "bamba": _family("bamba", "state space and attention", attn_layer_indices=[1]),
+    "zamba2": _family("zamba2", "state space and attention"),
+    "qwen3_next": _family(
+        "qwen3_next",
+        "linear attention",
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "recurrent_gemma": _family("recurrent_gemma", "recurrence"),
+    "rwkv": _family("rwkv", "recurrence"),
+    "falcon": _family("falcon", "own attention", alibi=True),
+    "bloom": _family("bloom", "ALiBi"),
+    "mpt": _family("mpt", "ALiBi"),
+    "gptj": _family("gptj", "own attention", rotary_dim=4),
+    "codegen": _family("codegen", "own attention", rotary_dim=4),
+    "gpt_neo": _family("gpt_neo", "own attention"),
+    "llama4_text": _family("llama4_text", "attention within fixed blocks"),
+    "diffllama": _family("diffllama", "differential attention"),
+    "doge": _family("doge", "dynamic mask"),
+    "t5": _family("t5", "encoder-decoder"),
+}
+
+FAMILIES: Mapping[str, TinyFamily] = {**_DENSE, **_EXPERTS, **_OTHERS}
+"""Every tiny family and variant by name."""
