@@ -1,0 +1,221 @@
+"""Attention of one chunk against all keys so far, as one autograd node.
+
+The node owns the mathematics of a (layer, chunk): it stores the chunk's keys and values, runs a
+backend over the pieces of the chunk, and in backward adds dK/dV of the whole prefix to the store.
+It knows nothing of models, hooks or offloading; what recomputation needs comes in as a `Stash`.
+
+[Note: why chunks run backward in reverse] dK/dV of chunk i needs the backward of all later
+chunks of this layer. Each node therefore takes a `link`, an empty tensor that the previous
+chunk's node of the same layer returned. Autograd sees an edge from chunk i+1 to chunk i and runs
+i only after i+1: no hook, no global order, and any loss that starts from any of the chunks works.
+Among nodes that are ready autograd prefers the one created last, so a chunk's backward also runs
+through all layers before the chunk before it starts, and memory falls chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sppo_hf.attention.backends.base import Backend, CausalBand
+from sppo_hf.attention.kv import LayerKV
+from sppo_hf.attention.pieces import Piece
+
+# B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
+# keys, H head size. `out` has the values' head size.
+
+
+class Stash(Protocol):
+    """Where a frame keeps attention's results, so that recomputation need not attend again."""
+
+    def get(self) -> tuple[Tensor, Tensor] | None:
+        """Return `(out_BNCH, lse_BNC)` kept by the first forward, or None in the first forward."""
+        ...
+
+    def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
+        """Keep the results of the first forward."""
+        ...
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """Everything about one (layer, chunk) that is not a differentiable tensor."""
+
+    kv: LayerKV
+    chunk: int
+    chunk_start: int
+    pieces: tuple[Piece, ...]
+    backend: Backend
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    stash: Stash | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    """Number of attention forwards really run, for the tests of invariant 3."""
+
+
+def chunk_attention(
+    q_BNCH: Tensor,
+    k_BKCH: Tensor,
+    v_BKCH: Tensor,
+    *,
+    sinks_N: Tensor | None,
+    link: Tensor | None,
+    call: AttentionCall,
+) -> tuple[Tensor, Tensor]:
+    """Attend the chunk's queries to all keys so far.
+
+    Args:
+        q_BNCH: Queries of this chunk.
+        k_BKCH: Keys of this chunk, positions already encoded.
+        v_BKCH: Values of this chunk; their head size may differ.
+        sinks_N: One learned logit per head that takes part in the softmax without a value
+            (gpt-oss), or None.
+        link: The link returned by the previous chunk's call in this layer; None for the first.
+        call: Store, pieces, backend and scale.
+
+    Returns:
+        `out_BCNH`, the layout Transformers' attention functions return, and the link for the next
+        chunk of this layer.
+    """
+    out_BNCH, next_link = _ChunkAttention.apply(q_BNCH, k_BKCH, v_BKCH, sinks_N, link, call)
+    return out_BNCH.transpose(1, 2), next_link
+
+
+class _ChunkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q_BNCH: Tensor,
+        k_BKCH: Tensor,
+        v_BKCH: Tensor,
+        sinks_N: Tensor | None,
+        link: Tensor | None,
+        call: AttentionCall,
+    ) -> tuple[Tensor, Tensor]:
+        stashed = call.stash.get() if call.stash is not None else None
+        if stashed is None:
+            call.kv.put(call.chunk, k_BKCH, v_BKCH)
+            out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call)
+            if call.stash is not None:
+                # Detached: the returned tensor gets this node as its grad_fn, and a stash that
+                # held it would keep the whole graph alive in a circle.
+                call.stash.put(out_BNCH.detach(), lse_BNC)
+        else:
+            out_BNCH, lse_BNC = stashed[0].detach(), stashed[1]
+        ctx.call = call
+        ctx.has_link = link is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q_BNCH, out_BNCH, lse_BNC, sinks_N)
+        return out_BNCH, q_BNCH.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_BNCH: Tensor | None, _dlink: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        call: AttentionCall = ctx.call
+        q_BNCH, out_BNCH, lse_BNC, sinks_N = ctx.saved_tensors
+        dq_BNCH = dsinks_N = None
+        needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        if dout_BNCH is not None:
+            dq_BNCH = _attend_backward(dout_BNCH, q_BNCH, out_BNCH, lse_BNC, call, needs_kv)
+            if sinks_N is not None and ctx.needs_input_grad[3]:
+                dsinks_N = _sinks_backward(dout_BNCH, out_BNCH, lse_BNC, sinks_N)
+        # Also without dout: later chunks may have left gradients for this chunk's keys.
+        dk_BKCH, dv_BKCH = call.kv.take_gradient(call.chunk)
+        dlink = q_BNCH.new_empty(0) if ctx.has_link else None
+        return dq_BNCH, dk_BKCH, dv_BKCH, dsinks_N, dlink, None
+
+
+def _attend(
+    q_BNCH: Tensor, sinks_N: Tensor | None, v_head_size: int, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    call.counters["attention_forwards"] = call.counters.get("attention_forwards", 0) + 1
+    whole = len(call.pieces) == 1 and _is_whole(call.pieces[0], q_BNCH, call)
+    B, N, C, _ = q_BNCH.shape
+    if whole:
+        out_BNCH, lse_BNC = _piece_forward(q_BNCH, call.pieces[0], call)
+    else:
+        lse_dtype = torch.promote_types(q_BNCH.dtype, torch.float32)
+        out_BNCH = q_BNCH.new_zeros(B, N, C, v_head_size)
+        lse_BNC = torch.full((B, N, C), float("-inf"), dtype=lse_dtype, device=q_BNCH.device)
+        for piece in call.pieces:
+            rows, tokens = _where(piece, call)
+            out, lse = _piece_forward(q_BNCH[rows, :, tokens], piece, call)
+            out_BNCH[rows, :, tokens] = out
+            lse_BNC[rows, :, tokens] = lse
+    if sinks_N is None:
+        return out_BNCH, lse_BNC
+    # A sink is one more key with value zero: it joins the normaliser and nothing else.
+    merged_BNC = torch.logaddexp(lse_BNC, sinks_N.to(lse_BNC.dtype)[None, :, None])
+    keep = torch.exp(lse_BNC - merged_BNC)[..., None]
+    return (out_BNCH.to(keep.dtype) * keep).to(out_BNCH.dtype), merged_BNC
+
+
+def _attend_backward(
+    dout_BNCH: Tensor,
+    q_BNCH: Tensor,
+    out_BNCH: Tensor,
+    lse_BNC: Tensor,
+    call: AttentionCall,
+    needs_kv: bool,
+) -> Tensor:
+    whole = len(call.pieces) == 1 and _is_whole(call.pieces[0], q_BNCH, call)
+    dq_BNCH = None if whole else torch.zeros_like(q_BNCH)
+    for piece in call.pieces:
+        rows, tokens = _where(piece, call)
+        k_BKTH, v_BKTH = call.kv.run(piece.k_start, piece.k_end, piece.row)
+        dq, dk, dv = call.backend.backward(
+            dout_BNCH[rows, :, tokens],
+            q_BNCH[rows, :, tokens],
+            k_BKTH,
+            v_BKTH,
+            out_BNCH[rows, :, tokens],
+            lse_BNC[rows, :, tokens],
+            band=_band(piece, call),
+            scale=call.scale,
+            softcap=call.softcap,
+        )
+        if dq_BNCH is None:
+            dq_BNCH = dq
+        else:
+            dq_BNCH[rows, :, tokens] = dq
+        if needs_kv:
+            call.kv.add_gradient(piece.k_start, dk, dv, piece.row)
+    return torch.zeros_like(q_BNCH) if dq_BNCH is None else dq_BNCH
+
+
+def _piece_forward(q_BNCH: Tensor, piece: Piece, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    k_BKTH, v_BKTH = call.kv.run(piece.k_start, piece.k_end, piece.row)
+    return call.backend.forward(
+        q_BNCH, k_BKTH, v_BKTH, band=_band(piece, call), scale=call.scale, softcap=call.softcap
+    )
+
+
+def _band(piece: Piece, call: AttentionCall) -> CausalBand:
+    return CausalBand(q_start=piece.q_start - piece.k_start, window=call.window)
+
+
+def _where(piece: Piece, call: AttentionCall) -> tuple[slice, slice]:
+    rows = slice(None) if piece.row is None else slice(piece.row, piece.row + 1)
+    return rows, slice(piece.q_start - call.chunk_start, piece.q_end - call.chunk_start)
+
+
+def _is_whole(piece: Piece, q_BNCH: Tensor, call: AttentionCall) -> bool:
+    return piece.row is None and piece.q_end - piece.q_start == q_BNCH.shape[2]
+
+
+def _sinks_backward(
+    dout_BNCH: Tensor, out_BNCH: Tensor, lse_BNC: Tensor, sinks_N: Tensor
+) -> Tensor:
+    """Gradient of the sink logits: -p_sink * sum(dout * out), as for a key with value zero."""
+    dtype = lse_BNC.dtype
+    delta_BNC = (dout_BNCH.to(dtype) * out_BNCH.to(dtype)).sum(-1)
+    p_sink_BNC = torch.exp(sinks_N.to(dtype)[None, :, None] - lse_BNC)
+    return -(p_sink_BNC * delta_BNC).sum(dim=(0, 2)).to(sinks_N.dtype)
+
+
+__all__ = ["AttentionCall", "Stash", "chunk_attention"]

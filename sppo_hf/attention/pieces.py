@@ -1,0 +1,89 @@
+"""Which keys a chunk's queries see, as a list of plain causal problems.
+
+A chunk of a padded or packed batch is cut into *pieces*: a run of queries of some rows that
+attends to one run of keys, causally. Block-diagonal masks (packed documents) and key padding
+then need no mask tensor and no special kernel: every backend that can do causal attention can
+do them, exactly. This module is integers only; it knows nothing of tensors and kernels.
+
+Not covered: masks that are not causal, left padding, holes in the padding mask. The batch
+layout (`sppo_hf.model.layout`) refuses those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries `[q_start, q_end)` of `row` attend causally to keys `[k_start, k_end)`.
+
+    Positions are indices into the whole sequence. `k_end <= q_end`; it is smaller than `q_start`
+    only for padded queries, which see every real key of their row.
+    """
+
+    row: int | None
+    """Row of the batch, or None for all rows at once."""
+    q_start: int
+    q_end: int
+    k_start: int
+    k_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpans:
+    """The documents of one row: consecutive `[start, end)` spans that cover `[0, total)`.
+
+    With padding there is one document `[0, length)` and the padded tail sees the keys of it.
+    """
+
+    documents: tuple[tuple[int, int], ...]
+    valid_tokens: int
+    """Keys at and after this index are padding that no query may see."""
+
+
+def chunk_pieces(
+    start: int, end: int, rows: tuple[RowSpans, ...] | None, *, window: int | None
+) -> tuple[Piece, ...]:
+    """Cut chunk `[start, end)` into pieces.
+
+    Args:
+        start: First token of the chunk.
+        end: One past its last token.
+        rows: The spans of every row, or None when every row is one document without padding.
+        window: Sliding window in tokens (a query sees itself and `window - 1` earlier keys).
+
+    Returns:
+        Pieces in order of row and query. Queries that see no key at all (a row without real
+        tokens, padding further than a window behind the last real token) are in no piece.
+    """
+    if rows is None:
+        return (Piece(None, start, end, _first_key(0, start, window), end),)
+    same = all(spans == rows[0] for spans in rows)
+    pieces: list[Piece] = []
+    for row, spans in enumerate(rows[:1] if same else rows):
+        pieces += _row_pieces(None if same else row, spans, start, end, window)
+    return tuple(pieces)
+
+
+def _row_pieces(
+    row: int | None, spans: RowSpans, start: int, end: int, window: int | None
+) -> list[Piece]:
+    pieces: list[Piece] = []
+    for document_start, document_end in spans.documents:
+        q_start = max(start, document_start)
+        q_end = min(end, document_end, max(spans.valid_tokens, document_start))
+        if q_start < q_end:
+            first = _first_key(document_start, q_start, window)
+            pieces.append(Piece(row, q_start, q_end, first, q_end))
+    pad_start = max(start, spans.valid_tokens)
+    if pad_start < end:
+        document_start = max(s for s, _ in spans.documents if s <= spans.valid_tokens)
+        first = _first_key(document_start, pad_start, window)
+        if first < spans.valid_tokens:
+            pieces.append(Piece(row, pad_start, end, first, spans.valid_tokens))
+    return pieces
+
+
+def _first_key(document_start: int, q_start: int, window: int | None) -> int:
+    return document_start if window is None else max(document_start, q_start - window + 1)

@@ -1,0 +1,179 @@
+"""The attention function that Transformers calls while a chunk runs.
+
+Registered once with AttentionInterface under `IMPLEMENTATION`; a model's configs point to it only
+while the engine runs one of its chunks. Which sequence, layer and chunk is running is a thread-local
+value that lives exactly as long as one call of a decoder layer: some families do not pass unknown
+keywords through to attention, and backward recomputes layers on another thread than forward's, so
+neither an argument nor a plain global would do. Each forward call has its own keys and values, so two
+forwards before one backward do not mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+
+from sppo_hf.attention.backends.base import Backend, Requirement
+from sppo_hf.attention.function import AttentionCall, Stash, chunk_attention
+from sppo_hf.attention.kv import LayerKV
+from sppo_hf.attention.pieces import RowSpans, chunk_pieces
+from sppo_hf.errors import SPPOError, UnsupportedModelError
+from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
+
+ChooseBackend = Callable[[Requirement], Backend]
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One call of one decoder layer for one chunk, as its attention sees it."""
+
+    layer: int
+    chunk: int
+    start: int
+    end: int
+    rows: tuple[RowSpans, ...] | None
+    kv: LayerKV
+    choose_backend: ChooseBackend
+    counters: dict[str, int]
+    link: Tensor | None = None
+    """In: the previous chunk's link. Out, after attention ran: this chunk's."""
+    stash: Stash | None = None
+    attended: int = 0
+    model_name: str = field(default="this model")
+
+
+class _Running(threading.local):
+    call: LayerCall | None = None
+
+
+_running = _Running()
+
+
+def begin_layer(call: LayerCall) -> LayerCall | None:
+    """Make `call` the running one; returns what ran before, for `end_layer`."""
+    before, _running.call = _running.call, call
+    return before
+
+
+def end_layer(before: LayerCall | None) -> None:
+    """End the running layer call."""
+    _running.call = before
+
+
+@contextlib.contextmanager
+def attention_taken_over(configs: tuple[PreTrainedConfig, ...]) -> Iterator[None]:
+    """Point the model's configs to our attention and mask, and back at exit."""
+    # The attribute behind the property: its setter would also walk into sub-configs.
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config._attn_implementation_internal = value
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the running chunk, in the signature of Transformers' attention functions.
+
+    Args:
+        module: The attention module; only named in errors.
+        query: `[B, N, C, H]`, positions encoded.
+        key: `[B, K, C, H]`, positions encoded.
+        value: `[B, K, C, Hv]`.
+        attention_mask: The `MaskMeaning` that stands for the mask while chunks run.
+        scaling: Factor of the logits; `H ** -0.5` if None.
+        dropout: Must be zero.
+        softcap: Cap of the logits, or None.
+        s_aux: One sink logit per head, or None.
+        **_: What other backends need; windows come with the mask.
+
+    Returns:
+        `[B, C, N, Hv]` and None for the attention weights.
+
+    Raises:
+        UnsupportedModelError: If the call asks for what chunked attention cannot do exactly.
+    """
+    call = _running.call
+    if call is None:
+        raise SPPOError(
+            f"{type(module).__name__} was called with sppo_hf's attention outside a chunk. "
+            "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
+        )
+    _refuse(call, module, attention_mask, dropout)
+    query, key, value = (_autocast(x) for x in (query, key, value))
+    requirement = Requirement(
+        device_type=query.device.type,
+        dtype=query.dtype,
+        qk_head_size=query.shape[-1],
+        v_head_size=value.shape[-1],
+        softcap=softcap is not None,
+        window=attention_mask.window is not None,
+        gqa_ratio=query.shape[1] // key.shape[1],
+    )
+    window = attention_mask.window
+    out, call.link = chunk_attention(
+        query,
+        key,
+        value,
+        sinks_N=s_aux,
+        link=call.link,
+        call=AttentionCall(
+            kv=call.kv,
+            chunk=call.chunk,
+            chunk_start=call.start,
+            pieces=chunk_pieces(call.start, call.end, call.rows, window=window),
+            backend=call.choose_backend(requirement),
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=window,
+            softcap=softcap,
+            stash=call.stash,
+            counters=call.counters,
+        ),
+    )
+    return out.contiguous(), None
+
+
+def _refuse(call: LayerCall, module: nn.Module, mask: Any, dropout: float) -> None:
+    call.attended += 1
+    reason = None
+    if call.attended > 1:
+        reason = "one of its decoder layers attends twice"
+    elif not isinstance(mask, MaskMeaning):
+        reason = "its attention mask does not come from Transformers' masking utilities"
+    elif dropout:
+        reason = f"{type(module).__name__} drops attention probabilities (dropout={dropout})"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{call.model_name} cannot run chunk by chunk: {reason}. Train it without sppo_hf."
+        )
+
+
+def _autocast(x: Tensor) -> Tensor:
+    # As torch's own scaled_dot_product_attention does under autocast.
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_forward)

@@ -1,0 +1,194 @@
+"""One call of a causal language model's forward, read into named parts.
+
+Sorts the keyword arguments of a call into inputs that are cut along the tokens, what the loss needs, and
+what every chunk gets unchanged; refuses what has no meaning chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.structure import ModelParts
+
+# B batch rows, T tokens of the sequence, D model width.
+
+_LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+_PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+@dataclass(slots=True)
+class ForwardCall:
+    """The arguments of one call."""
+
+    tokens: dict[str, Tensor]
+    """Inputs with a token dim: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and others."""
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    cu_seq_lens: Tensor | None
+    shift_labels: Tensor | None
+    """`[B, T]`, aligned with the positions that predict them; None without labels."""
+    num_items_in_batch: Tensor | int | None
+    ignore_index: int
+    loss_arguments: dict[str, Any]
+    """As the caller gave them, for a loss that the model itself computes."""
+    constants: dict[str, Any]
+    switched_on: tuple[str, ...]
+    past_key_values: Any
+    logits_to_keep: Any
+    uses_cache: bool
+    return_dict: bool
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the call asks for a loss."""
+        return self.shift_labels is not None
+
+    @property
+    def _first(self) -> Tensor:
+        return next(iter(self.tokens.values()))
+
+    @property
+    def batch_rows(self) -> int:
+        """B."""
+        return self._first.shape[0]
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
+        return self._first.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return self._first.device
+
+    def positions(self) -> Tensor:
+        """Position of every token, `[B or 1, T]`: as given, or counted from 0."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.total_tokens, device=self.device)[None]
+
+    def divisor(self, count: Tensor) -> Tensor:
+        """What the summed loss is divided by, as Transformers does, shape `[]`."""
+        if self.num_items_in_batch is None:
+            return count
+        return torch.as_tensor(self.num_items_in_batch, device=count.device)
+
+    def micro_batch_rows(self, config: SPPOConfig) -> int:
+        """Rows that go through the chunks together."""
+        return min(config.micro_batch_size or self.batch_rows, self.batch_rows)
+
+    def row_groups(self, config: SPPOConfig) -> Iterator[tuple[int, int]]:
+        """Half-open ranges of rows, one group after the other."""
+        size = self.micro_batch_rows(config)
+        for start in range(0, self.batch_rows, size):
+            yield start, min(start + size, self.batch_rows)
+
+    def refuse_unsupported(self, name: str) -> None:
+        """Refuse arguments that have no meaning chunk by chunk.
+
+        Raises:
+            ConfigError: Naming the argument and the remedy.
+        """
+        for switch in self.switched_on:
+            raise ConfigError(
+                f"{name}: {switch}=True collects tensors of the whole sequence, which chunked "
+                f"training exists to avoid. Call the model without {switch}."
+            )
+        if self.past_key_values is not None:
+            raise ConfigError(
+                f"{name}: past_key_values together with labels (prefix tuning, for one) is not "
+                "supported in chunked training. Use LoRA, or revert the model."
+            )
+        keep = self.logits_to_keep
+        if isinstance(keep, Tensor) or keep:
+            raise ConfigError(
+                f"{name}: logits_to_keep together with labels is not supported. Mask labels with "
+                f"{self.ignore_index} instead; masked positions cost no logits memory."
+            )
+        if self.batch_rows == 0 or self.total_tokens == 0:
+            raise ConfigError(
+                f"{name}: the batch is empty ({self.batch_rows} rows of {self.total_tokens} tokens). "
+                "Check the data collator."
+            )
+
+
+def read_call(
+    parts: ModelParts, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ForwardCall:
+    """Read the arguments of a call of `forward`.
+
+    Raises:
+        ConfigError: If labels do not have the inputs' shape.
+    """
+    given = _bind(forward, args, kwargs)
+    inputs = {n: given.pop(n) for n in ("input_ids", "inputs_embeds") if given.get(n) is not None}
+    if len(inputs) != 1:
+        raise ConfigError("give exactly one of input_ids and inputs_embeds to the model.")
+    first = next(iter(inputs.values()))
+    loss_arguments = {n: given.pop(n) for n in _LOSS_ARGUMENTS if given.get(n) is not None}
+    packing = {n: given.pop(n, None) for n in _PACKING_ARGUMENTS}
+    ignore_index = loss_arguments.get("ignore_index", -100)
+    switches = {n: given.pop(n, None) for n in _OUTPUT_SWITCHES}
+    use_cache = given.pop("use_cache", None)
+    past_key_values = given.pop("past_key_values", None)
+    return_dict = given.pop("return_dict", None)
+    call = ForwardCall(
+        tokens=inputs,
+        attention_mask=given.pop("attention_mask", None),
+        position_ids=given.pop("position_ids", None),
+        cu_seq_lens=packing["cu_seq_lens_q"],
+        shift_labels=_shift_labels(loss_arguments, first, ignore_index),
+        num_items_in_batch=loss_arguments.get("num_items_in_batch"),
+        ignore_index=ignore_index,
+        loss_arguments=loss_arguments,
+        constants={},
+        switched_on=tuple(n for n, value in switches.items() if value),
+        past_key_values=past_key_values,
+        logits_to_keep=given.pop("logits_to_keep", 0),
+        uses_cache=past_key_values is not None or bool(use_cache),
+        return_dict=parts.causal_lm.config.return_dict if return_dict is None else return_dict,
+    )
+    for name, value in given.items():
+        if value is None or name in ("input_ids", "inputs_embeds"):
+            continue
+        if isinstance(value, Tensor) and value.shape[:2] == first.shape[:2]:
+            call.tokens[name] = value
+        else:
+            call.constants[name] = value
+    return call
+
+
+def _bind(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    signature = inspect.signature(forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+def _shift_labels(loss_arguments: dict[str, Any], first: Tensor, ignore: int) -> Tensor | None:
+    labels = loss_arguments.get("labels")
+    shifted = loss_arguments.get("shift_labels")
+    for name, value in (("labels", labels), ("shift_labels", shifted)):
+        if value is not None and value.shape != first.shape[:2]:
+            raise ConfigError(
+                f"{name} has shape {tuple(value.shape)}, the inputs have {tuple(first.shape[:2])} "
+                "rows and tokens; they must agree. Check the data collator."
+            )
+    if shifted is not None or labels is None:
+        return shifted
+    return F.pad(labels, (0, 1), value=ignore)[:, 1:]

@@ -1,0 +1,160 @@
+"""Convert a model in place, and take everything back.
+
+Conversion puts a stand-in for `forward` on the causal language model and pre/post hooks on its decoder
+layers (and on rotary modules that need the sequence's length). Class, parameters, names, config and
+checkpoint stay as they are. Nothing about it is global: other models in the process are not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.engine import Engine
+from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.rotary import hook_rotary, length_dependent_rotaries
+from sppo_hf.model.structure import find_causal_lm, find_parts
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_ATTRIBUTE = "_sppo_conversion"
+
+
+class _Conversion:
+    """What was done to one model, so that it can be undone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.own_forward: Any = None
+        self.stand_in: Any = None
+        self.handles: list[RemovableHandle] = []
+
+
+def convert(model: ModelT, config: SPPOConfig, *, observer: StepObserver | None = None) -> ModelT:
+    """Make `model` train chunk by chunk, in place.
+
+    Args:
+        model: A Transformers causal language model, bare or wrapped by PEFT.
+        config: The settings.
+        observer: Is told about plans, units and records.
+
+    Returns:
+        `model` itself. Converting again with equal settings changes nothing.
+
+    Raises:
+        UnsupportedModelError: If the model could not be trained exactly.
+        ConfigError: If it is already converted with other settings.
+    """
+    causal_lm = find_causal_lm(model)
+    engine = get_engine(model)
+    if engine is not None and engine.enabled:
+        if engine.config != config:
+            raise ConfigError(
+                f"{type(causal_lm).__name__} is already converted with other settings. Call "
+                "plugin.revert(model) first; one model takes one SPPOPlugin."
+            )
+        return model
+    if engine is not None:
+        # Reverted while somebody's wrapper stood around our forward: it is still in place.
+        _attach(causal_lm, config, observer or engine.observer, engine)
+        return model
+    _attach(causal_lm, config, observer or StepObserver(), None)
+    return model
+
+
+def revert(model: ModelT) -> ModelT:
+    """Undo `convert`: the object has the attributes, hooks and forward it had before.
+
+    Returns:
+        `model` itself; a model that is not converted is left alone.
+    """
+    causal_lm = find_causal_lm(model)
+    conversion: _Conversion | None = causal_lm.__dict__.get(_ATTRIBUTE)
+    if conversion is None:
+        return model
+    for handle in conversion.handles:
+        handle.remove()
+    conversion.handles.clear()
+    conversion.engine.enabled = False
+    if causal_lm.__dict__.get("forward") is not conversion.stand_in:
+        # Accelerate's mixed-precision wrapper (or another) stands around our forward. We cannot
+        # take ours out of the middle; disabled, it passes every call on unchanged.
+        return model
+    if conversion.own_forward is None:
+        del causal_lm.__dict__["forward"]
+    else:
+        causal_lm.__dict__["forward"] = conversion.own_forward
+    del causal_lm.__dict__[_ATTRIBUTE]
+    return model
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether `model` (or what it wraps) trains chunk by chunk now."""
+    engine = get_engine(model)
+    return engine is not None and engine.enabled
+
+
+def get_engine(model: nn.Module) -> Engine | None:
+    """The engine of a converted model, or None."""
+    conversion = find_causal_lm(model).__dict__.get(_ATTRIBUTE)
+    return None if conversion is None else conversion.engine
+
+
+def _attach(causal_lm: Any, config: SPPOConfig, observer: StepObserver, old: Engine | None) -> None:
+    parts = find_parts(causal_lm)
+    if old is not None:
+        conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
+        conversion.engine = Engine(parts, config, observer, old.original_forward)
+    else:
+        conversion = _Conversion(Engine(parts, config, observer, causal_lm.forward))
+        conversion.own_forward = causal_lm.__dict__.get("forward")
+        causal_lm.__dict__[_ATTRIBUTE] = conversion
+        conversion.stand_in = causal_lm.__dict__["forward"] = _stand_in(causal_lm)
+    engine = conversion.engine
+    for index, layer in enumerate(parts.layers):
+        conversion.handles += [
+            layer.register_forward_pre_hook(
+                functools.partial(_before_layer, engine, index), with_kwargs=True
+            ),
+            layer.register_forward_hook(
+                functools.partial(_after_layer, engine, index), always_call=True
+            ),
+        ]
+    for rotary in length_dependent_rotaries(parts.base):
+        conversion.handles += hook_rotary(rotary, engine.last_position)
+
+
+def _stand_in(causal_lm: Any) -> types.MethodType:
+    original = causal_lm.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_ATTRIBUTE].engine.forward(*args, **kwargs)
+
+    # The Trainer reads the parameters' names to decide which columns of a dataset to keep.
+    signature = inspect.signature(original)
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[self_parameter, *signature.parameters.values()]
+    )
+    # A bound method, so that a deep copy of the model is bound to the copy's engine.
+    return types.MethodType(forward, causal_lm)
+
+
+def _before_layer(
+    engine: Engine, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if engine.running is not None:
+        engine.running.before_layer(index, layer, args, kwargs)
+
+
+def _after_layer(engine: Engine, index: int, _: nn.Module, __: Any, output: Any) -> None:
+    if engine.running is not None:
+        # Called with None when the layer (or another hook before it) raised.
+        engine.running.after_layer(index, failed=output is None)

@@ -1,0 +1,379 @@
+"""The engine of one converted model: its `forward`, its plans, and what it tells observers.
+
+`Engine.forward` stands in for the causal language model's `forward`. With labels (or in training
+without them) it runs the sequence chunk by chunk; every other call goes straight to the untouched
+model, so generation, caches and inference stay what they were. It returns an ordinary loss on an
+ordinary autograd graph: `loss.backward()` is the user's, and so are DDP, FSDP2 and gradient scalers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from sppo_hf.attention.backends.base import Backend, Requirement
+from sppo_hf.attention.backends.select import select_backend
+from sppo_hf.config import SPPOConfig
+from sppo_hf.model.calls import ForwardCall, read_call
+from sppo_hf.model.facts import device_facts, model_shape, new_offload_engine
+from sppo_hf.model.fused import fused_tile
+from sppo_hf.model.head import ModelHead
+from sppo_hf.model.layout import BatchLayout, read_layout
+from sppo_hf.model.loss import ChunkedLoss, divide_loss
+from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.model.sequence import Sequence, Slices
+from sppo_hf.model.structure import ModelParts, check_trainable
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats
+from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+# B batch rows, T tokens of the sequence, D model width, V vocabulary.
+
+
+class Engine:
+    """Runs one model chunk by chunk."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        config: SPPOConfig,
+        observer: StepObserver,
+        original_forward: Callable[..., Any],
+    ) -> None:
+        """Prepare to run `parts` under `config`; touches nothing yet."""
+        self.parts = parts
+        self.config = config
+        self.observer = observer
+        self.original_forward = original_forward
+        self.enabled = True
+        self.counters: dict[str, int] = {}
+        self.running: Sequence | None = None
+        self._head = ModelHead(parts, original_forward)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._backends: dict[Requirement, Backend] = {}
+        self._offload: OffloadEngine | None = None
+        self._shape: ModelShape | None = None
+        self._warned: set[str] = set()
+
+    # -- the model's forward -----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand-in for the model's forward.
+
+        Raises:
+            ConfigError: If the batch or the settings cannot be run (see the message).
+            UnsupportedModelError: If the model cannot be trained exactly.
+            BudgetError: If a budget cannot hold what it must.
+        """
+        if not self.enabled or self.running is not None:
+            return self.original_forward(*args, **kwargs)
+        call = read_call(self.parts, self.original_forward, args, kwargs)
+        training = self.parts.causal_lm.training and torch.is_grad_enabled()
+        if not call.has_labels and (not training or call.uses_cache):
+            return self.original_forward(*args, **kwargs)
+        call.refuse_unsupported(self.parts.name)
+        if torch.is_grad_enabled():
+            check_trainable(self.parts)
+        output = self._run(call)
+        return output if call.return_dict else output.to_tuple()
+
+    def _run(self, call: ForwardCall) -> CausalLMOutputWithPast:
+        began = time.perf_counter()
+        layout = read_layout(
+            batch_rows=call.batch_rows,
+            total_tokens=call.total_tokens,
+            attention_mask=call.attention_mask,
+            position_ids=call.position_ids,
+            cu_seq_lens=call.cu_seq_lens,
+            shift_labels_BT=call.shift_labels,
+            ignore_index=call.ignore_index,
+        )
+        plan = self.plan(call.micro_batch_rows(self.config), call.total_tokens, call.device)
+        watch = _Watch(self, plan, layout.batch_rows, began)
+        if call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
+            output = self._loss(call, layout, plan, watch)
+        else:
+            output = self._whole_logits(call, layout, plan, watch)
+        watch.forward_done(output)
+        return output
+
+    def _loss(
+        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: _Watch
+    ) -> CausalLMOutputWithPast:
+        assert call.shift_labels is not None
+        loss = ChunkedLoss(
+            self._head.logits,
+            self.parts.head_parameters(),
+            tile_tokens=plan.tile_tokens,
+            ignore_index=call.ignore_index,
+            keep_logits=self.config.return_logits,
+            fused=fused_tile(self.parts, self._head, call.device),
+        )
+        counts = _labelled_chunks(layout, plan)
+        groups = list(call.row_groups(self.config))
+        last = (groups[-1], max(counts))
+        totals: list[Tensor] = []
+        for group in groups:
+            labels_BT = call.shift_labels[group[0] : group[1]]
+            for chunk, hidden_BCD in self._hidden(call, layout, plan, watch, group):
+                if chunk in counts:
+                    start, end = plan.bounds[chunk]
+                    final = (group, chunk) == last
+                    totals.append(loss.add(hidden_BCD, labels_BT[:, start:end], last=final))
+        total = torch.stack(totals).sum()
+        count = (call.shift_labels != call.ignore_index).sum().to(total.device)
+        value = divide_loss(total, count, call.divisor(count))
+        return CausalLMOutputWithPast(loss=value, logits=self._kept_logits(loss, groups, plan))
+
+    def _whole_logits(
+        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: _Watch
+    ) -> CausalLMOutputWithPast:
+        """Chunked layers, then the model's own head (and loss) over the whole sequence."""
+        vocab = self.parts.text_config.vocab_size
+        self._warn_once(
+            "whole logits",
+            "the loss is computed outside the chunked model (label smoothing, compute_loss_func or a "
+            f"loss of the model's own), so logits of the whole sequence are made: "
+            f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
+            f"{4 * call.batch_rows * call.total_tokens * vocab / 2**30:.2f} GiB in float32, "
+            "several times that while their gradient is computed.",
+        )
+        rows = []
+        for group in call.row_groups(self.config):
+            chunks = self._hidden(call, layout, plan, watch, group, skip_padding=False)
+            rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
+        output = self._head.run(torch.cat(rows), **call.loss_arguments)
+        return CausalLMOutputWithPast(loss=output.loss, logits=output.logits)
+
+    def _hidden(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        watch: _Watch,
+        group: tuple[int, int],
+        *,
+        skip_padding: bool = True,
+    ) -> Any:
+        """Yield (chunk, hidden states `[B, C, D]`) of a group of rows."""
+        positions = call.positions()
+        sequence = Sequence(
+            self.parts,
+            plan,
+            rows=None if layout.rows is None else layout.rows[group[0] : group[1]],
+            last_position=positions.max().view(1, 1),
+            choose_backend=self.choose_backend,
+            counters=self.counters,
+            offload=self.offload(call.device),
+        )
+        slices = Slices(call.tokens, positions, call.constants).rows(*group)
+        stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
+        chunks = sequence.run(slices, stop_token=stop, on_chunk=watch.forward_chunk)
+        while True:
+            self.running = sequence
+            try:
+                step = next(chunks, None)
+            finally:
+                self.running = None
+            if step is None:
+                return
+            chunk, output = step
+            self._head.output_class = type(output)
+            hidden_BCD = output.last_hidden_state
+            watch.watch_backward(chunk, hidden_BCD)
+            yield chunk, hidden_BCD
+
+    def _kept_logits(
+        self, loss: ChunkedLoss, groups: list[tuple[int, int]], plan: Plan
+    ) -> Tensor | None:
+        if loss.logits is None:
+            return None
+        per_group = len(loss.logits) // len(groups)
+        rows = [
+            torch.cat(loss.logits[i * per_group : (i + 1) * per_group], dim=1)
+            for i in range(len(groups))
+        ]
+        return torch.cat(rows)
+
+    # -- decisions ---------------------------------------------------------------------------
+
+    def plan(self, batch_rows: int, total_tokens: int, device: torch.device) -> Plan:
+        """The plan for batches of this shape; made, shown and remembered the first time."""
+        training = torch.is_grad_enabled()
+        key = (batch_rows, total_tokens, training, device.type)
+        if key not in self._plans:
+            shape = self.shape()
+            name, reason = self._describe_backend(shape, device)
+            plan = make_plan(
+                self.config,
+                shape,
+                device=device_facts(device),
+                backend_name=name,
+                backend_reason=reason,
+                batch_rows=batch_rows,
+                total_tokens=total_tokens,
+                training=training,
+            )
+            for warning in plan.warnings:
+                self._warn_once(warning, warning)
+            self._plans[key] = plan
+            self.observer.on_plan(plan, self.parts.name)
+        return self._plans[key]
+
+    def shape(self) -> ModelShape:
+        """The model's shape, read once."""
+        if self._shape is None:
+            self._shape = model_shape(self.parts)
+        return self._shape
+
+    def choose_backend(self, requirement: Requirement) -> Backend:
+        """The backend for a layer's requirement.
+
+        Raises:
+            ConfigError: If the configured one is not installed or cannot do it.
+        """
+        if requirement not in self._backends:
+            selection = select_backend(self.config.attention_backend, requirement)
+            logger.info("attention: %s", selection.reason)
+            self._backends[requirement] = selection.backend
+        return self._backends[requirement]
+
+    def _describe_backend(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
+        first = shape.layers[0]
+        weight = next(self.parts.layers[0].parameters())
+        dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        softcap = getattr(self.parts.text_config, "attn_logit_softcapping", None) is not None
+        requirement = Requirement(
+            device_type=device.type,
+            dtype=dtype,
+            qk_head_size=first.qk_head_size,
+            v_head_size=first.v_head_size,
+            softcap=softcap,
+            window=any(layer.window is not None for layer in shape.layers),
+            gqa_ratio=first.num_heads // first.num_kv_heads,
+        )
+        selection = select_backend(self.config.attention_backend, requirement)
+        return selection.backend.name, selection.reason
+
+    def offload(self, device: torch.device) -> OffloadEngine:
+        """The offload engine, made when first needed."""
+        if self._offload is None:
+            self._offload = new_offload_engine(self.config, device)
+        return self._offload
+
+    def last_position(self) -> Tensor | None:
+        """Largest position of the running sequence, `[1, 1]`; None when none runs."""
+        return None if self.running is None else self.running.last_position
+
+    def take_stats(self) -> OffloadStats:
+        """What the offload engine did since the last time this was asked."""
+        return _NOTHING_MOVED if self._offload is None else self._offload.take_stats()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """A fresh engine for the copied model; streams, slabs and plans are made anew."""
+        fresh = Engine(
+            copy.deepcopy(self.parts, memo),
+            self.config,
+            self.observer,
+            copy.deepcopy(self.original_forward, memo),
+        )
+        fresh.enabled = self.enabled
+        memo[id(self)] = fresh
+        return fresh
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=2)
+
+
+_NOTHING_MOVED = OffloadStats(
+    d2h_bytes=0,
+    h2d_bytes=0,
+    stall_seconds=0.0,
+    pinned_bytes=0,
+    host_bytes=0,
+    host_used_bytes=0,
+    live_handles=0,
+)
+
+
+def _labelled_chunks(layout: BatchLayout, plan: Plan) -> set[int]:
+    """Chunks whose loss must be computed: those with labels, or all if there is no label at all."""
+    used = [i for i, (s, _) in enumerate(plan.bounds) if s < max(layout.used_tokens, 1)]
+    labelled = {i for i in used if layout.has_label(*plan.bounds[i])}
+    return labelled or set(used)
+
+
+class _Watch:
+    """Marks of one forward call and its backward, for observers."""
+
+    def __init__(self, engine: Engine, plan: Plan, batch_rows: int, began: float) -> None:
+        self._observer = engine.observer
+        self._plan = plan
+        self._batch_rows = batch_rows
+        self._began = began
+        self._shape = engine.shape()
+        self._take_stats = engine.take_stats
+        self._forward_seconds = 0.0
+        self._backward_began: float | None = None
+
+    def forward_chunk(self, chunk: int) -> None:
+        self._observer.on_unit("forward", chunk, self._plan.num_chunks)
+
+    def watch_backward(self, chunk: int, hidden_BCD: Tensor) -> None:
+        """Report when backward enters `chunk`; the last report comes when backward has ended."""
+        if hidden_BCD.requires_grad:
+            hidden_BCD.register_hook(lambda _grad: self._backward_chunk(chunk))
+
+    def forward_done(self, output: CausalLMOutputWithPast) -> None:
+        self._forward_seconds = time.perf_counter() - self._began
+        value = output.loss if output.loss is not None else output.logits
+        if value is None or not value.requires_grad:
+            self._record(training=False, backward_seconds=0.0)
+
+    def _backward_chunk(self, chunk: int) -> None:
+        if self._backward_began is None:
+            self._backward_began = time.perf_counter()
+            Variable._execution_engine.queue_callback(self._backward_done)
+        self._observer.on_unit("backward", chunk, self._plan.num_chunks)
+
+    def _backward_done(self) -> None:
+        assert self._backward_began is not None
+        self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
+
+    def _record(self, *, training: bool, backward_seconds: float) -> None:
+        rows, tokens = self._batch_rows, self._plan.total_tokens
+        flops = step_flops if training else forward_flops
+        stats = self._take_stats()
+        self._observer.on_record(
+            StepRecord(
+                tokens=rows * tokens,
+                batch_rows=rows,
+                total_tokens=tokens,
+                model_flops=float(flops(self._shape, rows, tokens)),
+                forward_seconds=self._forward_seconds,
+                backward_seconds=backward_seconds,
+                stall_seconds=stats.stall_seconds,
+                d2h_bytes=stats.d2h_bytes,
+                h2d_bytes=stats.h2d_bytes,
+                pinned_bytes=stats.pinned_bytes,
+                num_chunks=self._plan.num_chunks,
+                training=training,
+            )
+        )

@@ -1,0 +1,217 @@
+"""The model's own next-token loss, without logits of the whole sequence.
+
+Hidden states of a chunk go through the model's own head in tiles; each tile's cross-entropy and its
+gradient are computed on the spot and the tile's logits are dropped. Forward thus leaves behind one
+gradient of the size of the hidden states and one of the size of the head's trainable weights, nothing
+runs twice, and backward only multiplies by the scale that arrives.
+
+The sum over chunks is then divided as Transformers divides: by `num_items_in_batch`, or by the number of
+labels that count; with none that count the loss is NaN and every gradient zero, as in PyTorch.
+
+Knows nothing of chunk bounds, layers or offloading. Not covered: losses that are not a sum over tokens;
+the engine gives such a model whole-sequence logits instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from sppo_hf.errors import SPPOError
+
+# B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
+
+_HALF_SCALE = 1024.0
+"""Gradients of float16 logits are computed at this scale, or small probabilities would underflow."""
+
+Head = Callable[[Tensor], Tensor]
+"""Maps hidden states `[1, M, D]` to logits `[1, M, V]`; the model's own code."""
+
+TileKernel = Callable[..., "tuple[Tensor, Tensor, list[Tensor | None]] | None"]
+
+
+class ChunkedLoss:
+    """Sum of the losses of one forward call's chunks."""
+
+    def __init__(
+        self,
+        head: Head,
+        parameters: Sequence[nn.Parameter],
+        *,
+        tile_tokens: int,
+        ignore_index: int = -100,
+        keep_logits: bool = False,
+        fused: TileKernel | None = None,
+    ) -> None:
+        """Start a sum.
+
+        Args:
+            head: The model's head.
+            parameters: Parameters that `head` reads; those that require gradients get them.
+            tile_tokens: Tokens per tile, bounds the bytes of logits alive at once.
+            ignore_index: The label that does not count.
+            keep_logits: Whether to keep every chunk's logits (detached) in `logits`.
+            fused: A kernel that does head and loss of a tile at once, or None.
+        """
+        self._head = head
+        self._trainable = [p for p in parameters if p.requires_grad]
+        self._tile_tokens = tile_tokens
+        self._ignore_index = ignore_index
+        self._fused = fused
+        self._head_grads: list[Tensor | None] = [None] * len(self._trainable)
+        self.scale = 1.0
+        self.logits: list[Tensor] | None = [] if keep_logits else None
+
+    def add(self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool) -> Tensor:
+        """Summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
+
+        Args:
+            hidden_BCD: What the base model returned.
+            labels_BC: Label of the token that follows each position.
+            last: Whether this is the last chunk that is added. Its node hands out the gradients of
+                the head's parameters, for all chunks; it is the first to run in backward.
+        """
+        grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
+        parameters = self._trainable if last else []
+        return _TiledLoss.apply(hidden_BCD, labels_BC, self, grad, *parameters)
+
+    def tiles(
+        self, hidden_BCD: Tensor, labels_BC: Tensor, grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss sum and gradient of the hidden states; adds up the head's gradients."""
+        hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
+        labels_M = labels_BC.reshape(-1)
+        total: Tensor | None = None
+        dhidden_MD = torch.empty_like(hidden_MD) if grad else None
+        logits: list[Tensor] = []
+        for start in range(0, hidden_MD.shape[0], self._tile_tokens):
+            tile = slice(start, start + self._tile_tokens)
+            loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad)
+            total = loss if total is None else total + loss
+            if dhidden_MD is not None:
+                dhidden_MD[tile] = dtile
+            if self.logits is not None:
+                logits.append(logits_MV.detach())
+        assert total is not None, "a chunk has at least one token"
+        if self.logits is not None:
+            self.logits.append(torch.cat(logits).view(*labels_BC.shape, -1))
+        return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
+
+    def _tile(
+        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if self._fused is not None and self.logits is None and grad:
+            done = self._fused(hidden_MD, labels_M, self._trainable, self._ignore_index)
+            if done is not None:
+                loss, dhidden_MD, dweights = done
+                self._add_head_grads(dweights)
+                return loss, dhidden_MD, hidden_MD
+        with torch.set_grad_enabled(grad):
+            leaf_MD = hidden_MD.detach().requires_grad_(grad)
+            logits_MV = self._head(leaf_MD[None])[0]
+            # Transformers computes the loss in float32; wider models keep their width.
+            wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+            labels_M = labels_M.to(wide_MV.device)
+            loss = F.cross_entropy(
+                wide_MV, labels_M, ignore_index=self._ignore_index, reduction="sum"
+            )
+            if not grad:
+                return loss, None, logits_MV
+            self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
+            # The ordinary backward runs outside autocast; so must this one.
+            with torch.autocast(hidden_MD.device.type, enabled=False):
+                dhidden_MD, *dweights = torch.autograd.grad(
+                    loss * self.scale, [leaf_MD, *self._trainable], allow_unused=True
+                )
+        self._add_head_grads(dweights)
+        return loss.detach(), dhidden_MD, logits_MV
+
+    def _add_head_grads(self, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            held = self._head_grads[index]
+            if held is None:
+                self._head_grads[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            else:
+                held += grad
+
+    def take_head_grads(self) -> list[Tensor | None]:
+        """Hand over the summed gradients of the head's trainable parameters (once)."""
+        grads, self._head_grads = self._head_grads, [None] * len(self._head_grads)
+        return grads
+
+
+class _TiledLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_BCD: Tensor,
+        labels_BC: Tensor,
+        loss: ChunkedLoss,
+        grad: bool,
+        *parameters: Tensor,
+    ) -> Tensor:
+        total, dhidden_BCD = loss.tiles(hidden_BCD, labels_BC, grad)
+        ctx.loss = loss
+        ctx.spent = False
+        ctx.parameter_dtypes = [p.dtype for p in parameters]
+        ctx.save_for_backward(dhidden_BCD)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.spent:
+            raise SPPOError(
+                "backward ran twice through a chunked loss. Chunked sequences allow one backward per "
+                "forward (retain_graph=True is not supported); run the forward again."
+            )
+        ctx.spent = True
+        (dhidden_BCD,) = ctx.saved_tensors
+        # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
+        factor = dtotal / ctx.loss.scale
+        grads: list[Tensor | None] = [None] * len(ctx.parameter_dtypes)
+        if grads:
+            grads = [
+                None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
+                for g, dtype in zip(ctx.loss.take_head_grads(), ctx.parameter_dtypes, strict=True)
+            ]
+        return _scaled(dhidden_BCD, factor), None, None, None, *grads
+
+
+def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:
+    """Divide the summed loss as Transformers does, with PyTorch's gradient for an empty mean.
+
+    Args:
+        total: Sum over labels that count, shape `[]`.
+        count: Number of labels that count, shape `[]`.
+        divisor: `num_items_in_batch` or `count`, shape `[]`.
+
+    Returns:
+        `total / divisor`; its gradient is zero where `count` is zero, although the value is NaN.
+    """
+    return _Divide.apply(total, count, divisor)
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(count, divisor)
+        return total / divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        count, divisor = ctx.saved_tensors
+        return torch.where(count > 0, dloss / divisor, torch.zeros_like(dloss)), None, None
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.mul_(factor) if x.dtype == wide else x.to(wide).mul_(factor.to(wide)).to(x.dtype)

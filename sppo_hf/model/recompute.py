@@ -1,0 +1,309 @@
+"""A frame that is recomputed in backward, without running attention again.
+
+The frame of one (layer, chunk) keeps a *skeleton*: the layer's input, attention's output and its
+log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time backward
+asks for any of it, the layer runs once more, with attention answered from the skeleton, and is stopped
+as soon as the last saved tensor has been seen (so its last matrix product does not run again either).
+The skeleton stays on the device or travels to the host through the offload engine.
+
+The layer's random state and autocast settings are those of the first forward, so dropout inside a layer
+(LoRA's, for one) repeats exactly.
+
+Knows nothing of chunk loops, losses or plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sppo_hf.errors import SPPOError
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
+
+RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedFrame"], None]
+"""Runs a layer's forward once more with `frame` as the frame attention finds."""
+
+
+class _Stop(Exception):  # noqa: N818 - a signal, not an error
+    """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
+
+
+class _Holder(Protocol):
+    def prefetch(self) -> None: ...
+    def take(self) -> Tensor: ...
+    def drop(self) -> None: ...
+
+
+class _Kept:
+    """A skeleton tensor that stays on the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def prefetch(self) -> None:
+        pass
+
+    def take(self) -> Tensor:
+        assert self._tensor is not None, "a skeleton tensor is taken once"
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+    def drop(self) -> None:
+        self._tensor = None
+
+
+class _Offloaded:
+    """A skeleton tensor that travels to the host and back."""
+
+    def __init__(self, engine: OffloadEngine, tensor: Tensor) -> None:
+        self._engine = engine
+        self._handle: OffloadedTensor | None = engine.start_offload(tensor)
+
+    def prefetch(self) -> None:
+        if self._handle is not None:
+            self._engine.prefetch(self._handle)
+
+    def take(self) -> Tensor:
+        assert self._handle is not None, "a skeleton tensor is taken once"
+        tensor = self._engine.wait_for(self._handle)
+        self.drop()
+        return tensor
+
+    def drop(self) -> None:
+        if self._handle is not None:
+            self._engine.release(self._handle)
+            self._handle = None
+
+
+class _Slot:
+    """What autograd holds instead of a saved tensor."""
+
+    __slots__ = ("frame", "index")
+
+    def __init__(self, frame: RecomputedFrame, index: int) -> None:
+        self.frame = frame
+        self.index = index
+
+
+class RecomputedFrame:
+    """Frame of one (layer, chunk) in recompute mode; also the stash of its attention.
+
+    Use: `open(args, kwargs)` before the layer's forward, `close()` after it.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        run_layer: RunLayer,
+        tape: Tape,
+        offload: OffloadEngine | None,
+        label: str,
+    ) -> None:
+        """Make a frame.
+
+        Args:
+            layer: The decoder layer.
+            run_layer: Runs the layer again; sets up what its attention needs.
+            tape: Order of frames in this sequence, for prefetching.
+            offload: Where the skeleton travels, or None to keep it on the device.
+            label: Name of the frame in errors, for example "layer 3, chunk 1".
+        """
+        self._layer = layer
+        self._run_layer = run_layer
+        self._tape = tape
+        self._offload = offload
+        self._label = label
+        self._meta: list[tuple[torch.Size, torch.dtype]] = []
+        self._again: dict[int, Tensor] | None = None
+        self._stash: tuple[_Holder, _Holder] | None = None
+        self._hidden: _Holder | None = None
+        self._hooks: Any = None
+        self._recomputing: tuple[Tensor, Tensor] | None = None
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the layer needs to run again, and start dropping what autograd saves."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._hidden_requires_grad = hidden.requires_grad
+        self._hidden = self._hold(hidden.detach())
+        rest_args, rest_kwargs = _without_hidden(args, kwargs)
+        self._rest = tree_map_only(Tensor, _detach, (rest_args, rest_kwargs))
+        self._context = _Context(hidden.device)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the frame watches what autograd saves."""
+        return self._hooks is not None
+
+    def close(self) -> None:
+        """Stop watching what autograd saves, and put the frame on the tape."""
+        self._unhook()
+        if self._meta:
+            self._tape.record(self)
+        else:
+            self._release()  # nothing in the layer needs a gradient
+
+    def cancel(self) -> None:
+        """Stop watching after an exception in the layer's forward."""
+        self._unhook()
+        self._release()
+
+    def _unhook(self) -> None:
+        assert self._hooks is not None, "a frame is closed while it is open"
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(None, None, None)
+
+    def get(self) -> tuple[Tensor, Tensor] | None:
+        """Attention's `(out, lse)` while the layer is recomputed, None in the first forward."""
+        return self._recomputing
+
+    def put(self, out: Tensor, lse: Tensor) -> None:
+        """Keep attention's results of the first forward, unless nothing will be recomputed."""
+        if self._hooks is not None:
+            self._stash = (self._hold(out), self._hold(lse))
+
+    def _hold(self, tensor: Tensor) -> _Holder:
+        return _Kept(tensor) if self._offload is None else _Offloaded(self._offload, tensor)
+
+    def _pack(self, tensor: Tensor) -> _Slot:
+        self._meta.append((tensor.shape, tensor.dtype))
+        return _Slot(self, len(self._meta) - 1)
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """Start bringing the skeleton back from the host."""
+        for holder in self._holders():
+            holder.prefetch()
+
+    def saved(self, index: int) -> Tensor:
+        """The saved tensor of slot `index`, recomputing the layer the first time.
+
+        Raises:
+            SPPOError: On a second backward, or if the layer did not repeat itself.
+        """
+        if self._again is None:
+            self._tape.on_backward(self)
+            self._recompute()
+        assert self._again is not None
+        if index not in self._again:
+            raise SPPOError(
+                f"{self._label}: backward asked twice for the same saved tensor. Chunked sequences "
+                "allow one backward per forward (retain_graph=True is not supported)."
+            )
+        return self._again.pop(index)
+
+    def _recompute(self) -> None:
+        if self._hidden is None:
+            raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
+        hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
+        if self._stash is not None:
+            self._recomputing = (self._stash[0].take(), self._stash[1].take())
+        args, kwargs = _with_hidden(hidden, *self._rest)
+        again: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> None:
+            again.append(tensor.detach())
+            if len(again) == len(self._meta):
+                raise _Stop
+
+        try:
+            with (
+                self._context.restored(),
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
+                contextlib.suppress(_Stop),
+            ):
+                self._run_layer(self._layer, args, kwargs, self)
+        finally:
+            self._recomputing = None
+            self._release()
+        self._check_repeated(again)
+        self._again = dict(enumerate(again))
+
+    def _check_repeated(self, again: list[Tensor]) -> None:
+        if [(t.shape, t.dtype) for t in again] != self._meta:
+            raise SPPOError(
+                f"{self._label}: the layer saved {len(again)} tensors when recomputed, "
+                f"{len(self._meta)} in forward, or of other shapes. Its forward depends on something "
+                "that changed in between. Set recompute='none' for this model."
+            )
+
+    def _holders(self) -> Iterator[_Holder]:
+        if self._hidden is not None:
+            yield self._hidden
+        yield from self._stash or ()
+
+    def _release(self) -> None:
+        for holder in self._holders():
+            holder.drop()
+        self._hidden = self._stash = None
+        self._rest = ((), {})
+
+
+class _Context:
+    """Random state and autocast settings of the first forward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rng_cpu = torch.get_rng_state()
+        self._rng_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {device.type, "cpu"}
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            devices = [self._device] if self._rng_cuda is not None else []
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            torch.set_rng_state(self._rng_cpu)
+            if self._rng_cuda is not None:
+                torch.cuda.set_rng_state(self._rng_cuda, self._device)
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(
+                            kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache
+                        )
+                    )
+            yield
+
+
+def _unpack(slot: _Slot) -> Tensor:
+    return slot.frame.saved(slot.index)
+
+
+def _no_unpack(_: object) -> Tensor:
+    raise AssertionError("the graph of a recomputed layer is never run backward")
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _without_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (None, *args[1:]), kwargs
+    return (), {**kwargs, "hidden_states": None}
+
+
+def _with_hidden(
+    hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return (), {**kwargs, "hidden_states": hidden}

@@ -1,0 +1,226 @@
+"""One forward call, chunk by chunk: what lives between its first chunk and its last backward.
+
+A `Sequence` runs the untouched base model on each slice of tokens. Decoder layers' hooks call
+`before_layer` and `after_layer`; in between, attention finds the running (layer, chunk) and its keys,
+and a frame decides what becomes of the tensors that autograd saves.
+
+[Note: the reverse walk] Nothing here runs backward. The chunks' graphs hang together through the
+links of `sppo_hf.attention.function`, so a plain `loss.backward()` walks them from the last chunk to
+the first, and the frames bring back or recompute what they need when autograd asks for it.
+
+[Note: what a frame must not hold] A link has a grad_fn, whose saved tensors hold frames. Frames live
+inside the autograd graph, where Python's garbage collector cannot see circles; a frame that held a link
+would never be freed. So a frame's copy of its `LayerCall` has none, and frames never see a `Sequence`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sppo_hf.attention.kv import LayerKV
+from sppo_hf.attention.pieces import RowSpans
+from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.model.attend import (
+    ChooseBackend,
+    LayerCall,
+    attention_taken_over,
+    begin_layer,
+    end_layer,
+)
+from sppo_hf.model.recompute import RecomputedFrame
+from sppo_hf.model.structure import ModelParts
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.frames import OffloadFrame
+from sppo_hf.planning.plan import Plan
+
+# B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
+
+Frame = RecomputedFrame | OffloadFrame
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slices:
+    """The inputs of a forward call, ready to be cut along the tokens."""
+
+    tokens: dict[str, Tensor]
+    """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and whatever else has a token dim."""
+    position_ids: Tensor
+    """`[B or 1, T]`."""
+    constants: dict[str, Any]
+    """Keyword arguments that are the same for every chunk."""
+
+    def rows(self, start: int, end: int) -> Slices:
+        """The same for batch rows `[start, end)`."""
+        positions = self.position_ids
+        return Slices(
+            {name: x[start:end] for name, x in self.tokens.items()},
+            positions if positions.shape[0] == 1 else positions[start:end],
+            self.constants,
+        )
+
+    def chunk(self, start: int, end: int) -> dict[str, Any]:
+        """Keyword arguments of the base model for tokens `[start, end)`."""
+        tokens = {name: x[:, start:end] for name, x in self.tokens.items()}
+        first = next(iter(tokens.values()))
+        return {
+            **self.constants,
+            **tokens,
+            "position_ids": self.position_ids[:, start:end],
+            # All ones: padding is known to the layout. A mask that is there keeps Transformers from
+            # looking for packed documents in the positions, which would wait for the device.
+            "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
+        }
+
+
+class Sequence:
+    """The state of one forward call over one group of rows."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        plan: Plan,
+        *,
+        rows: tuple[RowSpans, ...] | None,
+        last_position: Tensor,
+        choose_backend: ChooseBackend,
+        counters: dict[str, int],
+        offload: OffloadEngine,
+    ) -> None:
+        """Prepare empty stores for every layer.
+
+        Args:
+            parts: The model.
+            plan: Bounds and modes.
+            rows: Documents and padding per row, or None for plain causal rows.
+            last_position: Largest position of the sequence, `[1, 1]`.
+            choose_backend: Picks the attention backend for what a layer asks.
+            counters: Receives counts for tests and logs.
+            offload: Moves frames to the host and back.
+        """
+        self._parts = parts
+        self._plan = plan
+        self._rows = rows
+        self._choose_backend = choose_backend
+        self._counters = counters
+        self._offload = offload
+        self._tape = offload.new_tape()
+        self._stores = [LayerKV(plan.bounds) for _ in parts.layers]
+        self._links: list[Tensor | None] = [None] * len(parts.layers)
+        self._open: list[tuple[LayerCall, LayerCall | None, Frame | None]] = []
+        self._chunk = 0
+        self.last_position = last_position
+
+    def run(
+        self, slices: Slices, *, stop_token: int, on_chunk: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        """Run the base model over the chunks; yields (chunk, the base model's output).
+
+        Args:
+            slices: Inputs.
+            stop_token: Chunks that start at or after this token are left out (only padding).
+            on_chunk: Called before each chunk.
+        """
+        for chunk, (start, end) in enumerate(self._plan.bounds):
+            if start >= stop_token:
+                return
+            self._chunk = chunk
+            on_chunk(chunk)
+            with attention_taken_over(self._parts.configs):
+                output = self._parts.base(
+                    **slices.chunk(start, end), use_cache=False, return_dict=True
+                )
+            yield chunk, output
+
+    def before_layer(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Open the frame of (layer `index`, running chunk)."""
+        start, end = self._plan.bounds[self._chunk]
+        call = LayerCall(
+            layer=index,
+            chunk=self._chunk,
+            start=start,
+            end=end,
+            rows=self._rows,
+            kv=self._stores[index],
+            choose_backend=self._choose_backend,
+            counters=self._counters,
+            model_name=self._parts.name,
+        )
+        frame = self._frame(layer, call) if torch.is_grad_enabled() else None
+        if isinstance(frame, RecomputedFrame):
+            call.stash = frame
+        call.link = self._links[index]
+        self._open.append((call, begin_layer(call), frame))
+        if isinstance(frame, RecomputedFrame):
+            frame.open(args, kwargs)
+        elif frame is not None:
+            frame.open()
+
+    def after_layer(self, index: int, *, failed: bool) -> None:
+        """Close the frame of layer `index`; also when its forward raised."""
+        if not self._open or self._open[-1][0].layer != index:
+            assert failed, "a layer that ran was opened"
+            return
+        call, before, frame = self._open.pop()
+        end_layer(before)
+        if failed:
+            if frame is not None and frame.is_open:
+                frame.cancel()
+            return
+        if frame is not None:
+            frame.close()
+        if not call.attended:
+            raise UnsupportedModelError(
+                f"{self._parts.name} cannot run chunk by chunk: layer {call.layer} did not attend "
+                "through Transformers' AttentionInterface. Train it without sppo_hf."
+            )
+        self._links[call.layer] = call.link
+
+    def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
+        mode = self._plan.mode(call.layer, call.chunk)
+        if mode.recompute:
+            return RecomputedFrame(
+                layer,
+                run_layer=_Rerun(dataclasses.replace(call), self._parts.configs),
+                tape=self._tape,
+                offload=self._offload if mode.offload else None,
+                label=f"layer {call.layer}, chunk {call.chunk}",
+            )
+        if mode.offload:
+            return OffloadFrame(self._offload, self._tape, is_pinned_parameter=_never_moves)
+        return None
+
+
+class _Rerun:
+    """Runs a layer again with its attention answered from the frame's stash."""
+
+    def __init__(self, call: LayerCall, configs: tuple[Any, ...]) -> None:
+        assert call.link is None, "see [Note: what a frame must not hold]"
+        self._call = call
+        self._configs = configs
+
+    def __call__(
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: RecomputedFrame,
+    ) -> None:
+        call = dataclasses.replace(self._call, stash=frame, attended=0)
+        before = begin_layer(call)
+        try:
+            with attention_taken_over(self._configs):
+                # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
+                layer.forward(*args, **kwargs)
+        finally:
+            end_layer(before)
+
+
+def _never_moves(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
