@@ -1,1 +1,68 @@
-"""Frames, pinned pool and copies between tiers; must not know schedules, attention or models."""
+"""Frames, pinned pool and copies between tiers; must not know schedules, attention or models.
+
+The files, lowest first: `lanes` starts copies and orders them, `pool` sub-allocates host slabs,
+`handles` describes one storage's stay on the host, `tape` is the order in which frames come back,
+`engine` owns all of it, `frames` hooks it to what autograd saves.
+
+[Note: offload lifetimes]
+
+Three queues run at once: the compute stream, the D2H lane and the H2D lane. The host puts work
+into them far ahead of the device and never waits for any of them. That is safe because of six
+rules; each names the one place that keeps it, and `tests/fakes/device.py` checks all of them with
+vector clocks.
+
+1. *A source is complete before it is read.* `StreamCopier.start_d2h` makes the D2H lane wait for
+   an event recorded on the compute stream at that moment, so the lane reads what the layer wrote.
+2. *A source outlives its copy.* The allocator hands a freed block back to the compute stream at
+   once, so the source stays referenced (`Cargo.source`) until its ticket is *ordered*: either the
+   host has seen the copy done (polled, `Ticket.done`), or the compute stream has been made to wait
+   for it (`Ticket.wait`). In both cases whatever the compute stream writes into that block later
+   comes after the copy. No `record_stream` is needed, so memory returns at a place that the
+   program fixes and not at one that timing decides.
+3. *Few sources wait at a time.* The host may enqueue a whole forward before the first copy ends;
+   polling alone would then keep every source alive. So when a frame closes, the compute stream
+   waits for the copies of the frame before it, and those sources are freed. The device holds the
+   frame being computed and the frame being copied, no more; a slow bus shows as stall seconds.
+4. *A destination is free before it is written.* `StreamCopier.start_h2d` allocates it on the
+   compute stream and makes the H2D lane wait for an event recorded there after the allocation, so
+   earlier users of the block are through. It also waits for the D2H copy that filled the host
+   bytes. `OffloadEngine.wait_for` makes the compute stream wait for the H2D copy before anyone
+   sees the tensor, hence its block can be freed like any other afterwards.
+5. *Host bytes are reused only after their last copy.* A region goes back to the pool when all its
+   tickets are ordered. A later D2H into it waits for the compute stream (rule 1), which stands
+   behind those copies, or is enqueued by a host that saw them end. What is dropped in between (a
+   graph freed without backward, an unused prefetch) stays in limbo until then; if the pool would
+   have to grow meanwhile, the compute stream is made to wait for it instead of the host.
+6. *Owners are counted by Python, not by us.* Autograd's graph holds the handles, handles share one
+   `Owner` per storage, and everything else looks at them weakly. When the last handle goes, by
+   release, by backward, by an exception or by a dropped graph, a finalizer appends the cargo to a
+   deque. It does nothing more, because a garbage collection can start inside any statement, the
+   pool's own included; the next call of the engine, which holds the lock, collects the deque.
+
+The host's side has one lock, held by every public method of the engine, because autograd unpacks
+in its own thread on CUDA. Work of one engine is assumed to be on one compute stream; if the current
+stream changes, the new one first waits for the old one, and the six rules hold for it as well.
+"""
+
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
+from sppo_hf.offload.frames import OffloadFrame
+from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.offload.lanes import Copier, HostCopier, StreamCopier, Ticket
+from sppo_hf.offload.pool import HostPool, Region
+from sppo_hf.offload.tape import Frame, Tape
+
+__all__ = [
+    "Copier",
+    "Frame",
+    "HostCopier",
+    "HostPool",
+    "OffloadEngine",
+    "OffloadFrame",
+    "OffloadStats",
+    "OffloadedTensor",
+    "Region",
+    "StreamCopier",
+    "Tape",
+    "Ticket",
+    "make_engine",
+]

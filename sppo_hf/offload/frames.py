@@ -1,0 +1,125 @@
+"""A frame whose bytes autograd saves: hooks that send them away at the save and fetch them at use.
+
+Knows nothing of layers: whoever opens and closes it around some computation decides what is in it.
+
+Where hooks of others are active too, the innermost pair gets the tensor: what a model checkpoints
+or offloads by itself inside a frame stays its own affair, and hooks around a frame see nothing of
+what the frame saves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.offload.tape import Tape
+
+
+class _Saved(NamedTuple):
+    """What the graph keeps instead of a tensor; the only strong reference to the handle."""
+
+    frame: OffloadFrame
+    handle: OffloadedTensor
+
+
+class OffloadFrame:
+    """Offloads what autograd saves between `open` and `close`, and brings it back in backward.
+
+    Also a context manager. One thread opens, computes and closes; backward may run in another.
+
+    Args:
+        engine: moves the tensors.
+        tape: gets the frame when it closes.
+        is_pinned_parameter: true for tensors that belong to others (weights, buffers, a K/V store)
+            and must stay on the device; `Parameter`s and their views always stay.
+        label: what the frame is, for messages.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        tape: Tape,
+        is_pinned_parameter: Callable[[Tensor], bool] | None = None,
+        *,
+        label: object = None,
+    ) -> None:
+        self._engine = engine
+        self._tape = tape
+        self._is_pinned_parameter = is_pinned_parameter
+        self._label = label
+        self._hooks: saved_tensors_hooks | None = None
+        self._closed = False
+        self._used = False
+        # Weak, so that a dropped graph gives its bytes back although the tape knows the frame.
+        self._handles: list[weakref.ref[OffloadedTensor]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the frame's hooks are active."""
+        return self._hooks is not None
+
+    def open(self) -> None:
+        """Start catching what autograd saves in this thread."""
+        assert not self.is_open, "a frame is opened while it is open"
+        assert not self._closed, "a frame is opened again after it has closed"
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._hooks = hooks
+
+    def close(self) -> None:
+        """Stop catching, and put the frame on the tape."""
+        self.cancel()
+        self._closed = True
+        self._tape.record(self)
+
+    def cancel(self) -> None:
+        """Stop catching after an exception; what was caught returns with its graph."""
+        assert self._hooks is not None, "a frame is closed while it is open"
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(None, None, None)
+
+    def prefetch(self) -> None:
+        """Start bringing back all tensors of the frame that the graph still holds."""
+        # Backward needs first what was saved last.
+        for reference in reversed(self._handles):
+            handle = reference()
+            if handle is not None:
+                self._engine.prefetch(handle)
+
+    def __enter__(self) -> OffloadFrame:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.cancel()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        if self._stays(tensor):
+            return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
+        handle = self._engine.start_offload(tensor, label=self._label)
+        if handle.is_moved:
+            self._handles.append(weakref.ref(handle))
+        return _Saved(self, handle)
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        # Autograd may ask inside the frame too (a gradient taken within the layer): not yet
+        # backward of the sequence, so nothing is prefetched for it.
+        if self._closed and not self._used:
+            self._used = True
+            self._tape.on_backward(self)
+        return self._engine.wait_for(saved.handle)
+
+    def _stays(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
+            return True
+        return self._is_pinned_parameter is not None and self._is_pinned_parameter(tensor)

@@ -1,0 +1,201 @@
+"""Host memory for offloaded bytes: few large slabs, sub-allocated first-fit with coalescing.
+
+Knows nothing of copies: who releases a region vouches that no copy still touches it. Slabs are
+kept for the life of the pool, because pinning costs milliseconds and a step must not pay it twice.
+Not thread-safe by itself; the engine calls it under its lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sppo_hf.errors import BudgetError, OffloadError
+
+ALIGNMENT_BYTES = 512
+DEFAULT_SLAB_BYTES = 256 * 2**20
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    """One host allocation; `holes` are its free (offset, size) in bytes, sorted, never adjacent."""
+
+    memory: Tensor
+    holes: list[tuple[int, int]]
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(size for _, size in self.holes)
+
+    def take(self, size: int) -> int | None:
+        """Cut `size` bytes from the first hole that has them; return the offset, or None."""
+        for index, (offset, hole) in enumerate(self.holes):
+            if hole > size:
+                self.holes[index] = (offset + size, hole - size)
+                return offset
+            if hole == size:
+                del self.holes[index]
+                return offset
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        """Make [offset, offset + size) a hole and join it with the holes that touch it."""
+        index = bisect_left(self.holes, (offset, 0))
+        end = offset + size
+        if index < len(self.holes):
+            assert end <= self.holes[index][0], "a released region overlaps free memory"
+            if end == self.holes[index][0]:
+                end += self.holes.pop(index)[1]
+        if index > 0:
+            before, before_size = self.holes[index - 1]
+            assert before + before_size <= offset, "a released region overlaps free memory"
+            if before + before_size == offset:
+                offset = before
+                del self.holes[index - 1]
+                index -= 1
+        self.holes.insert(index, (offset, end - offset))
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """A run of host bytes lent by a `HostPool`."""
+
+    slab: _Slab = field(repr=False)
+    offset: int
+    """First byte within the slab."""
+    num_bytes: int
+    """Bytes asked for."""
+    reserved_bytes: int
+    """Bytes taken from the slab: `num_bytes` rounded up to the alignment."""
+    released: bool = False
+
+    @property
+    def memory(self) -> Tensor:
+        """The bytes as a uint8 tensor [num_bytes], a view of the slab."""
+        assert not self.released, "a host region was used after its release"
+        return self.slab.memory[self.offset : self.offset + self.num_bytes]
+
+
+class HostPool:
+    """Lends regions of host slabs within a budget.
+
+    Args:
+        slab_bytes: size of a slab; one that a larger request needs is made as large as that.
+        pin: page-lock the slabs, which copies that overlap with compute need.
+        budget_bytes: the most that all slabs together may take; None for no limit.
+    """
+
+    def __init__(
+        self,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        *,
+        pin: bool = False,
+        budget_bytes: int | None = None,
+    ) -> None:
+        assert slab_bytes > 0, "a slab holds at least one byte"
+        self.pinned = pin
+        self.budget_bytes = budget_bytes
+        self._slab_bytes = _round_up(slab_bytes, ALIGNMENT_BYTES)
+        self._slabs: list[_Slab] = []
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.reserved_bytes = 0
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the free bytes that lies outside the largest hole, from 0 to 1."""
+        holes = [size for slab in self._slabs for _, size in slab.holes]
+        return 1.0 - max(holes) / sum(holes) if holes else 0.0
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Lend `num_bytes` (at least 1), adding a slab where no hole is large enough.
+
+        Raises:
+            BudgetError: a further slab would exceed the budget.
+            OffloadError: the operating system or the driver gives no (pinned) memory.
+        """
+        region = self.try_allocate(num_bytes)
+        if region is None:
+            self._grow(_round_up(num_bytes, ALIGNMENT_BYTES))
+            region = self.try_allocate(num_bytes)
+            assert region is not None, "a new slab holds the request that it was made for"
+        return region
+
+    def try_allocate(self, num_bytes: int) -> Region | None:
+        """Lend `num_bytes` (at least 1) from the slabs there are; None where no hole fits."""
+        assert num_bytes > 0, "a region holds at least one byte"
+        size = _round_up(num_bytes, ALIGNMENT_BYTES)
+        for slab in self._slabs:
+            offset = slab.take(size)
+            if offset is not None:
+                self.used_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                return Region(slab, offset, num_bytes, size)
+        return None
+
+    def release(self, region: Region) -> None:
+        """Take a region back; its copies must be over or ordered before any later use."""
+        assert not region.released, "a host region was released twice"
+        assert region.slab in self._slabs, "a host region was released to a pool it is not from"
+        region.released = True
+        region.slab.give(region.offset, region.reserved_bytes)
+        self.used_bytes -= region.reserved_bytes
+
+    def _grow(self, size: int) -> None:
+        slab_bytes = max(size, self._slab_bytes)
+        if self.pinned:
+            # PyTorch's pinned allocator rounds up to powers of two; ask for all that it takes.
+            slab_bytes = 1 << (slab_bytes - 1).bit_length()
+        if self.budget_bytes is not None:
+            slab_bytes = min(slab_bytes, self._largest_within(self.budget_bytes))
+            if slab_bytes < size:
+                raise BudgetError(
+                    f"host tier: offloading needs {size} bytes more in one piece, while "
+                    f"{self.reserved_bytes} of {self.budget_bytes} bytes are reserved and "
+                    f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "
+                    "raise host_memory, use shorter sequences, or set offload to 'none'"
+                )
+        self._slabs.append(_Slab(_host_bytes(slab_bytes, self.pinned), [(0, slab_bytes)]))
+        self.reserved_bytes += slab_bytes
+
+    def _largest_within(self, budget_bytes: int) -> int:
+        left = budget_bytes - self.reserved_bytes
+        left -= left % ALIGNMENT_BYTES
+        if self.pinned and left > 0:
+            left = 1 << (left.bit_length() - 1)
+        return left
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _host_bytes(num_bytes: int, pin: bool) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+    except RuntimeError as error:
+        if not pin:
+            raise OffloadError(
+                f"the host gave no memory for a slab of {num_bytes} bytes ({error}); "
+                "lower host_memory or use shorter sequences"
+            ) from error
+        raise OffloadError(
+            f"pinning a host slab of {num_bytes} bytes failed ({error}); pinned memory is a budget "
+            f"of its own, here {_memlock_limit()}. Lower host_memory, raise the limit "
+            "(ulimit -l), or set use_pin_memory to false (slower copies)"
+        ) from error
+
+
+def _memlock_limit() -> str:
+    """The operating system's limit on locked memory of this process, in words."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return "without a known limit"
+    soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft_bytes == resource.RLIM_INFINITY:
+        return "RLIMIT_MEMLOCK unlimited"
+    return f"RLIMIT_MEMLOCK {soft_bytes} bytes"
