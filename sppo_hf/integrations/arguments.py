@@ -66,7 +66,7 @@ def _read(name: str, text: object) -> object:
     """Read an option as YAML would, and "512,512" as a list as well."""
     if not isinstance(text, str):
         return text
-    if name == "chunk_lengths" and not text.lstrip().startswith("["):
+    if name == "chunk_lengths" and text.lstrip()[:1].isdigit():
         text = f"[{text}]"
     try:
         return yaml.safe_load(text)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SHOW_AFTER_SECONDS = 3.0
 """A step that is over sooner than this shows no bar."""
 
+REDRAW_AFTER_SECONDS = 0.1
+"""The bar is drawn at most this often."""
+
 _LEAST_COLUMNS = 100
 
 
@@ -62,17 +65,18 @@ class ProgressReporter(StepObserver):
         if (direction == "forward" and chunk == 0) or self._step_began_seconds is None:
             self._end_step()
             self._step_began_seconds = time.monotonic()
+        title = f"chunk {chunk + 1}/{num_chunks} {direction}"
         if self._bar is None:
             too_soon = time.monotonic() - self._step_began_seconds < SHOW_AFTER_SECONDS
             if too_soon or not self._bars_possible():
                 return
-            self._bar = _new_bar(total=num_chunks)
+            self._bar = _new_bar(title, num_chunks)
             self._bar_direction = direction
         elif self._bar_direction != direction:
             self._bar.reset(total=num_chunks)
             self._bar_direction = direction
         done = chunk if direction == "forward" else num_chunks - 1 - chunk
-        self._bar.set_description(f"chunk {chunk + 1}/{num_chunks} {direction}", refresh=False)
+        self._bar.set_description(title, refresh=False)
         self._bar.update(done - self._bar.n)
 
     def on_record(self, record: StepRecord) -> None:
@@ -91,8 +95,16 @@ class ProgressReporter(StepObserver):
         return _in_notebook() or sys.stderr.isatty()
 
 
-def _new_bar(total: int) -> tqdm[Any]:
-    return tqdm(total=total, leave=False, dynamic_ncols=True, unit="chunk", file=sys.stderr)
+def _new_bar(title: str, total: int) -> tqdm[Any]:
+    return tqdm(
+        desc=title,
+        total=total,
+        leave=False,
+        dynamic_ncols=True,
+        unit="chunk",
+        file=sys.stderr,
+        mininterval=REDRAW_AFTER_SECONDS,
+    )
 
 
 def _in_notebook() -> bool:

@@ -1,0 +1,164 @@
+"""The callback reaches exactly the Trainers that have the plugin, and logs where they log."""
+
+import gc
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainerCallback
+from transformers import trainer as trainer_module
+
+from sppo_hf import ConfigError, SPPOPlugin
+from sppo_hf.integrations.accelerator import SPPOAccelerator
+from sppo_hf.integrations.callback import SPPOCallback
+from sppo_hf.model.convert import is_converted
+from tests.integrations.training import (
+    checkpointing,
+    is_checkpointing,
+    make_arguments,
+    make_model,
+    make_rows,
+)
+
+
+def _callbacks(trainer: Trainer) -> list[SPPOCallback]:
+    return [c for c in trainer.callback_handler.callbacks if isinstance(c, SPPOCallback)]
+
+
+def _defaults() -> list[object]:
+    return [c for c in trainer_module.DEFAULT_CALLBACKS if isinstance(c, SPPOCallback)]
+
+
+def _trainer(folder, plugin: SPPOPlugin | None, callbacks=None, **changes) -> Trainer:
+    args = make_arguments(folder, parallelism_config=plugin, **changes)
+    return Trainer(
+        make_model(),
+        args,
+        train_dataset=make_rows(8),
+        eval_dataset=make_rows(4, seed=2),
+        callbacks=callbacks,
+    )
+
+
+class _Listener(TrainerCallback):
+    """A logger such as TensorBoard's: it sees `logs` as they are when its turn comes."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, object]] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.entries.append(dict(logs))
+
+
+def test_trainers_in_turn_get_the_callback_only_with_the_plugin(tmp_path):
+    plugin = SPPOPlugin(num_chunks=3)
+    for with_plugin in (True, False, True, True, False):
+        trainer = _trainer(tmp_path, plugin if with_plugin else None)
+        assert len(_callbacks(trainer)) == with_plugin
+        assert isinstance(trainer.accelerator, SPPOAccelerator) == with_plugin
+        assert _defaults() == []
+
+
+def test_trainers_whose_arguments_were_made_first(tmp_path):
+    # The Accelerators then share the first one's state, with its plugin in it.
+    args = [make_arguments(tmp_path, parallelism_config=p) for p in (SPPOPlugin(), None)]
+    first, second = [Trainer(make_model(), a, train_dataset=make_rows(4)) for a in args]
+    assert len(_callbacks(first)) == 1
+    assert _callbacks(second) == []
+    second.train()
+    assert not is_converted(second.model)
+
+
+def test_a_trainer_that_fails_to_build_leaves_nothing_behind(tmp_path):
+    args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
+    with pytest.raises(RuntimeError, match="either a `model` or `model_init`"):
+        Trainer(None, args)
+    gc.collect()
+    assert _defaults() == []
+
+
+def test_what_a_failed_trainer_left_is_inert(tmp_path):
+    args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
+    try:
+        Trainer(None, args)
+    except RuntimeError as error:
+        kept_alive = error  # as a debugger or a notebook does
+    assert len(_defaults()) == 1
+    trainer = _trainer(tmp_path, None)
+    trainer.train()
+    assert not is_converted(trainer.model)
+    assert not any(key.startswith("sppo/") for entry in trainer.state.log_history for key in entry)
+    assert _defaults() == []
+    del kept_alive
+
+
+def test_a_raw_accelerator_adds_no_second_callback(tmp_path):
+    plugin = SPPOPlugin(num_chunks=3)
+    accelerator = Accelerator(cpu=True, parallelism_config=plugin)
+    assert len(_callbacks(_trainer(tmp_path, plugin))) == 1
+    assert isinstance(accelerator, SPPOAccelerator)
+
+
+def test_numbers_are_in_the_history_and_reach_later_loggers(tmp_path):
+    listener = _Listener()
+    trainer = _trainer(
+        tmp_path,
+        SPPOPlugin(num_chunks=3),
+        [listener],
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer.train()
+    training = [entry for entry in trainer.state.log_history if "loss" in entry]
+    seen = [entry for entry in listener.entries if "loss" in entry]
+    assert len(training) == len(seen) == 2
+    for stored, passed in zip(training, seen, strict=True):
+        assert stored["sppo/tokens_per_second"] > 0
+        assert stored["sppo/tokens_per_second"] == stored["sppo/tokens_per_second_per_device"]
+        assert stored["sppo/tflops_per_device"] > 0
+        assert stored["sppo/host_rss_bytes"] > 1e6
+        assert {k: v for k, v in stored.items() if k != "step"} == passed
+        assert "sppo/mfu" not in stored  # no peak is known for a CPU
+    others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+    assert any("eval_loss" in entry for entry in others)
+    assert not any(key.startswith("sppo/") for entry in others for key in entry)
+
+
+def test_numbers_can_be_switched_off(tmp_path):
+    trainer = _trainer(tmp_path, SPPOPlugin(num_chunks=3, log_metrics=False))
+    trainer.train()
+    assert not any(key.startswith("sppo/") for entry in trainer.state.log_history for key in entry)
+
+
+def test_epochs_are_logged_too(tmp_path):
+    trainer = _trainer(tmp_path, SPPOPlugin(num_chunks=3), logging_strategy="epoch")
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entry["sppo/tokens_per_second"] > 0
+
+
+def test_checkpointing_in_the_arguments_is_taken_over_at_every_train(tmp_path, caplog):
+    trainer = _trainer(tmp_path, SPPOPlugin(num_chunks=3), **checkpointing())
+    for _ in range(2):
+        trainer.train()
+        assert not is_checkpointing(trainer.model)
+    assert caplog.text.count("recomputes by itself") == 2
+
+
+def test_data_parallel_is_refused_when_the_trainer_is_made(tmp_path):
+    args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
+    args._n_gpu = 2
+    with pytest.raises(ConfigError, match=r"nn\.DataParallel"):
+        Trainer(make_model(), args)
+
+
+def test_a_trainer_that_does_not_prepare_its_model_is_refused(tmp_path):
+    class Unprepared(Trainer):
+        def _wrap_model(self, model, training=True, dataloader=None):
+            return torch.nn.Sequential(model)
+
+    args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
+    trainer = Unprepared(make_model(), args, train_dataset=make_rows(4))
+    with pytest.raises(ConfigError, match="not prepared by the Accelerator"):
+        trainer.train()

@@ -1,0 +1,70 @@
+"""What SPPO refuses to combine with, and that each refusal names what was seen and the remedy."""
+
+from types import SimpleNamespace
+
+import pytest
+from accelerate.utils import DistributedType, DynamoBackend
+
+from sppo_hf import ConfigError
+from sppo_hf.integrations.limits import refuse_accelerator, refuse_arguments, refuse_sizes
+
+
+def _accelerator(
+    kind: DistributedType, *, version: int = 2, checkpointing: bool = False, dynamo: str = "NO"
+) -> SimpleNamespace:
+    """Stand in for Accelerators that cannot be made on this machine."""
+    state = SimpleNamespace(
+        fsdp_plugin=SimpleNamespace(activation_checkpointing=checkpointing),
+        dynamo_plugin=SimpleNamespace(backend=DynamoBackend(dynamo)),
+    )
+    fsdp2 = kind == DistributedType.FSDP and version == 2
+    return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+        DistributedType.FSDP,
+    ],
+)
+def test_what_works_is_let_through(kind):
+    refuse_accelerator(_accelerator(kind))
+
+
+@pytest.mark.parametrize(
+    "kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA]
+)
+def test_other_engines_are_refused_by_name(kind):
+    with pytest.raises(ConfigError, match=rf"{kind.value}.*DDP, or FSDP2.*Remedy"):
+        refuse_accelerator(_accelerator(kind))
+
+
+def test_fsdp_version_one_is_refused():
+    with pytest.raises(ConfigError, match="fsdp_version: 2"):
+        refuse_accelerator(_accelerator(DistributedType.FSDP, version=1))
+
+
+def test_checkpointing_by_fsdp_is_refused():
+    with pytest.raises(ConfigError, match="fsdp_activation_checkpointing"):
+        refuse_accelerator(_accelerator(DistributedType.FSDP, checkpointing=True))
+
+
+def test_torch_compile_is_refused():
+    with pytest.raises(ConfigError, match="INDUCTOR"):
+        refuse_accelerator(_accelerator(DistributedType.NO, dynamo="INDUCTOR"))
+
+
+def test_data_parallel_is_refused():
+    refuse_arguments(SimpleNamespace(n_gpu=1))
+    with pytest.raises(ConfigError, match=r"2 GPUs.*nn\.DataParallel.*accelerate launch"):
+        refuse_arguments(SimpleNamespace(n_gpu=2))
+
+
+def test_sizes_of_one_are_let_through():
+    sizes = {"dp_replicate": 4, "dp_shard": 2, "tp": 1, "cp": 1, "sp": 1}
+    refuse_sizes(sizes)
+    with pytest.raises(ConfigError, match="context parallelism"):
+        refuse_sizes({**sizes, "cp": 2})

@@ -1,0 +1,78 @@
+"""The arithmetic of the numbers in the log."""
+
+import pytest
+
+from sppo_hf.integrations.metrics import StepMeter
+from sppo_hf.model.observer import StepRecord
+
+
+def _record(**changes: object) -> StepRecord:
+    values = {
+        "tokens": 100,
+        "batch_rows": 1,
+        "total_tokens": 100,
+        "model_flops": 3e12,
+        "forward_seconds": 1.0,
+        "backward_seconds": 2.0,
+        "stall_seconds": 0.5,
+        "d2h_bytes": 10,
+        "h2d_bytes": 20,
+        "pinned_bytes": 7,
+        "num_chunks": 4,
+        "training": True,
+    }
+    return StepRecord(**{**values, **changes})
+
+
+def _meter() -> StepMeter:
+    meter = StepMeter()
+    meter.listening = True
+    return meter
+
+
+def test_two_steps_of_two_records_each():
+    meter = _meter()
+    for _ in range(2):
+        meter.on_record(_record())
+        meter.on_record(_record(pinned_bytes=9))
+        meter.add_step(5.0)
+    numbers = meter.drain(world_tokens=800, peak_flops_per_second=12e12)
+    # 4 records of 100 tokens and 3 TFLOP in 10 seconds; half of what two equal ranks did together.
+    assert numbers == pytest.approx(
+        {
+            "sppo/tokens_per_second": 80.0,
+            "sppo/tokens_per_second_per_device": 40.0,
+            "sppo/tflops_per_device": 1.2,
+            "sppo/mfu": 0.1,
+            "sppo/stall_seconds": 1.0,
+            "sppo/d2h_bytes": 20,
+            "sppo/h2d_bytes": 40,
+            "sppo/pinned_bytes": 9,
+        }
+    )
+
+
+def test_a_drain_starts_anew():
+    meter = _meter()
+    meter.on_record(_record())
+    meter.add_step(1.0)
+    assert meter.drain(world_tokens=100, peak_flops_per_second=None)
+    assert meter.drain(world_tokens=100, peak_flops_per_second=None) == {}
+
+
+def test_what_is_not_known_is_left_out():
+    meter = _meter()
+    meter.on_record(_record())
+    meter.add_step(1.0)
+    numbers = meter.drain(world_tokens=None, peak_flops_per_second=None)
+    assert "sppo/mfu" not in numbers
+    assert "sppo/tokens_per_second" not in numbers
+    assert numbers["sppo/tokens_per_second_per_device"] == 100.0
+
+
+def test_evaluation_and_other_trainers_are_not_counted():
+    meter = _meter()
+    meter.on_record(_record(training=False))
+    meter.listening = False
+    meter.on_record(_record())
+    assert meter.tokens == 0

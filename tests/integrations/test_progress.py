@@ -1,0 +1,110 @@
+"""The plan is printed once, and a bar appears in long steps only and vanishes with them."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from sppo_hf.integrations import progress
+from sppo_hf.integrations.progress import SHOW_AFTER_SECONDS, ProgressReporter
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress, "REDRAW_AFTER_SECONDS", 0)
+    return clock
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> _Terminal:
+    terminal = _Terminal()
+    # Not sys itself: pytest puts its own stderr back between a fixture and its test.
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=terminal))
+    return terminal
+
+
+def _run_step(reporter: ProgressReporter, clock: _Clock, unit_seconds: float) -> None:
+    for chunk in range(4):
+        reporter.on_unit("forward", chunk, 4)
+        clock.seconds += unit_seconds
+    for chunk in reversed(range(4)):
+        reporter.on_unit("backward", chunk, 4)
+        clock.seconds += unit_seconds
+    reporter.on_record(SimpleNamespace(training=True))
+
+
+def test_a_long_step_shows_where_it_is_and_cleans_up(clock, terminal):
+    reporter = ProgressReporter()
+    _run_step(reporter, clock, unit_seconds=SHOW_AFTER_SECONDS)
+    shown = terminal.getvalue()
+    assert "chunk 2/4 forward" in shown
+    assert "chunk 1/4 backward" in shown
+    assert "chunk 1/4 forward" not in shown  # the step was young then
+    assert shown.split("\r")[-1].strip() == ""  # erased, and no new line left behind
+    assert "\n" not in shown
+
+
+def test_a_short_step_shows_nothing(clock, terminal):
+    reporter = ProgressReporter()
+    for _ in range(3):
+        _run_step(reporter, clock, unit_seconds=SHOW_AFTER_SECONDS / 10)
+    assert terminal.getvalue() == ""
+
+
+def test_a_step_that_failed_does_not_make_the_next_one_look_long(clock, terminal):
+    reporter = ProgressReporter()
+    reporter.on_unit("forward", 0, 4)
+    clock.seconds += 10 * SHOW_AFTER_SECONDS
+    _run_step(reporter, clock, unit_seconds=0.0)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("reason", ["setting", "disable_tqdm", "no terminal", "another rank"])
+def test_there_are_reasons_for_no_bar(reason, clock, terminal, monkeypatch):
+    reporter = ProgressReporter(show_progress=reason != "setting")
+    reporter.bars_wanted = reason != "disable_tqdm"
+    if reason == "no terminal":
+        terminal.isatty = lambda: False
+    if reason == "another rank":
+        monkeypatch.setenv("RANK", "1")
+    _run_step(reporter, clock, unit_seconds=SHOW_AFTER_SECONDS)
+    assert terminal.getvalue() == ""
+
+
+@pytest.fixture
+def _plain_table(monkeypatch):
+    monkeypatch.setattr(progress, "plan_table", lambda plan, name: f"table of {name}: {plan}")
+
+
+@pytest.mark.usefixtures("_plain_table")
+def test_only_the_first_plan_is_printed(terminal):
+    reporter = ProgressReporter()
+    reporter.on_plan("first", "Llama")
+    reporter.on_plan("second", "Llama")
+    assert "table of Llama: first" in terminal.getvalue()
+    assert "second" not in terminal.getvalue()
+
+
+@pytest.mark.usefixtures("_plain_table")
+@pytest.mark.parametrize("reason", ["setting", "another rank"])
+def test_there_are_reasons_for_no_table(reason, terminal, monkeypatch):
+    reporter = ProgressReporter(show_plan=reason != "setting")
+    if reason == "another rank":
+        monkeypatch.setenv("RANK", "1")
+    reporter.on_plan("first", "Llama")
+    assert terminal.getvalue() == ""

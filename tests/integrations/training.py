@@ -1,0 +1,76 @@
+"""A tiny Llama, rows for it and arguments to train it with, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+VOCABULARY = 64
+ROW_TOKENS = 24
+
+
+def make_model(seed: int = 0) -> LlamaForCausalLM:
+    """Build a two-layer Llama in float32; the same seed gives the same weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Draw rows whose labels are masked over a different number of tokens each."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(count):
+        tokens = torch.randint(0, VOCABULARY, (ROW_TOKENS,), generator=generator)
+        labels = tokens.clone()
+        labels[: 1 + index % 7] = -100
+        rows.append({"input_ids": tokens, "labels": labels})
+    return rows
+
+
+def make_arguments(folder: str | Path, **changes: Any) -> TrainingArguments:
+    """Build arguments for a short, quiet run on the CPU."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    return TrainingArguments(**{**settings, **changes})
+
+
+def checkpointing(on: bool = True) -> dict[str, bool]:
+    """Name the checkpointing argument as the installed Transformers does, without a deprecation."""
+    names = {field.name for field in fields(TrainingArguments)}
+    newer, older = "activation_checkpointing", "gradient_checkpointing"
+    return {newer if newer in names else older: on}
+
+
+def switch_checkpointing_on(model: LlamaForCausalLM) -> None:
+    """Call the method of the installed Transformers that is not deprecated."""
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)()
+
+
+def is_checkpointing(model: torch.nn.Module) -> bool:
+    """Return whether any part of the model would checkpoint."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
