@@ -38,14 +38,22 @@ _COMMON = FamilyTraits()
 _LAYER_NORM = FamilyTraits(gated=False, norm_float32_copies=0, norm_native_copies=1, mlp_copies=2)
 # gelu_new is composed of elementwise operations, three of which save a tensor more.
 _GPT2 = FamilyTraits(gated=False, norm_float32_copies=0, norm_native_copies=1, mlp_copies=5)
+_GPTJ = FamilyTraits(
+    gated=False, full_width_norms=1, norm_float32_copies=0, norm_native_copies=1, mlp_copies=5
+)
 _LAYER_NORM_PARALLEL = FamilyTraits(
     gated=False, full_width_norms=1, norm_float32_copies=0, norm_native_copies=1, mlp_copies=2
 )
 _COHERE = FamilyTraits(full_width_norms=1, norm_float32_copies=3, norm_native_copies=0)
 
+_RMS_NORM_PLAIN = FamilyTraits(gated=False, mlp_copies=2)
+
 FAMILIES: dict[str, FamilyTraits] = {
-    "arcee": FamilyTraits(gated=False, mlp_copies=2),
+    "apertus": FamilyTraits(gated=False, head_norms=True, mlp_copies=2),
+    "arcee": _RMS_NORM_PLAIN,
+    "biogpt": _LAYER_NORM,
     "bloom": _LAYER_NORM,
+    "codegen": _GPTJ,
     "cohere": _COHERE,
     "cohere2": _COHERE,
     "falcon": _LAYER_NORM_PARALLEL,
@@ -61,19 +69,22 @@ FAMILIES: dict[str, FamilyTraits] = {
     "gpt_neox": _LAYER_NORM,
     # Clamps and the shifted product save three tensors more than SwiGLU.
     "gpt_oss": FamilyTraits(norm_float32_copies=2, norm_native_copies=0, mlp_copies=7),
-    "gptj": FamilyTraits(
-        gated=False, full_width_norms=1, norm_float32_copies=0, norm_native_copies=1, mlp_copies=5
-    ),
+    "gptj": _GPTJ,
     "mpt": _LAYER_NORM,
-    "nemotron": FamilyTraits(gated=False, mlp_copies=2),
+    "nanochat": FamilyTraits(gated=False, head_norms=True, mlp_copies=2),
+    "nemotron": _RMS_NORM_PLAIN,
     "olmo2": FamilyTraits(head_norms=True, norm_float32_copies=2, norm_native_copies=0),
     "olmo3": FamilyTraits(head_norms=True, norm_float32_copies=2, norm_native_copies=0),
     "opt": _LAYER_NORM,
+    "persimmon": _LAYER_NORM,
     "phi": _LAYER_NORM_PARALLEL,
     "qwen3": FamilyTraits(head_norms=True),
     "qwen3_moe": FamilyTraits(head_norms=True),
     "starcoder2": _LAYER_NORM,
 }
+
+# Families with a learned table of positions, which counts among their parameters.
+LEARNED_POSITIONS = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt"})
 
 
 def traits_of(family: str) -> FamilyTraits:

@@ -83,7 +83,7 @@ def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
     """Returns the tokens per tile of the loss for `loss_tile_tokens="auto"`.
 
     As many (in multiples of 64) as keep a tile's float32 logits within 64 MiB on a CPU and 256 MiB
-    on a GPU: Llama-3's 128K vocabulary gets 448 tokens on a GPU.
+    on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU.
     """
     tokens = _LOGITS_TILE_BYTES[device_kind] // (shape.vocab_size * FLOAT32_BYTES)
     return max(64, tokens // 64 * 64)

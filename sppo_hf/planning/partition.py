@@ -148,7 +148,7 @@ def auto_bounds(
 ) -> Bounds:
     """Cuts into about `total_tokens / target_tokens` chunks, none far from the target.
 
-    Balanced FLOPs alone would make the first of 128 chunks of a million tokens 90K long, and the
+    Balanced FLOPs alone would make the first of 128 chunks of a million tokens 70K long, and the
     live frame of the longest chunk is what memory has to hold. So lengths stay between a quarter
     of the target and twice the target; inside that range FLOPs are equal.
     """

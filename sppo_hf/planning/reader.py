@@ -59,30 +59,31 @@ def read_layers(config: object) -> tuple[LayerShape, ...]:
     """
     num_layers = need_int(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     hidden_size = need_int(config, "hidden_size", "n_embd", "d_model")
-    attention = _read_attention(config, hidden_size)
+    per_layer = _sequence(config, "per_layer_config")
     # Equal layers share one object: a plan walks them often.
-    shapes: dict[tuple[int | None, bool], LayerShape] = {}
+    shapes: dict[LayerShape, LayerShape] = {}
     layers: list[LayerShape] = []
     for index in range(num_layers):
-        window, sparse = _window(config, index), _is_sparse(config, index)
-        if (window, sparse) not in shapes:
-            mlp = _read_experts(config, hidden_size) if sparse else _read_mlp(config, hidden_size)
-            shapes[window, sparse] = LayerShape(
-                hidden_size=hidden_size,
-                num_heads=attention.num_heads,
-                num_kv_heads=attention.num_kv_heads,
-                qk_head_size=attention.qk_head_size,
-                v_head_size=attention.v_head_size,
-                window=window,
-                attention_weights=attention.weights,
-                latent_size=attention.latent_size,
-                mlp_weights=mlp.active_weights,
-                total_mlp_weights=mlp.total_weights,
-                mlp_width=mlp.width,
-                routed_experts=mlp.routed_experts,
-                traits=traits_of(family(config)),
-            )
-        layers.append(shapes[window, sparse])
+        own = config if per_layer is None else per_layer[index]
+        attention = _read_attention(own, hidden_size)
+        sparse = _is_sparse(config, index)
+        mlp = _read_experts(own, hidden_size) if sparse else _read_mlp(own, hidden_size)
+        layer = LayerShape(
+            hidden_size=hidden_size,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            qk_head_size=attention.qk_head_size,
+            v_head_size=attention.v_head_size,
+            window=_window(config, index),
+            attention_weights=attention.weights,
+            latent_size=attention.latent_size,
+            mlp_weights=mlp.active_weights,
+            total_mlp_weights=mlp.total_weights,
+            mlp_width=mlp.width,
+            routed_experts=mlp.routed_experts,
+            traits=traits_of(family(config)),
+        )
+        layers.append(shapes.setdefault(layer, layer))
     return tuple(layers)
 
 
@@ -161,16 +162,19 @@ def _read_mlp(config: object, hidden_size: int) -> _Mlp:
 
 
 def _num_experts(config: object) -> int:
-    return find_int(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
+    return (
+        find_int(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        or 0
+    )
 
 
 def _read_experts(config: object, hidden_size: int) -> _Mlp:
     experts = _num_experts(config)
-    active = need_int(config, "num_experts_per_tok", "moe_topk", "moe_k")
+    active = find_int(config, "num_experts_per_tok", "moe_topk", "moe_k") or 1
     width = find_int(config, "moe_intermediate_size") or need_int(config, "intermediate_size")
     shared = find_int(config, "shared_expert_intermediate_size", "shared_intermediate_size")
     if shared is None:
-        shared = width * (find_int(config, "n_shared_experts", "num_shared_experts") or 0)
+        shared = width * (find_int(config, "n_shared_experts", "moe_num_shared_experts") or 0)
     router = hidden_size * experts
     return _Mlp(
         active_weights=3 * hidden_size * (active * width + shared) + router,
@@ -181,9 +185,9 @@ def _read_experts(config: object, hidden_size: int) -> _Mlp:
 
 
 def _is_sparse(config: object, layer: int) -> bool:
-    if _num_experts(config) <= 1:
+    if _num_experts(config) <= 1 or getattr(config, "enable_moe_block", True) is False:
         return False
-    if layer < (find_int(config, "first_k_dense_replace") or 0):
+    if layer < (find_int(config, "first_k_dense_replace", "moe_layer_start_index") or 0):
         return False
     kinds = _sequence(config, "mlp_layer_types")
     if kinds is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sppo_hf.planning.families import LEARNED_POSITIONS
 from sppo_hf.planning.layer import LayerShape
 from sppo_hf.planning.reader import (
     family,
@@ -201,5 +202,7 @@ class ModelShape:
 
 
 def _learned_positions(config: object) -> int:
-    """Rows of a learned position table: GPT-2's `n_positions`; rotary models have none."""
-    return find_int(config, "n_positions") or 0 if family(config) == "gpt2" else 0
+    """Rows of a learned position table; 0 for rotary models."""
+    if family(config) not in LEARNED_POSITIONS:
+        return 0
+    return find_int(config, "n_positions", "max_position_embeddings") or 0

@@ -1,0 +1,155 @@
+"""Predicted bytes: by hand for two chunks, by law for any."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo_hf.errors import BudgetError
+from sppo_hf.planning.memory import (
+    MemoryEstimate,
+    TierBytes,
+    check_budget,
+    estimate,
+    loss_tile_tokens,
+)
+from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
+from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.shape import ModelShape
+from tests.planning.shapes import llama_config, tiny_shape
+
+BOUNDS: Bounds = ((0, 600), (600, 1000))
+
+
+def predict(
+    mode: FrameMode, bounds: Bounds = BOUNDS, rows: int = 1, training: bool = True
+) -> MemoryEstimate:
+    return estimate(
+        ModelShape.from_config(llama_config(), dtype_bytes=2),
+        batch_rows=rows,
+        bounds=bounds,
+        mode=lambda layer, chunk: mode,
+        training=training,
+        tile_tokens=64,
+    )
+
+
+def test_standing_bytes() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=1000)
+    both = [
+        estimate(
+            shape,
+            batch_rows=1,
+            bounds=BOUNDS,
+            mode=lambda layer, chunk: KEEP,
+            training=training,
+            tile_tokens=64,
+        ).device
+        for training in (True, False)
+    ]
+    assert [tier.weights for tier in both] == [shape.weight_bytes] * 2
+    assert [tier.gradients for tier in both] == [2000, 0]
+    assert [tier.optimizer for tier in both] == [8000, 0]
+    assert both[0].logits_tile == 64 * 128_256 * (2 + 4 + 4)
+
+
+def test_kept_frames_peak_where_backward_starts() -> None:
+    predicted = predict(KEEP)
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    assert predicted.moment == "start of backward of chunk 2 of 2"
+    assert predicted.device.frames == 32 * 1000 * shape.frame_bytes_per_token(0)
+    assert predicted.device.kv == 1000 * shape.kv_bytes_per_token()
+    assert predicted.device.dkv == predicted.device.skeletons == 0
+    assert predicted.host.total == 0
+
+
+def test_offloaded_skeletons_leave_kv_and_dkv_on_the_device() -> None:
+    predicted = predict(RECOMPUTE_OFFLOAD, ((0, 500), (500, 1000)))
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    # Nothing shrinks while the last chunk goes backward, so its end is the peak: by then all
+    # layers hold dK/dV of the 500 tokens before it.
+    assert predicted.moment == "end of backward of chunk 2 of 2"
+    assert predicted.device.dkv == 500 * shape.dkv_bytes_per_token()
+    assert predicted.device.frames == predicted.device.skeletons == 0
+    assert predicted.host.skeletons == 32 * 1000 * shape.skeleton_bytes_per_token(0)
+    assert predicted.host.frames == 0
+
+
+def test_modes_order_as_they_should() -> None:
+    device = {mode: predict(mode).device.total for mode in ALL_MODES}
+    host = {mode: predict(mode).host.total for mode in ALL_MODES}
+    assert device[KEEP] > device[RECOMPUTE] > device[RECOMPUTE_OFFLOAD]
+    assert device[KEEP] > device[OFFLOAD]
+    assert host[OFFLOAD] > host[RECOMPUTE_OFFLOAD] > host[KEEP] == host[RECOMPUTE] == 0
+
+
+def test_mixed_modes_split_between_tiers() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    predicted = estimate(
+        shape,
+        batch_rows=1,
+        bounds=BOUNDS,
+        mode=lambda layer, chunk: OFFLOAD if (layer, chunk) == (1, 0) else KEEP,
+        training=True,
+        tile_tokens=64,
+    )
+    frame = shape.frame_bytes_per_token(0)
+    assert predicted.host.frames == 600 * frame
+    assert predicted.device.frames == (32 * 1000 - 600) * frame
+
+
+def test_evaluation_holds_no_frames() -> None:
+    device = predict(KEEP, training=False).device
+    assert device.frames == device.dkv == device.gradients == 0
+    assert predict(OFFLOAD, training=False).host.total == 0
+    assert predict(KEEP, training=False).moment == "forward of chunk 2 of 2"
+
+
+def test_returned_logits_are_counted_whole() -> None:
+    shape = tiny_shape()
+    sizes = [
+        estimate(
+            shape,
+            batch_rows=2,
+            bounds=((0, 10),),
+            mode=lambda layer, chunk: KEEP,
+            training=True,
+            tile_tokens=4,
+            return_logits=asked,
+        ).device.logits_tile
+        for asked in (False, True)
+    ]
+    assert sizes[1] - sizes[0] == 2 * 10 * 10 * 4
+
+
+@given(
+    ends=st.lists(st.integers(1, 5000), min_size=1, max_size=6, unique=True).map(sorted),
+    rows=st.integers(1, 4),
+    mode=st.sampled_from(ALL_MODES),
+)
+def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: FrameMode) -> None:
+    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    one, many = predict(mode, bounds), predict(mode, bounds, rows=rows)
+    for cause in ("kv", "dkv", "frames", "skeletons", "chunk_workspace"):
+        assert getattr(many.device, cause) == rows * getattr(one.device, cause)
+    assert many.host.total == rows * one.host.total
+    assert many.device.weights == one.device.weights
+
+
+def test_total_is_the_sum_of_causes() -> None:
+    tier = TierBytes(weights=1, kv=20, chunk_workspace=300)
+    assert tier.total == 321
+    assert dict(tier.items())["kv"] == 20
+
+
+def test_tile_fits_its_bytes() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    assert loss_tile_tokens(shape, device_kind="cuda") == 512
+    assert loss_tile_tokens(shape, device_kind="cpu") == 128
+
+
+def test_budget_error_names_tier_need_have_and_remedy() -> None:
+    check_budget("device", "the weights", need_bytes=10, have_bytes=10, remedy="")
+    with pytest.raises(
+        BudgetError, match=r"device memory cannot hold the weights: 4,000 bytes.*3,000.*1,000.*Buy"
+    ):
+        check_budget("device", "the weights", need_bytes=4000, have_bytes=3000, remedy="Buy more.")

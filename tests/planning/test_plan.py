@@ -1,0 +1,113 @@
+"""make_plan: what "auto" decides, what is refused, what is warned of."""
+
+from typing import Any
+
+import pytest
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
+from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
+from sppo_hf.planning.shape import ModelShape
+from tests.planning.shapes import llama_config
+
+CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
+CUDA = DeviceFacts(
+    kind="cuda", name="a GPU", device_memory_bytes=80 * 2**30, host_memory_bytes=256 * 2**30
+)
+
+
+def plan(
+    *,
+    device: DeviceFacts = CUDA,
+    total_tokens: int = 32_768,
+    training: bool = True,
+    **settings: Any,
+) -> Plan:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000)
+    return make_plan(
+        SPPOConfig.from_dict(settings),
+        shape,
+        device=device,
+        backend_name="reference",
+        backend_reason="asked for",
+        batch_rows=1,
+        total_tokens=total_tokens,
+        training=training,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "mode"),
+    [
+        (CUDA, {}, RECOMPUTE_OFFLOAD),
+        (CPU, {}, RECOMPUTE),
+        (CUDA, {"recompute": "none"}, OFFLOAD),
+        (CUDA, {"offload": "none"}, RECOMPUTE),
+        (CUDA, {"recompute": "none", "offload": "none"}, KEEP),
+        (CPU, {"offload": "full"}, RECOMPUTE_OFFLOAD),
+    ],
+)
+def test_modes(device: DeviceFacts, settings: dict[str, str], mode: FrameMode) -> None:
+    made = plan(device=device, **settings)
+    assert {mode} == {
+        made.mode(layer, chunk) for layer in range(32) for chunk in range(made.num_chunks)
+    }
+
+
+def test_reasons_say_who_decided() -> None:
+    assert plan().offload_reason.startswith("auto")
+    assert plan(offload="full").offload_reason == "set by the user"
+    assert plan(recompute="none").recompute_reason == "set by the user"
+
+
+def test_bounds_and_tile_follow_the_config() -> None:
+    made = plan(chunk_tokens=10_000, loss_tile_tokens=100)
+    assert made.chunk_lengths == (10_000, 10_000, 10_000, 2768)
+    assert made.num_chunks == 4
+    assert made.tile_tokens == 100
+    assert plan().tile_tokens == 512
+    with pytest.raises(ConfigError, match="chunk_lengths"):
+        plan(chunk_lengths=[5, 6])
+
+
+def test_device_that_cannot_hold_weights_and_gradients() -> None:
+    with pytest.raises(
+        BudgetError, match=r"device memory cannot hold weights and gradients.*15\.04 GiB.*8\.00 GiB"
+    ):
+        plan(device_memory="8GiB")
+    with pytest.raises(BudgetError, match="device memory cannot hold the weights:"):
+        plan(device_memory="8GiB", training=False)
+
+
+def test_fraction_of_the_device() -> None:
+    assert plan(device_memory=0.5).device_budget_bytes == 40 * 2**30
+    with pytest.raises(BudgetError, match="device memory"):
+        plan(device_memory=0.1)
+
+
+def test_host_that_cannot_hold_what_full_offload_sends() -> None:
+    with pytest.raises(BudgetError, match=r"host memory cannot hold what offload='full'.*offload="):
+        plan(offload="full", host_memory="4GiB")
+
+
+def test_auto_offload_gives_way_to_a_small_host() -> None:
+    made = plan(host_memory="4GiB")
+    assert made.mode(0, 0) == RECOMPUTE
+    assert "would not fit the host's 4.0 GiB" in made.offload_reason
+    assert made.estimate.host.total == 0
+
+
+def test_evaluation_needs_no_host() -> None:
+    assert plan(training=False, host_memory="1MiB", offload="full").estimate.host.total == 0
+
+
+def test_warnings() -> None:
+    assert plan().warnings == ()
+    (rotary,) = plan(total_tokens=131_073, device_memory="999GiB").warnings
+    assert "131,073 tokens" in rotary
+    assert "131,072 positions" in rotary
+    (device,) = plan(device_memory="17GiB").warnings
+    assert "predicted device peak" in device
+    assert "over the 17.0 GiB" in device
+    assert "recompute='full'" in plan(recompute="none", offload="none").warnings[0]
