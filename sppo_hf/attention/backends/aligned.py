@@ -1,0 +1,279 @@
+"""Causal bands by one call of a kernel that aligns its mask at the bottom right.
+
+Flash-attention kernels take more keys than queries, let the last query see the last key, and know
+windows and grouped heads. A band then is one call, without merging. Only padded queries, which
+stand behind the last key, need a second one. As in `rectangles`, a subclass gives the two kernel
+calls, so the index arithmetic is tested on the CPU with a made-up kernel.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.base import (
+    Attended,
+    Backend,
+    CausalBand,
+    Gradients,
+    accumulation_dtype,
+    empty_forward,
+)
+from sppo_hf.attention.backends.heads import KernelNeeds, adapted_backward, adapted_forward
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a row sees around its own key, where the last row's own key is the last key.
+
+    Attributes are in tokens; None is unlimited.
+    """
+
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        """True if a row sees nothing behind its own key."""
+        return self.right == 0
+
+    @property
+    def unmasked(self) -> bool:
+        """True if every row sees every key."""
+        return self.left is None and self.right is None
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedCall:
+    """One kernel call: half-open ranges of rows and keys in tokens, and the reach between them."""
+
+    row_start: int
+    row_stop: int
+    key_start: int
+    key_stop: int
+    reach: Reach
+
+    @property
+    def rows(self) -> slice:
+        """Query tokens of the call."""
+        return slice(self.row_start, self.row_stop)
+
+    @property
+    def keys(self) -> slice:
+        """Key tokens of the call."""
+        return slice(self.key_start, self.key_stop)
+
+
+def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCall]:
+    """Say a band as at most two bottom-right-aligned calls with disjoint rows.
+
+    Args:
+        band: the band.
+        num_rows: query rows, C.
+        num_keys: keys, T.
+
+    Returns:
+        The calls; none if no row sees a key. Rows in no call see nothing.
+    """
+    seen = band.trim(num_rows, num_keys)
+    if seen.empty:
+        return []
+    window = seen.band.window
+    # Position of the first row, in the coordinates of `num_keys`.
+    position = seen.key_start + seen.band.q_start
+    split = seen.row_start + max(0, seen.key_stop - position)
+    calls: list[AlignedCall] = []
+    if split > seen.row_start:
+        reach = Reach(None if window is None else window - 1, 0)
+        calls.append(AlignedCall(seen.row_start, split, seen.key_start, seen.key_stop, reach))
+    if split < seen.row_stop:
+        # The kernel takes these rows to end at the last key; they stand `behind` tokens later.
+        behind = position + (seen.row_stop - seen.row_start) - seen.key_stop
+        reach = Reach(None, None)
+        if window is not None:
+            reach = Reach(window - 1 - behind, behind)
+        calls.append(AlignedCall(split, seen.row_stop, seen.key_start, seen.key_stop, reach))
+    return calls
+
+
+class AlignedBackend(Backend):
+    """Backend on a kernel that aligns masks at the bottom right.
+
+    The kernel calls get tensors as [B, tokens, heads, H], and heads as `needs` demands them.
+    """
+
+    needs: KernelNeeds
+
+    @abstractmethod
+    def kernel_forward(
+        self,
+        q_BCNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend; returns `out_BCNH` and `lse_BNC`."""
+
+    @abstractmethod
+    def kernel_backward(
+        self,
+        dout_BCNH: Tensor,
+        q_BCNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        out_BCNH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of `kernel_forward` given merged values; same layout as the inputs."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        band: CausalBand,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Attended:
+        """See `Backend.forward`."""
+        num_rows = q_BNCH.shape[2]
+        calls = align_band(band, num_rows, k_BKTH.shape[2]) if q_BNCH.shape[0] else []
+        parts: list[Attended] = []
+        for call in calls:
+            kernel = functools.partial(
+                self._dense_forward, reach=call.reach, scale=scale, softcap=softcap
+            )
+            parts.append(
+                adapted_forward(
+                    kernel,
+                    q_BNCH[:, :, call.rows],
+                    k_BKTH[:, :, call.keys],
+                    v_BKTH[:, :, call.keys],
+                    needs=self.needs,
+                    unmasked=call.reach.unmasked,
+                )
+            )
+        if len(calls) == 1 and calls[0].rows == slice(0, num_rows):
+            return parts[0]
+        out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
+        for call, part in zip(calls, parts, strict=True):
+            out_BNCH[:, :, call.rows] = part.out_BNCH
+            lse_BNC[:, :, call.rows] = part.lse_BNC
+        return Attended(out_BNCH, lse_BNC)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        band: CausalBand,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        num_rows, num_keys = q_BNCH.shape[2], k_BKTH.shape[2]
+        calls = align_band(band, num_rows, num_keys) if q_BNCH.shape[0] else []
+        parts: list[Gradients] = []
+        for call in calls:
+            kernel = functools.partial(
+                self._dense_backward, reach=call.reach, scale=scale, softcap=softcap
+            )
+            parts.append(
+                adapted_backward(
+                    kernel,
+                    dout_BNCH[:, :, call.rows],
+                    q_BNCH[:, :, call.rows],
+                    k_BKTH[:, :, call.keys],
+                    v_BKTH[:, :, call.keys],
+                    Attended(out_BNCH[:, :, call.rows], lse_BNC[:, :, call.rows]),
+                    needs=self.needs,
+                    unmasked=call.reach.unmasked,
+                )
+            )
+        if len(calls) == 1 and calls[0].rows == slice(0, num_rows):
+            if calls[0].keys == slice(0, num_keys):
+                return parts[0]
+        # Two calls share their keys, so their gradients are summed in the accumulation dtype.
+        keys_dtype = accumulation_dtype(k_BKTH.dtype) if len(calls) > 1 else k_BKTH.dtype
+        dq_BNCH = torch.zeros_like(q_BNCH)
+        dk_BKTH, dv_BKTH = (torch.zeros_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
+        for call, part in zip(calls, parts, strict=True):
+            dq_BNCH[:, :, call.rows] = part.dq_BNCH
+            dk_BKTH[:, :, call.keys] += part.dk_BKTH
+            dv_BKTH[:, :, call.keys] += part.dv_BKTH
+        return Gradients(dq_BNCH, dk_BKTH, dv_BKTH)
+
+    def _dense_forward(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> Attended:
+        """`kernel_forward` on tensors with heads before tokens."""
+        out_BCNH, lse_BNC = self.kernel_forward(
+            *(x.transpose(1, 2) for x in (q_BNCH, k_BKTH, v_BKTH)),
+            reach=reach,
+            scale=scale,
+            softcap=softcap,
+        )
+        return Attended(out_BCNH.transpose(1, 2), lse_BNC)
+
+    def _dense_backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        attended: Attended,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> Gradients:
+        """`kernel_backward` on tensors with heads before tokens."""
+        # Kernels step through the log-sum-exp by its shape, whatever its strides are.
+        grads = self.kernel_backward(
+            *(x.transpose(1, 2) for x in (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)),
+            attended.lse_BNC.contiguous(),
+            reach=reach,
+            scale=scale,
+            softcap=softcap,
+        )
+        return Gradients(*(grad.transpose(1, 2) for grad in grads))
+
+
+def cuda_half_reason(
+    device_type: str, dtype: torch.dtype, head_size: int, *, largest_head_size: int
+) -> str | None:
+    """What flash kernels have in common: CUDA, 16 bits, a largest head size; None if all fit."""
+    if device_type != "cuda":
+        return f"runs on CUDA, not on {device_type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"has no kernel for {str(dtype).removeprefix('torch.')}"
+    if head_size > largest_head_size:
+        return f"has no kernel for head size {head_size}, only up to {largest_head_size}"
+    return None

@@ -1,0 +1,109 @@
+"""Flash attention 2 as built into PyTorch, on CUDA.
+
+Nothing to install. Windows and grouped heads are native; not covered: soft-capped scores, float32.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.aligned import AlignedBackend, Reach, cuda_half_reason
+from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.heads import KernelNeeds
+
+
+class AtenFlash(AlignedBackend):
+    """`aten::_flash_attention_forward` and its backward."""
+
+    name = "aten_flash"
+
+    def __init__(self, *, grouped_heads: bool = True, aten: Any = None) -> None:
+        """Make one.
+
+        Args:
+            grouped_heads: let the kernel handle fewer key heads than query heads.
+            aten: namespace of the two operators; None for PyTorch's own.
+        """
+        self.needs = KernelNeeds(grouped_heads=grouped_heads, head_multiple=8)
+        self._aten = torch.ops.aten if aten is None else aten
+
+    def reason_unsupported(self, requirement: Requirement) -> str | None:
+        """CUDA, 16 bits, head sizes up to 256, no soft cap."""
+        head_size = max(requirement.qk_head_size, requirement.v_head_size)
+        reason = cuda_half_reason(
+            requirement.device_type, requirement.dtype, head_size, largest_head_size=256
+        )
+        if reason is not None:
+            return reason
+        return "cannot soft-cap scores" if requirement.softcap else None
+
+    def kernel_forward(
+        self,
+        q_BCNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AlignedBackend.kernel_forward`."""
+        assert softcap is None, "aten_flash was chosen although scores are soft-capped"
+        out_BCNH, lse_BNC, *_ = self._aten._flash_attention_forward(
+            q_BCNH,
+            k_BTKH,
+            v_BTKH,
+            None,
+            None,
+            q_BCNH.shape[1],
+            k_BTKH.shape[1],
+            0.0,
+            reach.causal,
+            False,
+            scale=scale,
+            window_size_left=reach.left,
+            window_size_right=reach.right,
+        )
+        return out_BCNH, lse_BNC
+
+    def kernel_backward(
+        self,
+        dout_BCNH: Tensor,
+        q_BCNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        out_BCNH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AlignedBackend.kernel_backward`."""
+        # The state of the random generator is read only under dropout.
+        random_state = torch.zeros(2, dtype=torch.uint64, device=q_BCNH.device)
+        dq_BCNH, dk_BTKH, dv_BTKH = self._aten._flash_attention_backward(
+            dout_BCNH,
+            q_BCNH,
+            k_BTKH,
+            v_BTKH,
+            out_BCNH,
+            lse_BNC,
+            None,
+            None,
+            q_BCNH.shape[1],
+            k_BTKH.shape[1],
+            0.0,
+            reach.causal,
+            random_state,
+            random_state,
+            scale=scale,
+            window_size_left=reach.left,
+            window_size_right=reach.right,
+        )
+        return dq_BCNH, dk_BTKH, dv_BTKH

@@ -1,0 +1,100 @@
+"""cuDNN's fused attention as built into PyTorch, on CUDA.
+
+Its mask is causal only for as many queries as keys here, so bands come from `RectangleBackend`.
+Not covered: soft-capped scores, float32.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.aligned import cuda_half_reason
+from sppo_hf.attention.backends.base import Attended, Gradients, Requirement
+from sppo_hf.attention.backends.heads import KernelNeeds
+from sppo_hf.attention.backends.rectangles import RectangleBackend
+
+
+class CuDNN(RectangleBackend):
+    """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
+
+    name = "cudnn"
+
+    def __init__(
+        self, *, grouped_heads: bool = True, equal_head_sizes: bool = False, aten: Any = None
+    ) -> None:
+        """Make one.
+
+        Args:
+            grouped_heads: let the kernel handle fewer key heads than query heads.
+            equal_head_sizes: pad values to the head size of the keys, or the other way round.
+            aten: namespace of the two operators; None for PyTorch's own.
+        """
+        super().__init__()
+        self.needs = KernelNeeds(
+            grouped_heads=grouped_heads, head_multiple=8, equal_head_sizes=equal_head_sizes
+        )
+        self._aten = torch.ops.aten if aten is None else aten
+        self._lse_rank = 4
+
+    def reason_unsupported(self, requirement: Requirement) -> str | None:
+        """CUDA, 16 bits, head sizes up to 256, no soft cap."""
+        head_size = max(requirement.qk_head_size, requirement.v_head_size)
+        reason = cuda_half_reason(
+            requirement.device_type, requirement.dtype, head_size, largest_head_size=256
+        )
+        if reason is not None:
+            return reason
+        return "cannot soft-cap scores" if requirement.softcap else None
+
+    def kernel_forward(
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+    ) -> Attended:
+        """See `RectangleBackend.kernel_forward`."""
+        out_BNCH, lse, *_ = self._aten._scaled_dot_product_cudnn_attention(
+            q_BNCH, k_BKTH, v_BKTH, None, True, 0.0, causal, False, scale=scale
+        )
+        # PyTorch's versions differ in whether a unit dim is left; backward wants the same.
+        self._lse_rank = lse.dim()
+        return Attended(out_BNCH, lse.squeeze(-1) if lse.dim() == 4 else lse)
+
+    def kernel_backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        attended: Attended,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See `RectangleBackend.kernel_backward`."""
+        lse = attended.lse_BNC.contiguous()
+        # The seed is read only under dropout.
+        seed = torch.zeros((), dtype=torch.int64, device=q_BNCH.device)
+        return Gradients(
+            *self._aten._scaled_dot_product_cudnn_attention_backward(
+                # Gradients that are expanded views have strides of 0, which the graph rejects.
+                dout_BNCH.contiguous(),
+                q_BNCH,
+                k_BKTH,
+                v_BKTH,
+                attended.out_BNCH.contiguous(),
+                lse.unsqueeze(-1) if self._lse_rank == 4 else lse,
+                seed,
+                seed,
+                None,
+                None,
+                None,
+                q_BNCH.shape[2],
+                k_BKTH.shape[2],
+                0.0,
+                causal,
+                scale=scale,
+            )
+        )

@@ -1,0 +1,89 @@
+"""Memory-efficient attention (CUTLASS) as built into PyTorch, on CUDA.
+
+The one fused CUDA kernel for float32 and for odd head sizes. Slower than flash kernels; takes no
+grouped heads, so keys are repeated for the causal squares only. Not covered: soft-capped scores.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sppo_hf.attention.backends.base import Attended, Gradients, Requirement
+from sppo_hf.attention.backends.heads import KernelNeeds
+from sppo_hf.attention.backends.rectangles import RectangleBackend
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LSE_MULTIPLE = 32
+
+
+class Efficient(RectangleBackend):
+    """`aten::_scaled_dot_product_efficient_attention` and its backward."""
+
+    name = "efficient"
+
+    def __init__(self, *, aten: Any = None) -> None:
+        """Make one.
+
+        Args:
+            aten: namespace of the two operators; None for PyTorch's own.
+        """
+        super().__init__()
+        self.needs = KernelNeeds(grouped_heads=False, head_multiple=8, equal_head_sizes=False)
+        self._aten = torch.ops.aten if aten is None else aten
+
+    def reason_unsupported(self, requirement: Requirement) -> str | None:
+        """CUDA, 16 or 32 bits, no soft cap."""
+        if requirement.device_type != "cuda":
+            return f"runs on CUDA, not on {requirement.device_type}"
+        if requirement.dtype not in _DTYPES:
+            return f"has no kernel for {str(requirement.dtype).removeprefix('torch.')}"
+        return "cannot soft-cap scores" if requirement.softcap else None
+
+    def kernel_forward(
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+    ) -> Attended:
+        """See `RectangleBackend.kernel_forward`."""
+        out_BNCH, lse, *_ = self._aten._scaled_dot_product_efficient_attention(
+            q_BNCH, k_BKTH, v_BKTH, None, True, 0.0, causal, scale=scale
+        )
+        return Attended(out_BNCH, lse[..., : q_BNCH.shape[2]])
+
+    def kernel_backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        attended: Attended,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See `RectangleBackend.kernel_backward`."""
+        # The kernel reads whole groups of rows; +inf gives the rows that do not exist weight 0.
+        missing = -attended.lse_BNC.shape[2] % _LSE_MULTIPLE
+        lse = functional.pad(attended.lse_BNC, (0, missing), value=float("inf")).contiguous()
+        # The seed is read only under dropout.
+        seed = torch.zeros((), dtype=torch.int64, device=q_BNCH.device)
+        dq, dk, dv, _ = self._aten._scaled_dot_product_efficient_attention_backward(
+            dout_BNCH,
+            q_BNCH,
+            k_BKTH,
+            v_BKTH,
+            None,
+            attended.out_BNCH,
+            lse,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
+        return Gradients(dq, dk, dv)

@@ -1,0 +1,272 @@
+"""The flash-attn packages, versions 2, 3 and 4, on CUDA; each only if it is installed.
+
+The packages change their signatures between releases. Every argument therefore goes by its name,
+names that an installed release does not know are left out if they say nothing (an absent window,
+an absent soft cap), and anything else that is missing makes the backend unsupported.
+
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.aligned import AlignedBackend, Reach, cuda_half_reason
+from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.heads import KernelNeeds
+
+_UNLIMITED = -1
+"""An unlimited window side, in the packages' words."""
+
+
+class _FlashAttention(AlignedBackend):
+    """What the three packages share: finding the module, and calling by argument names."""
+
+    module_name: str
+    package_name: str
+    largest_head_size = 256
+
+    def __init__(
+        self,
+        *,
+        grouped_heads: bool = True,
+        equal_head_sizes: bool = True,
+        interface: Any = None,
+    ) -> None:
+        """Make one; the package is imported at the first call.
+
+        Args:
+            grouped_heads: let the kernel handle fewer key heads than query heads.
+            equal_head_sizes: pad values to the head size of the keys, or the other way round.
+            interface: module with the kernel functions; None for the installed package's.
+        """
+        self.needs = KernelNeeds(
+            grouped_heads=grouped_heads, head_multiple=8, equal_head_sizes=equal_head_sizes
+        )
+        self._interface = interface
+
+    def reason_unsupported(self, requirement: Requirement) -> str | None:
+        """Not installed, or CUDA, 16 bits and head sizes up to 256 are not what is asked."""
+        head_size = max(requirement.qk_head_size, requirement.v_head_size)
+        reason = cuda_half_reason(
+            requirement.device_type,
+            requirement.dtype,
+            head_size,
+            largest_head_size=self.largest_head_size,
+        )
+        if reason is not None or self._interface is not None:
+            return reason
+        if not _is_installed(self.module_name):
+            return f"is not installed (package {self.package_name})"
+        return None
+
+    @property
+    def interface(self) -> Any:
+        """Module with the kernel functions."""
+        if self._interface is None:
+            self._interface = importlib.import_module(self.module_name)
+        return self._interface
+
+    @abstractmethod
+    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
+        """Call the package's forward; out and log-sum-exp are its first two results."""
+
+    @abstractmethod
+    def _call_backward(
+        self, tensors: dict[str, Tensor], settings: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call the package's backward."""
+
+    def kernel_forward(
+        self,
+        q_BCNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AlignedBackend.kernel_forward`."""
+        tensors = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH}
+        out_BCNH, lse_BNC, *_ = self._call_forward(tensors, _settings(reach, scale, softcap))
+        return out_BCNH, lse_BNC
+
+    def kernel_backward(
+        self,
+        dout_BCNH: Tensor,
+        q_BCNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        out_BCNH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        reach: Reach,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AlignedBackend.kernel_backward`."""
+        tensors = {
+            "dout": dout_BCNH.contiguous(),
+            "q": q_BCNH,
+            "k": k_BTKH,
+            "v": v_BTKH,
+            "out": out_BCNH.contiguous(),
+            "softmax_lse": lse_BNC,
+        }
+        return self._call_backward(tensors, _settings(reach, scale, softcap))
+
+
+class FlashAttention2(_FlashAttention):
+    """Package flash-attn."""
+
+    name = "flash_attention_2"
+    module_name = "flash_attn.flash_attn_interface"
+    package_name = "flash-attn"
+
+    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
+        extra = {"dropout_p": 0.0, "return_softmax": False, "alibi_slopes": None}
+        return _call(self.interface._flash_attn_forward, tensors | settings | extra)
+
+    def _call_backward(
+        self, tensors: dict[str, Tensor], settings: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = _empty_gradients(tensors)
+        extra = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": _deterministic()}
+        _call(self.interface._flash_attn_backward, tensors | grads | settings | extra)
+        return grads["dq"], grads["dk"], grads["dv"]
+
+
+class FlashAttention3(_FlashAttention):
+    """Package flash-attn-3 (Hopper)."""
+
+    name = "flash_attention_3"
+    module_name = "flash_attn_interface"
+    package_name = "flash-attn-3"
+
+    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
+        return _call(self.interface._flash_attn_forward, tensors | settings)
+
+    def _call_backward(
+        self, tensors: dict[str, Tensor], settings: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = _empty_gradients(tensors)
+        extra = {"deterministic": _deterministic()}
+        _call(self.interface._flash_attn_backward, tensors | grads | settings | extra)
+        return grads["dq"], grads["dk"], grads["dv"]
+
+
+class FlashAttention4(_FlashAttention):
+    """Package flash-attn-4 (CuTe kernels for Hopper and Blackwell)."""
+
+    name = "flash_attention_4"
+    module_name = "flash_attn.cute.interface"
+    package_name = "flash-attn-4"
+
+    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
+        extra = {"return_lse": True}
+        return _call(self.interface._flash_attn_fwd, tensors | _none_sides(settings) | extra)
+
+    def _call_backward(
+        self, tensors: dict[str, Tensor], settings: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        extra = {"lse": tensors["softmax_lse"], "deterministic": _deterministic()}
+        rest = {name: tensor for name, tensor in tensors.items() if name != "softmax_lse"}
+        return _call(self.interface._flash_attn_bwd, rest | _none_sides(settings) | extra)
+
+
+def _settings(reach: Reach, scale: float, softcap: float | None) -> dict[str, Any]:
+    """Arguments that say the mask and the scores, in the packages' words."""
+    return {
+        "softmax_scale": scale,
+        "causal": reach.causal,
+        "window_size_left": _UNLIMITED if reach.left is None else reach.left,
+        "window_size_right": _UNLIMITED if reach.right is None else reach.right,
+        "softcap": 0.0 if softcap is None else softcap,
+    }
+
+
+def _none_sides(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same with None for an unlimited window side."""
+    return {
+        name: None if name.startswith("window_size") and value == _UNLIMITED else value
+        for name, value in settings.items()
+    }
+
+
+_SILENT: dict[str, tuple[Any, ...]] = {
+    "window_size_left": (_UNLIMITED, None),
+    # A causal mask says by itself that nothing is seen to the right.
+    "window_size_right": (_UNLIMITED, None, 0),
+    "softcap": (0.0,),
+    "alibi_slopes": (None,),
+    "dropout_p": (0.0,),
+    "return_softmax": (False,),
+    "deterministic": (False,),
+}
+"""Values that say nothing, so that a release which does not know their name can be called."""
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a kernel function by argument names, in whichever release's spelling.
+
+    Raises:
+        TypeError: if the function does not know a name that says something, or demands one that
+            is not here.
+    """
+    known = _parameters(function)
+    arguments = dict(arguments)
+    if "is_causal" in known and "causal" not in known:
+        arguments["is_causal"] = arguments.pop("causal")
+    if "window_size" in known and "window_size_left" not in known:
+        sides = ("window_size_left", "window_size_right")
+        arguments["window_size"] = tuple(arguments.pop(side) for side in sides)
+    for name in [name for name in arguments if name not in known]:
+        value = arguments.pop(name)
+        if not any(value is silent or value == silent for silent in _SILENT.get(name, ())):
+            raise TypeError(f"this release's {_name(function)} does not know {name}={value!r}")
+    # Older releases list every argument without defaults; those about caches and the like are off.
+    for name, parameter in known.items():
+        if parameter.default is inspect.Parameter.empty and name not in arguments:
+            arguments[name] = None
+    return function(**arguments)
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters of a function, also of one that was wrapped as a custom operator."""
+    inner = getattr(function, "_init_fn", function)
+    return dict(inspect.signature(inner).parameters)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Name of a function, also of one that was wrapped as a custom operator."""
+    return getattr(getattr(function, "_init_fn", function), "__name__", repr(function))
+
+
+def _empty_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous buffers that the kernel fills."""
+    return {
+        f"d{name}": torch.empty_like(tensors[name], memory_format=torch.contiguous_format)
+        for name in ("q", "k", "v")
+    }
+
+
+def _deterministic() -> bool:
+    """Whether the user asked PyTorch for deterministic algorithms."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _is_installed(module_name: str) -> bool:
+    """True if the module can be found; finding it imports its parent packages."""
+    try:
+        return importlib.util.find_spec(module_name) is not None
+    except ImportError:
+        return False

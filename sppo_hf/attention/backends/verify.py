@@ -1,0 +1,141 @@
+"""Checking a backend against the reference on small inputs before it is trusted.
+
+Kernels for CUDA differ between releases and cards in what they accept and in how they align masks.
+Instead of a table of versions, a backend is asked to do a few small cases that cover what a chunk
+meets: the first chunk, a later one, a single token, padded queries, a window, merged values.
+
+Costs a few milliseconds of device time, once per process, backend, device and requirement. Knows
+nothing of why a backend might be wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.base import Attended, Backend, CausalBand, Requirement
+from sppo_hf.attention.backends.reference import Reference
+from sppo_hf.attention.merge import merge_partials
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-3,  # kernels may multiply in tf32
+    torch.float16: 1e-2,
+    torch.bfloat16: 4e-2,
+}
+"""Largest accepted error of a tensor, relative to its norm. A misplaced mask is above 0.1."""
+
+_SOFTCAP = 5.0
+_WINDOW_TOKENS = 50
+_KV_HEADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One small problem: C queries, T keys, and the band between them."""
+
+    num_rows: int
+    num_keys: int
+    band: CausalBand
+
+    def __str__(self) -> str:
+        """The case in words."""
+        return f"{self.num_rows} queries at {self.band.q_start} of {self.num_keys} keys" + (
+            f", window {self.band.window}" if self.band.window else ""
+        )
+
+
+def find_mismatch(backend: Backend, requirement: Requirement, device: torch.device) -> str | None:
+    """Compare a backend with the reference, forward and backward.
+
+    Args:
+        backend: the backend; it says that it supports the requirement.
+        requirement: dtype, head sizes and features to try.
+        device: where to try.
+
+    Returns:
+        None if they agree, else in a few words what differs or which exception came.
+    """
+    for number, case in enumerate(_cases(requirement)):
+        try:
+            found = _compare(backend, requirement, device, case, seed=number)
+        # Kernels report what they cannot do with whatever exception they like; all mean "no".
+        except Exception as error:  # noqa: BLE001
+            logger.debug("backend %s failed on %s", backend.name, case, exc_info=True)
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            return f"raised {type(error).__name__} for {case}: {first_line}"
+        if found is not None:
+            return f"differs from the reference in {found} for {case}"
+    return None
+
+
+def _cases(requirement: Requirement) -> list[_Case]:
+    """Small problems that cover what chunks meet under this requirement."""
+    shapes = [(77, 77, 0), (77, 207, 130), (1, 131, 130), (77, 180, 130), (40, 90, 90)]
+    windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
+    return [
+        _Case(rows, keys, CausalBand(start, window))
+        for rows, keys, start in shapes
+        for window in windows
+    ]
+
+
+def _compare(
+    backend: Backend, requirement: Requirement, device: torch.device, case: _Case, *, seed: int
+) -> str | None:
+    """Name of the first result that differs, with its error; None if all agree."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(heads: int, tokens: int, size: int) -> Tensor:
+        """Queries, keys, ... as models lay them out: a transposed [B, tokens, heads, H]."""
+        x = torch.randn(2, tokens, heads, size, generator=generator, dtype=torch.float32)
+        return x.to(device=device, dtype=requirement.dtype).transpose(1, 2)
+
+    heads = _KV_HEADS * requirement.gqa_ratio
+    q_BNCH = random(heads, case.num_rows, requirement.qk_head_size)
+    k_BKTH = random(_KV_HEADS, case.num_keys, requirement.qk_head_size)
+    v_BKTH = random(_KV_HEADS, case.num_keys, requirement.v_head_size)
+    dout_BNCH = random(heads, case.num_rows, requirement.v_head_size)
+    scale = requirement.qk_head_size**-0.5
+    softcap = _SOFTCAP if requirement.softcap else None
+    settings = {"band": case.band, "scale": scale, "softcap": softcap}
+
+    exact = Reference()
+    wide_dtype = torch.float64 if requirement.dtype == torch.float64 else torch.float32
+    wide = [x.to(wide_dtype) for x in (q_BNCH, k_BKTH, v_BKTH)]
+    expected = exact.forward(*wide, **settings)
+    actual = backend.forward(q_BNCH, k_BKTH, v_BKTH, **settings)
+    seen = expected.lse_BNC > float("-inf")
+    if not torch.equal(actual.lse_BNC > float("-inf"), seen):
+        return "the rows that see no key"
+    results = {
+        "output": (actual.out_BNCH, expected.out_BNCH),
+        "log-sum-exp": (actual.lse_BNC[seen], expected.lse_BNC[seen]),
+    }
+    # Values merged with keys elsewhere: backward must use what it is given.
+    other = Attended(torch.randn_like(expected.out_BNCH), expected.lse_BNC + 0.5)
+    merged = merge_partials(expected, other)
+    rounded = Attended(merged.out_BNCH.to(requirement.dtype), merged.lse_BNC)
+    wide_merged = (rounded.out_BNCH.to(wide_dtype), rounded.lse_BNC)
+    grads = backend.backward(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *rounded, **settings)
+    expected_grads = exact.backward(dout_BNCH.to(wide_dtype), *wide, *wide_merged, **settings)
+    for name, pair in zip(("dQ", "dK", "dV"), zip(grads, expected_grads, strict=True), strict=True):
+        results[name] = pair
+    for name, (ours, theirs) in results.items():
+        error = _relative_error(ours, theirs)
+        if not error <= _TOLERANCE[requirement.dtype]:
+            return f"{name} (relative error {error:.1e})"
+    return None
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference by the norm of what is expected; NaN stays NaN."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    difference = (actual.to(expected.dtype) - expected).norm()
+    return float(difference / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
