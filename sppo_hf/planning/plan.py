@@ -136,25 +136,17 @@ def make_plan(
         )
 
     recompute, recompute_reason = _choose_recompute(config)
-    offload, offload_reason = _choose_offload(config, device, training=training)
+    offload, offload_reason = _choose_offload(config, device)
     mode = mode_of(recompute=recompute, offload=offload)
     predicted = predict(mode)
-    if offload and config.offload == "auto" and predicted.host.total > budgets.host_limit:
+    if config.offload == "auto" and predicted.host.total > budgets.host_limit:
         offload_reason = (
             f"auto: {predicted.host.total / 2**30:.1f} GiB would not fit the host's "
             f"{budgets.host_limit / 2**30:.1f} GiB"
         )
         mode = mode_of(recompute=recompute, offload=False)
         predicted = predict(mode)
-    elif config.host_memory is not None and budgets.host is not None:
-        check_budget(
-            "host",
-            "what offload='full' sends there",
-            need_bytes=predicted.host.total,
-            have_bytes=budgets.host,
-            remedy="Raise host_memory, set recompute='full' (less to send) or offload='none', or "
-            "shorten the sequences.",
-        )
+    _check_host_bytes(config, budgets, predicted)
     return Plan(
         total_tokens=total_tokens,
         batch_rows=batch_rows,
@@ -216,13 +208,27 @@ def _check_standing_bytes(
     )
 
 
+def _check_host_bytes(config: SPPOConfig, budgets: _Budgets, predicted: MemoryEstimate) -> None:
+    # As above: what the machine merely has is warned about, what the user named is held.
+    if config.host_memory is None or budgets.host is None:
+        return
+    check_budget(
+        "host",
+        "what offload='full' sends there",
+        need_bytes=predicted.host.total,
+        have_bytes=budgets.host,
+        remedy="Raise host_memory, set recompute='full' (less to send) or offload='none', or "
+        "shorten the sequences.",
+    )
+
+
 def _choose_recompute(config: SPPOConfig) -> tuple[bool, str]:
     if config.recompute == "auto":
         return True, "auto: least memory, and attention is never run again"
     return config.recompute == "full", "set by the user"
 
 
-def _choose_offload(config: SPPOConfig, device: DeviceFacts, *, training: bool) -> tuple[bool, str]:
+def _choose_offload(config: SPPOConfig, device: DeviceFacts) -> tuple[bool, str]:
     if config.offload != "auto":
         return config.offload == "full", "set by the user"
     if device.kind == "cpu":

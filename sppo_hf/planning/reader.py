@@ -59,12 +59,13 @@ def read_layers(config: object) -> tuple[LayerShape, ...]:
     """
     num_layers = need_int(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     hidden_size = need_int(config, "hidden_size", "n_embd", "d_model")
-    per_layer = _sequence(config, "per_layer_config")
+    per_layer = getattr(config, "per_layer_config", None)
     # Equal layers share one object: a plan walks them often.
     shapes: dict[LayerShape, LayerShape] = {}
     layers: list[LayerShape] = []
     for index in range(num_layers):
-        own = config if per_layer is None else per_layer[index]
+        # Where layers differ in such sizes, Transformers refuses to read them off the whole config.
+        own: object = config if per_layer is None else per_layer[index]
         attention = _read_attention(own, hidden_size)
         sparse = _is_sparse(config, index)
         mlp = _read_experts(own, hidden_size) if sparse else _read_mlp(own, hidden_size)

@@ -56,6 +56,13 @@ def test_every_other_layer_sparse() -> None:
     assert [layer.routed_experts for layer in read_layers(config)] == [0, 1, 0, 1]
 
 
+def test_sizes_that_differ_by_layer() -> None:
+    own = [llama_config(head_dim=64), llama_config(head_dim=128, num_key_value_heads=4)]
+    layers = read_layers(llama_config(num_hidden_layers=2, head_dim=32, per_layer_config=own))
+    assert [layer.qk_head_size for layer in layers] == [64, 128]
+    assert [layer.num_kv_heads for layer in layers] == [8, 4]
+
+
 def test_equal_layers_are_one_object() -> None:
     assert len({id(layer) for layer in read_layers(llama_config())}) == 1
 
