@@ -235,7 +235,9 @@ class AlignedBackend(Backend):
     ) -> Attended:
         """`kernel_forward` on tensors with heads before tokens."""
         out_BCNH, lse_BNC = self.kernel_forward(
-            *(x.transpose(1, 2) for x in (q_BNCH, k_BKTH, v_BKTH)),
+            q_BNCH.transpose(1, 2),
+            k_BKTH.transpose(1, 2),
+            v_BKTH.transpose(1, 2),
             reach=reach,
             scale=scale,
             softcap=softcap,
@@ -257,7 +259,11 @@ class AlignedBackend(Backend):
         """`kernel_backward` on tensors with heads before tokens."""
         # Kernels step through the log-sum-exp by its shape, whatever its strides are.
         grads = self.kernel_backward(
-            *(x.transpose(1, 2) for x in (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)),
+            dout_BNCH.transpose(1, 2),
+            q_BNCH.transpose(1, 2),
+            k_BKTH.transpose(1, 2),
+            v_BKTH.transpose(1, 2),
+            attended.out_BNCH.transpose(1, 2),
             attended.lse_BNC.contiguous(),
             reach=reach,
             scale=scale,

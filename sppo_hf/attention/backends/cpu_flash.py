@@ -25,10 +25,17 @@ class CPUFlash(RectangleBackend):
 
     name = "cpu_flash"
 
-    @property
-    def needs(self) -> KernelNeeds:
-        """One head size for all; grouped heads where this PyTorch's kernel takes them."""
-        return KernelNeeds(grouped_heads=_takes_grouped_heads())
+    def __init__(self, *, grouped_heads: bool | None = None, tile_rows: int = 512) -> None:
+        """Make one.
+
+        Args:
+            grouped_heads: let the kernel handle fewer key heads than query heads; None asks the
+                kernel, once per process.
+            tile_rows: rows per tile under a window, see `rectangles.cut_band`.
+        """
+        if grouped_heads is None:
+            grouped_heads = _takes_grouped_heads()
+        super().__init__(KernelNeeds(grouped_heads=grouped_heads), tile_rows=tile_rows)
 
     def reason_unsupported(self, requirement: Requirement) -> str | None:
         """CPU tensors of the usual dtypes, without soft cap."""

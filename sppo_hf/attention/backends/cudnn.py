@@ -34,10 +34,10 @@ class CuDNN(RectangleBackend):
             equal_head_sizes: pad values to the head size of the keys, or the other way round.
             aten: namespace of the two operators; None for PyTorch's own.
         """
-        super().__init__()
-        self.needs = KernelNeeds(
+        needs = KernelNeeds(
             grouped_heads=grouped_heads, head_multiple=8, equal_head_sizes=equal_head_sizes
         )
+        super().__init__(needs)
         self._aten = torch.ops.aten if aten is None else aten
         self._lse_rank = 4
 

@@ -33,8 +33,7 @@ class Efficient(RectangleBackend):
         Args:
             aten: namespace of the two operators; None for PyTorch's own.
         """
-        super().__init__()
-        self.needs = KernelNeeds(grouped_heads=False, head_multiple=8, equal_head_sizes=False)
+        super().__init__(KernelNeeds(grouped_heads=False, head_multiple=8, equal_head_sizes=False))
         self._aten = torch.ops.aten if aten is None else aten
 
     def reason_unsupported(self, requirement: Requirement) -> str | None:

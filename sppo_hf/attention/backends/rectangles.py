@@ -138,18 +138,17 @@ class RectangleBackend(Backend):
     The kernel calls get heads as `needs` demands them: padded, repeated or grouped by then.
     """
 
-    def __init__(self, *, tile_rows: int = 512) -> None:
+    needs: KernelNeeds
+
+    def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
         """Make one.
 
         Args:
+            needs: what the kernel demands of heads.
             tile_rows: rows per tile under a window, see `cut_band`.
         """
+        self.needs = needs
         self._tile_rows = tile_rows
-
-    @property
-    @abstractmethod
-    def needs(self) -> KernelNeeds:
-        """What the kernel demands of heads."""
 
     @abstractmethod
     def kernel_forward(

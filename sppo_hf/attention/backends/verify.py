@@ -65,7 +65,7 @@ def find_mismatch(backend: Backend, requirement: Requirement, device: torch.devi
         try:
             found = _compare(backend, requirement, device, case, seed=number)
         # Kernels report what they cannot do with whatever exception they like; all mean "no".
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             logger.debug("backend %s failed on %s", backend.name, case, exc_info=True)
             first_line = (str(error).strip().splitlines() or [""])[0]
             return f"raised {type(error).__name__} for {case}: {first_line}"
@@ -89,6 +89,7 @@ def _compare(
     backend: Backend, requirement: Requirement, device: torch.device, case: _Case, *, seed: int
 ) -> str | None:
     """Name of the first result that differs, with its error; None if all agree."""
+    # A generator of our own: the user's random numbers stay as they are.
     generator = torch.Generator().manual_seed(seed)
 
     def random(heads: int, tokens: int, size: int) -> Tensor:
@@ -97,37 +98,43 @@ def _compare(
         return x.to(device=device, dtype=requirement.dtype).transpose(1, 2)
 
     heads = _KV_HEADS * requirement.gqa_ratio
-    q_BNCH = random(heads, case.num_rows, requirement.qk_head_size)
-    k_BKTH = random(_KV_HEADS, case.num_keys, requirement.qk_head_size)
-    v_BKTH = random(_KV_HEADS, case.num_keys, requirement.v_head_size)
-    dout_BNCH = random(heads, case.num_rows, requirement.v_head_size)
+    q = random(heads, case.num_rows, requirement.qk_head_size)
+    k = random(_KV_HEADS, case.num_keys, requirement.qk_head_size)
+    v = random(_KV_HEADS, case.num_keys, requirement.v_head_size)
+    dout = random(heads, case.num_rows, requirement.v_head_size)
+    other_out = random(heads, case.num_rows, requirement.v_head_size).double()
     scale = requirement.qk_head_size**-0.5
     softcap = _SOFTCAP if requirement.softcap else None
-    settings = {"band": case.band, "scale": scale, "softcap": softcap}
 
+    # In float64, since float32 products may be rounded to tf32 on the user's wish.
     exact = Reference()
-    wide_dtype = torch.float64 if requirement.dtype == torch.float64 else torch.float32
-    wide = [x.to(wide_dtype) for x in (q_BNCH, k_BKTH, v_BKTH)]
-    expected = exact.forward(*wide, **settings)
-    actual = backend.forward(q_BNCH, k_BKTH, v_BKTH, **settings)
+    actual = backend.forward(q, k, v, band=case.band, scale=scale, softcap=softcap)
+    expected = exact.forward(
+        q.double(), k.double(), v.double(), band=case.band, scale=scale, softcap=softcap
+    )
     seen = expected.lse_BNC > float("-inf")
     if not torch.equal(actual.lse_BNC > float("-inf"), seen):
         return "the rows that see no key"
-    results = {
-        "output": (actual.out_BNCH, expected.out_BNCH),
-        "log-sum-exp": (actual.lse_BNC[seen], expected.lse_BNC[seen]),
-    }
     # Values merged with keys elsewhere: backward must use what it is given.
-    other = Attended(torch.randn_like(expected.out_BNCH), expected.lse_BNC + 0.5)
-    merged = merge_partials(expected, other)
-    rounded = Attended(merged.out_BNCH.to(requirement.dtype), merged.lse_BNC)
-    wide_merged = (rounded.out_BNCH.to(wide_dtype), rounded.lse_BNC)
-    grads = backend.backward(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *rounded, **settings)
-    expected_grads = exact.backward(dout_BNCH.to(wide_dtype), *wide, *wide_merged, **settings)
-    for name, pair in zip(("dQ", "dK", "dV"), zip(grads, expected_grads, strict=True), strict=True):
-        results[name] = pair
-    for name, (ours, theirs) in results.items():
-        error = _relative_error(ours, theirs)
+    merged = merge_partials(expected, Attended(other_out, expected.lse_BNC + 0.5))
+    out, lse = merged.out_BNCH.to(requirement.dtype), merged.lse_BNC.to(actual.lse_BNC.dtype)
+    grads = backend.backward(dout, q, k, v, out, lse, band=case.band, scale=scale, softcap=softcap)
+    expected_grads = exact.backward(
+        dout.double(),
+        q.double(),
+        k.double(),
+        v.double(),
+        out.double(),
+        lse.double(),
+        band=case.band,
+        scale=scale,
+        softcap=softcap,
+    )
+    names = ("output", "log-sum-exp", "dQ", "dK", "dV")
+    ours = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
+    theirs = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)
+    for name, one, two in zip(names, ours, theirs, strict=True):
+        error = _relative_error(one, two)
         if not error <= _TOLERANCE[requirement.dtype]:
             return f"{name} (relative error {error:.1e})"
     return None
