@@ -21,8 +21,10 @@ vector clocks.
    program fixes and not at one that timing decides.
 3. *Few sources wait at a time.* The host may enqueue a whole forward before the first copy ends;
    polling alone would then keep every source alive. So when a frame closes, the compute stream
-   waits for the copies of the frame before it, and those sources are freed. The device holds the
-   frame being computed and the frame being copied, no more; a slow bus shows as stall seconds.
+   waits for the copies of the frame before it, and those sources are freed. In backward, before
+   bytes come back, the compute stream waits for copies whose tensors nobody wants any more. The
+   device holds two frames, no more, however far the host is ahead: the one in work and the one
+   leaving, or the one in work and the one ahead. A slow bus shows as stall seconds.
 4. *A destination is free before it is written.* `StreamCopier.start_h2d` allocates it on the
    compute stream and makes the H2D lane wait for an event recorded there after the allocation, so
    earlier users of the block are through. It also waits for the D2H copy that filled the host
@@ -32,7 +34,7 @@ vector clocks.
    tickets are ordered. A later D2H into it waits for the compute stream (rule 1), which stands
    behind those copies, or is enqueued by a host that saw them end. What is dropped in between (a
    graph freed without backward, an unused prefetch) stays in limbo until then; if the pool would
-   have to grow meanwhile, the compute stream is made to wait for it instead of the host.
+   have to grow meanwhile, the compute stream is made to wait for it, never the host.
 6. *Owners are counted by Python, not by us.* Autograd's graph holds the handles, handles share one
    `Owner` per storage, and everything else looks at them weakly. When the last handle goes, by
    release, by backward, by an exception or by a dropped graph, a finalizer appends the cargo to a

@@ -203,9 +203,7 @@ class OffloadEngine:
         """
         with self._lock:
             self.abandon()
-            for cargo in self._limbo:
-                cargo.order()
-            self._collect()
+            self._settle_limbo()
 
     def assert_drained(self) -> None:
         """Prove that nothing is left away.
@@ -299,11 +297,8 @@ class OffloadEngine:
 
     def _allocate(self, num_bytes: int) -> Region:
         region = self.pool.try_allocate(num_bytes)
-        if region is None and self._limbo:
-            # Rather let compute wait for what is on its way out than let the pool grow.
-            for cargo in self._limbo:
-                cargo.order()
-            self._collect()
+        if region is None:
+            self._settle_limbo()  # rather let compute wait than let the pool grow
             region = self.pool.try_allocate(num_bytes)
         return region or self.pool.allocate(num_bytes)
 
@@ -313,6 +308,8 @@ class OffloadEngine:
         if cargo.source is not None:
             cargo.on_device = cargo.source  # not gone yet: spare the way back
             return
+        # What nobody wants any more leaves the device before more comes back to it.
+        self._settle_limbo()
         cargo.on_device, cargo.in_ticket = self._copier.start_h2d(
             cargo.region.memory, cargo.out_ticket
         )
@@ -340,6 +337,12 @@ class OffloadEngine:
                 self.pool.release(cargo.region)
             else:
                 self._limbo.append(cargo)
+
+    def _settle_limbo(self) -> None:
+        """Free what was dropped under a copy, by letting compute wait for that copy."""
+        for cargo in self._limbo:
+            cargo.order()
+        self._collect()
 
     def _forget_origin(self, cargo: Cargo) -> None:
         origin = self._origins.get(cargo.storage_key)

@@ -1,10 +1,12 @@
 """The order in which frames closed in forward, read backward to bring each back one ahead of use.
 
-Knows nothing of tensors: a frame is anything with `prefetch()`.
+Knows nothing of tensors: a frame is anything with `prefetch()`. The tape looks at frames weakly:
+autograd's graph owns them, so a dropped graph takes its frames and their bytes with it at once.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,18 +31,18 @@ class Tape:
         assert frames_ahead >= 0, "a tape cannot look back"
         self._on_close = on_close
         self._frames_ahead = frames_ahead
-        self._frames: list[Frame] = []
-        self._index_of: dict[int, int] = {}
+        self._frames: list[weakref.ref[Frame]] = []
+        self._index_of: weakref.WeakKeyDictionary[Frame, int] = weakref.WeakKeyDictionary()
         self._started: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._frames)
 
     def record(self, frame: Frame) -> None:
-        """Append `frame`; call when it closes, in forward order."""
-        assert id(frame) not in self._index_of, "a frame closes once"
-        self._index_of[id(frame)] = len(self._frames)
-        self._frames.append(frame)
+        """Append `frame` (weakly referenced, hashed by identity) when it closes."""
+        assert frame not in self._index_of, "a frame closes once"
+        self._index_of[frame] = len(self._frames)
+        self._frames.append(weakref.ref(frame))
         self._on_close()
 
     def on_backward(self, frame: Frame) -> None:
@@ -48,8 +50,8 @@ class Tape:
 
         Cheap when called again: each frame is started once, the one in use first.
         """
-        assert id(frame) in self._index_of, "a frame is used in backward after it has closed"
-        index = self._index_of[id(frame)]
+        assert frame in self._index_of, "a frame is used in backward after it has closed"
+        index = self._index_of[frame]
         for ahead in range(index, max(index - self._frames_ahead, 0) - 1, -1):
             self._start(ahead)
 
@@ -61,4 +63,6 @@ class Tape:
     def _start(self, index: int) -> None:
         if index not in self._started:
             self._started.add(index)
-            self._frames[index].prefetch()
+            frame = self._frames[index]()
+            if frame is not None:
+                frame.prefetch()

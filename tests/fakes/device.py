@@ -182,6 +182,11 @@ class FakeDevice:
         self.kernel(writes=[result], seconds=seconds)
         return result
 
+    def adopt(self, tensor: Tensor) -> None:
+        """Treat a tensor made by PyTorch itself as one that the compute stream allocated."""
+        if StorageWeakRef(tensor.untyped_storage()).cdata not in self._blocks:
+            self._allocate(tensor)
+
     def advance(self, seconds: float) -> None:
         """Let time pass on the device while the host does something else."""
         self.look_for_freed()

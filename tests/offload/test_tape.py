@@ -1,5 +1,8 @@
 """The tape prefetches the frame in use and the one before it, each once."""
 
+import gc
+import weakref
+
 import pytest
 
 from sppo_hf.offload.tape import Tape
@@ -64,3 +67,19 @@ def test_a_frame_is_recorded_once_and_before_its_use() -> None:
         tape.record(frames[0])
     with pytest.raises(AssertionError, match="after it has closed"):
         tape.on_backward(_Frame(1, []))
+
+
+def test_the_tape_keeps_no_frame_alive() -> None:
+    tape, frames, log = _tape(3)
+    first, second, third = frames
+    dropped = weakref.ref(second)
+    frames.clear()
+    gc.disable()
+    try:
+        del second
+        assert dropped() is None
+    finally:
+        gc.enable()
+    tape.on_backward(third)
+    tape.on_backward(first)
+    assert log == [2, 0]
