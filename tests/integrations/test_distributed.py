@@ -1,0 +1,68 @@
+"""Two gloo ranks with the plugin see what one process without it sees on the same batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integrations.launch import run_job
+
+pytestmark = pytest.mark.process
+
+NEAR = 1e-4
+SETTINGS = {"num_chunks": 3}
+
+
+def _series(result: dict, name: str) -> list[float]:
+    return [entry[name] for entry in result["history"] if name in entry]
+
+
+def _compare(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
+    for name in names:
+        expected = _series(plain, name)
+        assert expected
+        assert _series(ours, name) == pytest.approx(expected, abs=NEAR, rel=NEAR), name
+    assert ours["weights"].keys() == plain["weights"].keys()
+    assert ours["weights"] == pytest.approx(plain["weights"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "arguments", "lora"),
+    [
+        (SETTINGS, {}, False),
+        ({**SETTINGS, "recompute": "none", "offload": "full", "min_offload_size": 1}, {}, False),
+        (SETTINGS, {"gradient_accumulation_steps": 2}, False),
+        (SETTINGS, {"ddp_find_unused_parameters": False}, True),
+    ],
+    ids=["recompute", "offload", "accumulation", "lora"],
+)
+def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
+    job = {"kind": "ddp", "arguments": arguments, "lora": lora}
+    ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
+    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    assert ours["wrapper"] == "DistributedDataParallel"
+    _compare(ours, plain, ("loss", "grad_norm", "eval_loss"))
+    entry = next(entry for entry in ours["history"] if "loss" in entry)
+    # Both ranks carry rows of the same length, so together they do twice what one does.
+    one = entry["sppo/tokens_per_second_per_device"]
+    assert entry["sppo/tokens_per_second"] == pytest.approx(2 * one)
+    # The launch's sizes stay out of what is stored: one process can load it.
+    stored = torch.load(tmp_path / "two" / "training_args.bin", weights_only=False)
+    assert stored.parallelism_config.config.num_chunks == 3
+    assert stored.parallelism_config.total_size == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [SETTINGS, {**SETTINGS, "recompute": "none"}],
+    ids=["recompute", "keep"],
+)
+def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings):
+    job = {"kind": "fsdp2"}
+    ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
+    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    assert ours["wrapper"].startswith("FSDP")
+    assert ours["mesh"] == ["dp_shard"]
+    _compare(ours, plain, ("loss", "grad_norm"))

@@ -1,0 +1,100 @@
+"""The same Trainer script with the plugin and without: the numbers it logs must be the same."""
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import Trainer
+
+from sppo_hf import SPPOPlugin
+from tests.integrations.training import make_arguments, make_model, make_rows
+
+NEAR = 1e-4
+
+
+def _history(folder, plugin: SPPOPlugin | None, **changes) -> list[dict[str, float]]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    trainer = Trainer(
+        make_model(),
+        make_arguments(folder, parallelism_config=plugin, **changes),
+        train_dataset=make_rows(40),
+        eval_dataset=make_rows(10, seed=2),
+    )
+    trainer.train()
+    return trainer.state.log_history
+
+
+def _series(history: list[dict[str, float]], name: str) -> list[float]:
+    return [entry[name] for entry in history if name in entry]
+
+
+BATCH = {"per_device_train_batch_size": 4}
+ACCUMULATED = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"num_chunks": 3}, BATCH),
+        ({"num_chunks": 3}, ACCUMULATED),
+        ({"chunk_lengths": (5, 1, 18), "recompute": "none"}, BATCH),
+        ({"chunk_tokens": 7, "offload": "full", "min_offload_size": 1}, ACCUMULATED),
+    ],
+    ids=["recompute", "recompute-accumulated", "keep-uneven", "offload-accumulated"],
+)
+def test_fifty_steps_log_the_same_numbers(tmp_path, settings, changes):
+    steps = {"max_steps": 50, "eval_strategy": "steps", "eval_steps": 25}
+    plain = _history(tmp_path, None, **steps, **changes)
+    ours = _history(tmp_path, SPPOPlugin(settings, show_plan=False), **steps, **changes)
+    for name, count in (("loss", 50), ("grad_norm", 50), ("eval_loss", 2)):
+        expected = _series(plain, name)
+        assert len(expected) == count
+        assert _series(ours, name) == pytest.approx(expected, rel=NEAR, abs=NEAR), name
+    losses = _series(ours, "loss")
+    assert losses[-1] < losses[0] - 0.5, "a curve that stands still would agree with anything"
+
+
+def test_label_smoothing_and_a_loss_of_the_users_own(tmp_path):
+    settings = {"max_steps": 4, "label_smoothing_factor": 0.1}
+    plain = _history(tmp_path, None, **settings)
+    with pytest.warns(UserWarning, match="logits of the whole sequence"):
+        ours = _history(tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings)
+    assert _series(ours, "loss") == pytest.approx(_series(plain, "loss"), abs=NEAR)
+
+
+def test_evaluating_without_training(tmp_path):
+    def eval_loss(plugin: SPPOPlugin | None) -> float:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args = make_arguments(tmp_path, parallelism_config=plugin)
+        return Trainer(make_model(), args, eval_dataset=make_rows(6)).evaluate()["eval_loss"]
+
+    ours = eval_loss(SPPOPlugin(num_chunks=3, show_plan=False))
+    assert ours == pytest.approx(eval_loss(None), abs=NEAR)
+
+
+def test_a_checkpoint_is_resumed_by_a_plain_trainer_and_by_ours(tmp_path):
+    def train(plugin: SPPOPlugin | None, **changes) -> nn.Module:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args = make_arguments(
+            tmp_path,
+            parallelism_config=plugin,
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=3,
+            lr_scheduler_type="constant",
+        )
+        trainer = Trainer(make_model(), args, train_dataset=make_rows(40))
+        trainer.train(**changes)
+        return trainer.model
+
+    plugin = SPPOPlugin(num_chunks=3, show_plan=False)
+    whole = train(plugin)
+    for resumed_with in (plugin, None):
+        checkpoint = str(tmp_path / "checkpoint-3")
+        resumed = train(resumed_with, resume_from_checkpoint=checkpoint)
+        for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

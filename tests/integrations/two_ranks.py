@@ -1,0 +1,123 @@
+"""A job that test_distributed.py starts once per rank: train the tiny Llama, write what was seen.
+
+    python two_ranks.py '{"kind": "ddp", "settings": {...}, "rows": 2, "out": "a.json", ...}'
+
+Kinds: "ddp" trains by the Trainer, "fsdp2" by a raw Accelerate loop. Without `settings` the plugin
+is left out. Without a launcher's variables in the environment it is one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from transformers import Trainer
+
+from sppo_hf import SPPOPlugin
+from tests.integrations.training import make_arguments, make_model, make_rows
+
+
+def _lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
+    """Train by the Trainer; `rows` is per rank."""
+    args = make_arguments(
+        job["folder"],
+        parallelism_config=plugin,
+        max_steps=6,
+        per_device_train_batch_size=job["rows"],
+        per_device_eval_batch_size=job["rows"],
+        eval_strategy="steps",
+        eval_steps=3,
+        **job.get("arguments", {}),
+    )
+    model = _lora(make_model()) if job.get("lora") else make_model()
+    trainer = Trainer(model, args, train_dataset=make_rows(32), eval_dataset=make_rows(8, seed=2))
+    trainer.train()
+    torch.save(args, Path(job["folder"]) / "training_args.bin")
+    return {
+        "history": trainer.state.log_history,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "weights": _sums(trainer.accelerator, trainer.model_wrapped),
+        "rank": args.process_index,
+    }
+
+
+def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
+    """Train by a raw loop under FSDP2 on several ranks, or plainly on one."""
+    sharding = None
+    if PartialState(cpu=True).num_processes > 1:
+        # Accelerate takes FSDP up only where it sees GPUs, though FSDP2 itself runs over gloo.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        sharding = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+    accelerator = Accelerator(fsdp_plugin=sharding, parallelism_config=plugin)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
+    history = []
+    for step in range(4):
+        start = (step * ranks + rank) * job["rows"]
+        picked = rows[start : start + job["rows"]]
+        batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
+        everywhere = rows[step * ranks * job["rows"] : (step + 1) * ranks * job["rows"]]
+        items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
+        # Every rank divides by the items of all; FSDP averages gradients over ranks.
+        loss = model(**batch, num_items_in_batch=items).loss * ranks
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = accelerator.reduce(loss.detach() / ranks, "sum").item()
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        history.append({"loss": total, "grad_norm": norm.item()})
+    mesh = accelerator.torch_device_mesh
+    return {
+        "history": history,
+        "wrapper": type(model).__name__,
+        "mesh": None if mesh is None else list(mesh.mesh_dim_names),
+        "weights": _sums(accelerator, model),
+        "rank": rank,
+    }
+
+
+def _sums(accelerator: Accelerator, model: nn.Module) -> dict[str, float]:
+    sums = {}
+    for name, parameter in accelerator.unwrap_model(model).named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        sums[name] = whole.detach().double().abs().sum().item()
+    return sums
+
+
+def main() -> None:
+    """Run the job that the command line holds as JSON."""
+    job = json.loads(sys.argv[1])
+    settings = job.get("settings")
+    plugin = None if settings is None else SPPOPlugin({"show_plan": False, **settings})
+    train = {"ddp": train_with_trainer, "fsdp2": train_with_accelerate}[job["kind"]]
+    result = train(job, plugin)
+    if result["rank"] == 0:
+        Path(job["out"]).write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
