@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.convert import convert, get_engine
-from sppo_hf.model.float64 import Float64Everywhere
+from sppo_hf.model.float64 import float64_everywhere
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.structure import find_causal_lm
 from sppo_hf.planning.plan import Plan
@@ -40,6 +40,7 @@ __all__ = [
     "compare_drift",
     "reference_attention",
     "run_batch",
+    "run_reference",
 ]
 
 GRADIENT_FLOOR = 1e-4
@@ -174,17 +175,20 @@ def compare(
     *,
     accumulation: int = 1,
     tolerance: float | None = None,
+    reference: Gradients | None = None,
 ) -> ExactnessReport:
     """Run `model` over `batch` unmodified and converted, and compare loss and gradients.
 
     Args:
         model: a causal language model, bare or wrapped by PEFT, without gradients. It is copied,
-            not changed. Float64 weights are run under `Float64Everywhere`.
+            not changed. Float64 weights are run under `float64_everywhere`.
         batch: keyword arguments of the model's forward; tensors of `[B, T]`.
         config: the settings of the converted model.
         accumulation: micro-steps into which the rows are split. With more than one, each is given
             the label count of all of them as `num_items_in_batch`, as the Trainer does.
         tolerance: largest error that counts as exact; None takes the dtype's from `TOLERANCE`.
+        reference: what `run_reference` returned for the same model, batch and accumulation, to
+            compare several settings with one run of the unmodified model; None runs it here.
 
     Raises:
         UnsupportedModelError: the family is refused.
@@ -197,14 +201,11 @@ def compare(
     assert engine is not None, "convert() left no engine behind"
     ours = run_batch(converted, batch, accumulation=accumulation)
 
-    reference = copy.deepcopy(model)
-    attention = reference_attention(reference)
-    find_causal_lm(reference).set_attn_implementation(attention)
-    theirs = run_batch(reference, batch, accumulation=accumulation)
+    theirs = reference or run_reference(model, batch, accumulation=accumulation)
     return ExactnessReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
-        reference_attention=attention,
+        reference_attention=reference_attention(model),
         loss=ours.loss,
         reference_loss=theirs.loss,
         parameters=_parameter_errors(ours, theirs),
@@ -248,6 +249,13 @@ def compare_drift(
     )
 
 
+def run_reference(model: nn.Module, batch: Batch, *, accumulation: int = 1) -> Gradients:
+    """Run an unmodified copy of `model` over `batch`; arguments as in `compare`."""
+    reference = copy.deepcopy(model)
+    find_causal_lm(reference).set_attn_implementation(reference_attention(model))
+    return run_batch(reference, batch, accumulation=accumulation)
+
+
 def reference_attention(model: nn.Module) -> str:
     """Attention implementation that computes all of the unmodified model's features.
 
@@ -270,7 +278,7 @@ def run_batch(model: nn.Module, batch: Batch, *, accumulation: int = 1) -> Gradi
     """
     is_double = find_causal_lm(model).dtype == torch.float64
     loss = 0.0
-    with Float64Everywhere() if is_double else contextlib.nullcontext():
+    with float64_everywhere(model) if is_double else contextlib.nullcontext():
         for micro_batch in _micro_batches(batch, accumulation):
             output = model(**micro_batch)
             output.loss.backward()

@@ -14,14 +14,18 @@ tolerance of 1e-9 means something.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-__all__ = ["Float64Everywhere"]
+__all__ = ["Float64Everywhere", "float64_everywhere"]
 
 
 class Float64Everywhere(TorchFunctionMode):
@@ -31,8 +35,8 @@ class Float64Everywhere(TorchFunctionMode):
     the default dtype of newly made tensors. Integer dtypes and half precision are left alone. See
     [Note: why float64 has to be enforced].
 
-    The backward must run under the mode as well: recomputation calls the model's code again.
-    Entering changes torch's default dtype for the process; leaving restores it.
+    Entering changes torch's default dtype for the process; leaving restores it. Python code that
+    autograd calls in backward does not see the mode: use `float64_everywhere` around models.
     """
 
     def __enter__(self) -> Float64Everywhere:
@@ -68,3 +72,35 @@ class Float64Everywhere(TorchFunctionMode):
             for name, arg in (kwargs or {}).items()
         }
         return func(*new_args, **new_kwargs)
+
+
+@contextlib.contextmanager
+def float64_everywhere(model: nn.Module) -> Iterator[None]:
+    """Run `model`, forward and backward, under `Float64Everywhere`.
+
+    Autograd empties the stack of function modes before it calls Python, so a layer that is run
+    again in backward would compute in float32 where it computed in float64 before. Each decoder
+    layer's `forward` is therefore wrapped, for the duration, to enter the mode by itself.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = _in_float64(layer.forward)
+    try:
+        with Float64Everywhere():
+            yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            if own is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.forward = own
+
+
+def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with Float64Everywhere():
+            return forward(*args, **kwargs)
+
+    return wrapped

@@ -11,6 +11,7 @@ Knows nothing of chunks, plans or the comparison itself.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -289,7 +290,10 @@ def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Modu
     settings = LoraConfig(
         r=rank, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", bias="none"
     )
-    wrapped = get_peft_model(model, settings)
+    with warnings.catch_warnings():
+        # PEFT asks for a property by a name that newer Transformers call deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = get_peft_model(model, settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for parameter in wrapped.parameters():

@@ -1,0 +1,120 @@
+"""Tiny models are tiny, random everywhere, reproducible, and keep the features of their family."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.exactness import run_batch
+from sppo_hf.model.tiny import (
+    VOCAB_SIZE,
+    add_lora,
+    build_tiny_model,
+    make_batch,
+    model_from_config,
+    shrink,
+    tiny_config,
+)
+
+# Gradients that are zero in exact arithmetic: without rotary, the key bias moves all scores alike.
+ALWAYS_ZERO = {"opt": "k_proj.bias", "biogpt": "k_proj.bias"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "granite", "gpt2", "opt", "olmo2"],
+)
+def test_every_parameter_matters(family: str) -> None:
+    model = build_tiny_model(family)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 100_000
+    gradients = run_batch(model, make_batch(rows=2))
+    expected_zero = ALWAYS_ZERO.get(family, "no such name")
+    for name, grad in gradients.by_name.items():
+        assert grad is not None, name
+        assert (grad.abs().max() > 1e-9) != name.endswith(expected_zero), name
+
+
+def test_the_seed_decides_and_the_global_state_is_left_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    one, again, other = (build_tiny_model("llama", seed=seed) for seed in (1, 1, 2))
+    make_batch(seed=3)
+    assert torch.equal(torch.rand(1), expected)
+    weights = [dict(m.named_parameters())["lm_head.weight"] for m in (one, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_two_dtypes_of_one_seed_are_the_same_model() -> None:
+    wide = build_tiny_model("llama").lm_head.weight
+    narrow = build_tiny_model("llama", dtype=torch.bfloat16).lm_head.weight
+    assert torch.equal(wide.to(torch.bfloat16), narrow)
+
+
+def test_attention_is_far_from_uniform() -> None:
+    model = build_tiny_model("llama").eval()
+    model.set_attn_implementation("eager")
+    batch = make_batch(tokens=24)
+    weights = model(input_ids=batch["input_ids"], output_attentions=True).attentions[0]
+    last_row = weights[0, :, -1]
+    assert last_row.max() > 3 / 24, "a uniform row would have 1/24 everywhere"
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("mistral", "sliding_window", 8),
+        ("gemma2", "attn_logit_softcapping", 1.5),
+        ("granite", "residual_multiplier", 0.4),
+        ("smollm3", "no_rope_layers", [1, 0, 1]),
+        ("deepseek_v3", "v_head_dim", 12),
+        ("gpt2", "attn_pdrop", 0.0),
+        ("gpt_oss", "layer_types", ["sliding_attention", "full_attention", "sliding_attention"]),
+    ],
+)
+def test_features_survive(family: str, field: str, value: object) -> None:
+    assert getattr(tiny_config(family), field) == value
+
+
+def test_a_real_configuration_is_shrunk_with_its_features() -> None:
+    original = AutoConfig.for_model(
+        "phi3",
+        sliding_window=2047,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0 + i / 48 for i in range(48)],
+            "long_factor": [1.0 + i for i in range(48)],
+            "original_max_position_embeddings": 4096,
+        },
+        max_position_embeddings=131072,
+    )
+    config = AutoConfig.for_model("phi3", **shrink(original))
+    assert config.num_hidden_layers == 3
+    assert config.sliding_window == 8
+    assert config.rope_parameters["long_factor"] == [1.0, 13.0, 25.0, 37.0]
+    model = model_from_config(config)
+    assert torch.isfinite(model(**make_batch()).loss)
+
+
+def test_unknown_families_are_named() -> None:
+    with pytest.raises(ConfigError, match="'no_such_family'"):
+        build_tiny_model("no_such_family")
+    with pytest.raises(ConfigError, match="'t5' has no causal language model"):
+        build_tiny_model("t5")
+
+
+def test_batches_are_padded_on_the_right_and_padding_has_no_label() -> None:
+    batch = make_batch(rows=2, tokens=9, padding=(0, 4))
+    assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4]
+    assert (batch["labels"][1, 5:] == -100).all()
+    assert batch["input_ids"].max() < VOCAB_SIZE
+
+
+def test_lora_trains_random_adapters_only() -> None:
+    model = add_lora(build_tiny_model("llama"))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert all(p.dtype == torch.float64 and p.abs().min() > 0 for p in trained.values())
