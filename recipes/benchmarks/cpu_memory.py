@@ -1,0 +1,200 @@
+"""Peak memory and time of a forward and backward on the CPU: plain, checkpointing, in chunks.
+
+    python recipes/benchmarks/cpu_memory.py --repeats 3 --check
+
+SmolLM2-135M-Instruct, float32, all weights trainable, 4,096 tokens of real source code, no
+optimizer step. Every measurement is a process of its own, so that no contender inherits another's
+memory; contenders take turns, so that a machine that slows down slows all of them down. Memory is
+the operating system's peak of the process, above what it was with the model loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
+
+import torch
+from report import host_bytes, peak_host_bytes
+from rich.console import Console
+from rich.table import Table
+from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
+from torch import nn
+
+from sppo_hf import SPPOPlugin
+from sppo_hf.data.documents import installed_packages
+from sppo_hf.data.packing import pack_documents
+from sppo_hf.planning.report import format_bytes
+
+MAX_MEMORY_RATIO = 0.35
+MAX_TIME_RATIO = 1.15
+CHUNK_TOKENS = 512
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def _chunked(model: nn.Module) -> nn.Module:
+    return SPPOPlugin(chunk_tokens=CHUNK_TOKENS, show_progress=False).convert(model)
+
+
+CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "checkpointing": _checkpointed,
+    "sppo": _chunked,
+}
+
+
+def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
+    """One contender in this process: load, then one forward and backward."""
+    tokenizer = load_tokenizer(model_name)
+    code = installed_packages(["transformers"], max_document_chars=8 * tokens)
+    row = pack_documents(code, tokenizer, max_length=tokens)[0]["input_ids"]
+    input_ids = torch.tensor([row])
+    if input_ids.shape[1] != tokens:
+        raise SystemExit(f"only {input_ids.shape[1]} of {tokens} tokens of text were found")
+    model = CONTENDERS[contender](load_model(model_name, dtype=torch.float32).train())
+    forget_peak()
+    loaded_bytes = host_bytes()
+    began = time.perf_counter()
+    loss = model(input_ids=input_ids, labels=input_ids).loss
+    loss.backward()
+    seconds = time.perf_counter() - began
+    norm = torch.linalg.vector_norm(
+        torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None])
+    )
+    return {
+        "seconds": seconds,
+        "loaded_bytes": loaded_bytes,
+        "peak_bytes_above_loaded": peak_host_bytes() - loaded_bytes,
+        "loss": loss.item(),
+        "gradient_norm": norm.item(),
+    }
+
+
+def forget_peak() -> None:
+    """Starts the peak afresh where Linux allows it: unpacking the weights is not the contest."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def run_all(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Every contender `--repeats` times, in turns, each in a fresh process."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    for repeat in range(options.repeats):
+        for name in CONTENDERS:
+            command = [sys.executable, __file__, "--contender", name, "--model", options.model]
+            command += ["--tokens", str(options.tokens), "--threads", str(options.threads)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+            taken = runs[name][-1]
+            above = format_bytes(taken["peak_bytes_above_loaded"])
+            print(f"round {repeat + 1}: {name}: {taken['seconds']:.1f} s, {above}", file=sys.stderr)
+    return runs
+
+
+def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Per contender: the fastest time, the largest memory, and both against the plain model.
+
+    The fastest run is the one that the machine disturbed least; memory may not be lucky.
+    """
+    best = {
+        name: {
+            "seconds": min(run["seconds"] for run in taken),
+            "median_seconds": statistics.median(run["seconds"] for run in taken),
+            "peak_bytes_above_loaded": max(run["peak_bytes_above_loaded"] for run in taken),
+            "loss": taken[0]["loss"],
+            "gradient_norm": taken[0]["gradient_norm"],
+        }
+        for name, taken in runs.items()
+    }
+    for numbers in best.values():
+        numbers["time_ratio"] = numbers["seconds"] / best["plain"]["seconds"]
+        numbers["memory_ratio"] = (
+            numbers["peak_bytes_above_loaded"] / best["plain"]["peak_bytes_above_loaded"]
+        )
+    return best
+
+
+def missed_targets(best: dict[str, dict[str, float]]) -> list[str]:
+    """What the chunked model promises and did not keep, in sentences."""
+    ours, plain, missed = best["sppo"], best["plain"], []
+    if ours["memory_ratio"] > MAX_MEMORY_RATIO:
+        missed.append(f"memory is {ours['memory_ratio']:.3f} of plain, not <= {MAX_MEMORY_RATIO}")
+    if ours["time_ratio"] > MAX_TIME_RATIO:
+        missed.append(f"time is {ours['time_ratio']:.3f} of plain, not <= {MAX_TIME_RATIO}")
+    if ours["seconds"] > best["checkpointing"]["seconds"]:
+        missed.append("slower than gradient checkpointing")
+    for name in ("loss", "gradient_norm"):
+        if abs(ours[name] - plain[name]) > 1e-4 * abs(plain[name]):
+            missed.append(f"{name} is {ours[name]:.7f}, plain has {plain[name]:.7f}")
+    return missed
+
+
+def show(best: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    """One table on the terminal."""
+    title = f"{options.model}, {options.tokens:,} tokens, {options.threads} threads, float32"
+    table = Table(title=title, caption=f"{options.repeats} runs each: fastest time, largest memory")
+    table.add_column("contender")
+    for heading in ("above loaded model", "of plain", "seconds", "of plain", "loss"):
+        table.add_column(heading, justify="right")
+    for name, numbers in best.items():
+        table.add_row(
+            name,
+            format_bytes(numbers["peak_bytes_above_loaded"]),
+            f"{numbers['memory_ratio']:.3f}",
+            f"{numbers['seconds']:.1f}",
+            f"{numbers['time_ratio']:.3f}",
+            f"{numbers['loss']:.6f}",
+        )
+    Console().print(table)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="hub id or folder")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="file that all numbers are written to")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a target is missed")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    if options.contender:
+        torch.set_num_threads(options.threads)
+        print(json.dumps(measure(options.contender, options.model, options.tokens)))
+        return 0
+    runs = run_all(options)
+    best = summarise(runs)
+    show(best, options)
+    missed = missed_targets(best)
+    content: dict[str, Any] = {"settings": vars(options), "best": best, "runs": runs}
+    if options.json:
+        options.json.write_text(json.dumps(content | {"missed": missed}, indent=2, default=str))
+    for sentence in missed:
+        print(f"missed: {sentence}", file=sys.stderr)
+    return 1 if options.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
