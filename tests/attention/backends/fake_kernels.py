@@ -1,0 +1,287 @@
+"""Kernels for CUDA, played on the CPU with the signatures and the manners of the real ones.
+
+Each fake computes with the oracle's arithmetic, insists on what the real kernel insists on (dense
+heads, head sizes, layouts, a contiguous log-sum-exp), and aligns its mask as the real one does.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _widen(*tensors):
+    """Kernels take 16 bits and multiply with 32."""
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
+def _attend(q, k, v, seen, scale, softcap=0.0):
+    """Out and log-sum-exp; heads before tokens; like kernels, +inf for a row without keys."""
+    dtype, groups = q.dtype, q.shape[1] // k.shape[1]
+    q, k, v = _widen(q, k, v)
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    out = torch.softmax(scores, -1) @ v
+    return out.to(dtype), lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def _attend_backward(dout, q, k, v, out, lse, seen, scale, softcap=0.0):
+    """Gradients that trust `out` and `lse`, as kernels do."""
+    dtype, kv_heads, groups = q.dtype, k.shape[1], q.shape[1] // k.shape[1]
+    dout, q, k, v, out = _widen(dout, q, k, v, out)
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * scale
+    slope = torch.ones_like(scores)
+    if softcap:
+        slope = 1 - torch.tanh(scores / softcap) ** 2
+        scores = softcap * torch.tanh(scores / softcap)
+    p = torch.exp(scores - lse.unsqueeze(-1)) * seen
+    delta = (dout * out).sum(-1, keepdim=True)
+    ds = p * (dout @ v.transpose(-1, -2) - delta) * scale * slope
+    dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+    dk, dv = (x.unflatten(1, (kv_heads, groups)).sum(2) for x in (dk, dv))
+    return tuple(x.to(dtype) for x in (ds @ k, dk, dv))
+
+
+def _square_or_all(rows: int, keys: int, causal: bool) -> Tensor:
+    assert not causal or rows == keys, "causal only for as many queries as keys"
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    return seen.tril() if causal else seen
+
+
+def _bottom_right(rows: int, keys: int, causal: bool, left: int, right: int) -> Tensor:
+    """Flash attention's mask; -1 is unlimited."""
+    right = 0 if causal else right
+    own = torch.arange(keys - rows, keys).unsqueeze(1)
+    key = torch.arange(keys)
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if left >= 0:
+        seen &= key >= own - left
+    if right >= 0:
+        seen &= key <= own + right
+    return seen
+
+
+def _swap(*tensors):
+    return [x.transpose(1, 2) for x in tensors]
+
+
+class FakeAten:
+    """Stands in for `torch.ops.aten`."""
+
+    def __init__(self, *, grouped_heads=True, lse_rank=4):
+        """Say how this release behaves."""
+        self.grouped_heads, self.lse_rank = grouped_heads, lse_rank
+        self.calls = []
+
+    def _check_heads(self, q, k, v, *, grouped, equal_sizes):
+        assert all(x.stride(-1) == 1 for x in (q, k, v))
+        assert q.shape[-1] % 8 == 0
+        assert v.shape[-1] % 8 == 0
+        if equal_sizes and v.shape[-1] != q.shape[-1]:
+            raise RuntimeError("expected equal head sizes")
+        if not grouped and q.shape != (*k.shape[:-2], *q.shape[-2:]):
+            raise RuntimeError("expected as many key heads as query heads")
+
+    def _flash_attention_forward(
+        self, q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        assert (cum_q, cum_k, dropout_p, return_debug_mask) == (None, None, 0.0, False)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
+        seen = _bottom_right(max_q, max_k, is_causal, left, right)
+        q, k, v = _swap(q, k, v)
+        self._check_heads(q, k, v, grouped=self.grouped_heads, equal_sizes=True)
+        out, lse = _attend(q, k, v, seen, scale)
+        return out.transpose(1, 2), lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
+
+    def _flash_attention_backward(
+        self, dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        assert (cum_q, cum_k, dropout_p) == (None, None, 0.0)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        assert lse.is_contiguous()
+        assert isinstance(rng_state, Tensor)
+        assert isinstance(unused, Tensor)
+        left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
+        seen = _bottom_right(max_q, max_k, is_causal, left, right)
+        dout, q, k, v, out = _swap(dout, q, k, v, out)
+        self._check_heads(q, k, v, grouped=self.grouped_heads, equal_sizes=True)
+        return tuple(_swap(*_attend_backward(dout, q, k, v, out, lse, seen, scale)))
+
+    def _scaled_dot_product_cudnn_attention(
+        self, q, k, v, bias, compute_lse, dropout_p, is_causal, return_debug_mask, *, scale=None
+    ):
+        assert (bias, compute_lse, dropout_p, return_debug_mask) == (None, True, 0.0, False)
+        self._check_heads(q, k, v, grouped=self.grouped_heads, equal_sizes=False)
+        out, lse = _attend(q, k, v, _square_or_all(q.shape[2], k.shape[2], is_causal), scale)
+        return out, lse.unsqueeze(-1) if self.lse_rank == 4 else lse, None, None, 0, 0
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k,
+        dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        assert (bias, cum_q, cum_k, dropout_p) == (None, None, None, 0.0)
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert lse.dim() == self.lse_rank
+        assert lse.is_contiguous()
+        assert 0 not in dout.stride()
+        assert seed.dtype == offset.dtype == torch.int64
+        self._check_heads(q, k, v, grouped=self.grouped_heads, equal_sizes=False)
+        seen = _square_or_all(max_q, max_k, is_causal)
+        lse = lse.squeeze(-1) if self.lse_rank == 4 else lse
+        return _attend_backward(dout, q, k, v, out, lse, seen, scale)
+
+    def _scaled_dot_product_efficient_attention(
+        self, q, k, v, bias, compute_lse, dropout_p, is_causal, *, scale=None
+    ):
+        assert (bias, compute_lse, dropout_p) == (None, True, 0.0)
+        self._check_heads(q, k, v, grouped=False, equal_sizes=False)
+        self.calls.append((tuple(q.shape), tuple(k.shape)))
+        out, lse = _attend(q, k, v, _square_or_all(q.shape[2], k.shape[2], is_causal), scale)
+        padded = torch.full(
+            (*lse.shape[:2], math.ceil(lse.shape[2] / 32) * 32), math.inf, dtype=lse.dtype
+        )
+        padded[:, :, : lse.shape[2]] = lse
+        return out, padded, torch.zeros(()), torch.zeros(())
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, dout, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal, *, scale=None
+    ):
+        assert (bias, dropout_p, mask) == (None, 0.0, [True, True, True, False])
+        assert lse.shape[2] == math.ceil(q.shape[2] / 32) * 32
+        assert lse.is_contiguous()
+        assert (lse[:, :, q.shape[2] :] == math.inf).all()
+        self._check_heads(q, k, v, grouped=False, equal_sizes=False)
+        seen = _square_or_all(q.shape[2], k.shape[2], is_causal)
+        lse = lse[:, :, : q.shape[2]]
+        return *_attend_backward(dout, q, k, v, out, lse, seen, scale), None
+
+
+def _flash_forward(q, k, v, scale, causal, left, right, softcap):
+    seen = _bottom_right(q.shape[1], k.shape[1], causal, left, right)
+    q, k, v = _swap(q, k, v)
+    assert q.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    out, lse = _attend(q, k, v, seen, scale, softcap)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(dout, q, k, v, out, lse, scale, causal, left, right, softcap):
+    assert lse.is_contiguous()
+    assert dout.is_contiguous()
+    seen = _bottom_right(q.shape[1], k.shape[1], causal, left, right)
+    dout, q, k, v, out = _swap(dout, q, k, v, out)
+    return _swap(*_attend_backward(dout, q, k, v, out, lse, seen, scale, softcap))
+
+
+class FakeFlash2:
+    """flash-attn 2.7 and later."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+        sides = (window_size_left, window_size_right)
+        return *_flash_forward(q, k, v, softmax_scale, causal, *sides, softcap), None, None
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, alibi_slopes, rng_state) == (0.0, None, None)
+        sides = (window_size_left, window_size_right)
+        grads = _flash_backward(
+            dout, q, k, v, out, softmax_lse, softmax_scale, causal, *sides, softcap
+        )
+        for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+            buffer.copy_(grad)
+
+
+class FakeFlash2Old:
+    """flash-attn before 2.7: a window is one argument."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        return_softmax,
+    ):  # fmt: skip
+        return _flash_forward(q, k, v, softmax_scale, causal, *window_size, softcap)
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        grads = _flash_backward(
+            dout, q, k, v, out, softmax_lse, softmax_scale, causal, *window_size, softcap
+        )
+        for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+            buffer.copy_(grad)
+
+
+class FakeFlash3:
+    """flash-attn-3 as of 2025: many arguments about caches."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
+    ):  # fmt: skip
+        sides = (window_size_left, window_size_right)
+        return *_flash_forward(q, k, v, softmax_scale, causal, *sides, softcap), None, None
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, dq=None, dk=None, dv=None,
+        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        sides = (window_size_left, window_size_right)
+        grads = _flash_backward(
+            dout, q, k, v, out, softmax_lse, softmax_scale, is_causal, *sides, softcap
+        )
+        for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+            buffer.copy_(grad)
+
+
+class FakeFlash4:
+    """flash-attn-4: None for unlimited, gradients returned."""
+
+    @staticmethod
+    def _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=None, softmax_scale=None, causal=False, softcap=None,
+        window_size_left=None, window_size_right=None, return_lse=False,
+    ):  # fmt: skip
+        assert return_lse
+        sides = (-1 if x is None else x for x in (window_size_left, window_size_right))
+        return _flash_forward(q, k, v, softmax_scale, causal, *sides, softcap)
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+        window_size_left=None, window_size_right=None, deterministic=False,
+    ):  # fmt: skip
+        sides = (-1 if x is None else x for x in (window_size_left, window_size_right))
+        return tuple(
+            _flash_backward(dout, q, k, v, out, lse, softmax_scale, causal, *sides, softcap)
+        )
+
+
+class FakeFlash4Early(FakeFlash4):
+    """flash-attn-4 before its backward knew windows."""
+
+    @staticmethod
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):
+        return tuple(
+            _flash_backward(dout, q, k, v, out, lse, softmax_scale, causal, -1, -1, softcap)
+        )

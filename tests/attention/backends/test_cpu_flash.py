@@ -1,0 +1,86 @@
+"""The fused CPU kernel against the oracle, with and without the kernel's own grouped heads."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from tests.attention.backends.cases import CASES, bands, check
+
+
+@pytest.mark.parametrize("grouped_heads", [True, False])
+@pytest.mark.parametrize(("rows", "keys", "band"), CASES)
+def test_matches_oracle(rows, keys, band, grouped_heads):
+    check(CPUFlash(grouped_heads=grouped_heads), band, rows=rows, keys=keys)
+
+
+@given(
+    bands(),
+    st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]),
+    st.sampled_from([(8, 8), (8, 3), (5, 9), (1, 1)]),
+    st.sampled_from([1, 3, 512]),
+    st.booleans(),
+)
+def test_matches_oracle_for_any_band(case, heads, sizes, tile_rows, grouped_heads):
+    rows, keys, band = case
+    check(
+        CPUFlash(grouped_heads=grouped_heads, tile_rows=tile_rows),
+        band,
+        rows=rows,
+        keys=keys,
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_size=sizes[0],
+        v_head_size=sizes[1],
+    )
+
+
+@pytest.mark.parametrize("window", [None, 100, 600])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float64, 1e-10),
+        (torch.float32, 1e-5),
+        (torch.bfloat16, 2e-2),
+        (torch.float16, 2e-3),
+    ],
+)
+def test_longer_than_a_tile(dtype, tolerance, window):
+    check(
+        CPUFlash(),
+        CausalBand(300, window),
+        rows=700,
+        keys=1000,
+        batch=1,
+        head_size=16,
+        dtype=dtype,
+        tolerance=tolerance,
+    )
+
+
+def test_strides_without_dense_heads():
+    """The kernel reads heads as if they were dense; a backend must not let it."""
+    q, k = torch.randn(2, 1, 3, 8, 5, dtype=torch.float64).transpose(3, 4).unbind()
+    band = CausalBand(0)
+    ours = CPUFlash().forward(q, k, k, band=band, scale=1.0)
+    dense = CPUFlash().forward(q.contiguous(), *[k.contiguous()] * 2, band=band, scale=1.0)
+    assert not q.is_contiguous()
+    assert torch.equal(ours.out_BNCH, dense.out_BNCH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"window": True, "v_head_size": 32}, None),
+        ({"softcap": True}, "soft-cap"),
+        ({"device_type": "cuda"}, "CPU"),
+        ({"dtype": torch.float8_e4m3fn}, "float8"),
+    ],
+)
+def test_says_what_it_cannot(changes, reason):
+    settings = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 64, "v_head_size": 64}
+    found = CPUFlash().reason_unsupported(Requirement(**settings | changes))
+    assert found is None if reason is None else reason in found

@@ -1,0 +1,63 @@
+"""The flash-attn packages' backends on made-up packages of several releases."""
+
+import pytest
+import torch
+
+from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.flash_attn import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+)
+from tests.attention.backends.cases import CASES, check
+from tests.attention.backends.fake_kernels import (
+    FakeFlash2,
+    FakeFlash2Old,
+    FakeFlash3,
+    FakeFlash4,
+    FakeFlash4Early,
+)
+
+PAIRS = [
+    (FlashAttention2, FakeFlash2),
+    (FlashAttention2, FakeFlash2Old),
+    (FlashAttention3, FakeFlash3),
+    (FlashAttention4, FakeFlash4),
+]
+
+
+@pytest.mark.parametrize(("backend", "package"), PAIRS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("rows", "keys", "band"), CASES)
+def test_matches_oracle(backend, package, rows, keys, band, softcap):
+    check(backend(interface=package), band, rows=rows, keys=keys, softcap=softcap)
+
+
+@pytest.mark.parametrize(("backend", "package"), PAIRS)
+def test_pads_values(backend, package):
+    check(backend(interface=package), CausalBand(5, 4), rows=6, keys=11, v_head_size=5)
+
+
+def test_a_release_that_lacks_what_is_unused_serves():
+    check(FlashAttention4(interface=FakeFlash4Early), CausalBand(5), rows=6, keys=11)
+
+
+def test_a_release_that_lacks_what_is_used_says_so():
+    backend = FlashAttention4(interface=FakeFlash4Early)
+    with pytest.raises(TypeError, match="_flash_attn_bwd does not know window_size_left=2"):
+        check(backend, CausalBand(5, 3), rows=6, keys=11)
+
+
+@pytest.mark.parametrize("backend", [FlashAttention2, FlashAttention3, FlashAttention4])
+def test_says_what_it_cannot(backend, monkeypatch):
+    settings = {"qk_head_size": 64, "v_head_size": 64, "softcap": True}
+    good = Requirement(device_type="cuda", dtype=torch.float16, **settings)
+    monkeypatch.setattr(
+        "sppo_hf.attention.backends.flash_attn._is_installed", lambda module_name: False
+    )
+    assert "is not installed (package flash-attn" in backend().reason_unsupported(good)
+    assert backend(interface=FakeFlash2).reason_unsupported(good) is None
+    wide = Requirement(device_type="cuda", dtype=torch.float32, **settings)
+    assert "float32" in backend().reason_unsupported(wide)
+    cpu = Requirement(device_type="cpu", dtype=torch.float16, **settings)
+    assert "CUDA" in backend().reason_unsupported(cpu)

@@ -1,0 +1,102 @@
+"""A backend that is wrong, in any of the ways kernels are wrong, is found out."""
+
+import pytest
+import torch
+
+from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.cudnn import CuDNN
+from sppo_hf.attention.backends.efficient import Efficient
+from sppo_hf.attention.backends.flash_attn import FlashAttention2, FlashAttention4
+from sppo_hf.attention.backends.reference import Reference
+from sppo_hf.attention.backends.verify import find_mismatch
+from tests.attention.backends.fake_kernels import FakeAten, FakeFlash2, FakeFlash4Early
+
+CPU = torch.device("cpu")
+
+
+def requirement(**changes):
+    settings = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 16, "v_head_size": 16}
+    return Requirement(**settings | changes)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [Reference(), CPUFlash(), AtenFlash(aten=FakeAten()), CuDNN(aten=FakeAten())],
+    ids=lambda backend: backend.name,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_right_backends_pass(backend, dtype):
+    for changes in ({}, {"window": True, "gqa_ratio": 3}, {"v_head_size": 8}):
+        asked = requirement(dtype=dtype, **changes)
+        assert find_mismatch(backend, asked, CPU) is None
+
+
+def test_efficient_and_soft_caps_pass():
+    assert find_mismatch(Efficient(aten=FakeAten()), requirement(gqa_ratio=2), CPU) is None
+    asked = requirement(softcap=True, window=True)
+    assert find_mismatch(FlashAttention2(interface=FakeFlash2), asked, CPU) is None
+
+
+def test_a_kernel_that_aligns_its_mask_elsewhere_is_found():
+    found = find_mismatch(AtenFlash(aten=TopLeftAten()), requirement(), CPU)
+    assert found.startswith("differs from the reference in output")
+
+
+class TopLeftAten(FakeAten):
+    """Aligns at the top left."""
+
+    def _flash_attention_forward(self, q, k, v, *args, **kwargs):
+        rows, keys = q.shape[1], k.shape[1]
+        if rows < keys:
+            k, v = k[:, :rows], v[:, :rows]
+            args = (args[0], args[1], rows, rows, *args[4:])
+        return super()._flash_attention_forward(q, k, v, *args, **kwargs)
+
+
+class OwnLse(Reference):
+    """Its backward ignores merged values."""
+
+    def backward(self, dout, q, k, v, out, lse, **settings):
+        return super().backward(dout, q, k, v, *self.forward(q, k, v, **settings), **settings)
+
+
+class BaseTwoLse(Reference):
+    """Its log-sum-exp is to base 2."""
+
+    def forward(self, q, k, v, **settings):
+        attended = super().forward(q, k, v, **settings)
+        return attended._replace(lse_BNC=attended.lse_BNC / 0.6931)
+
+
+class NoGradient(Reference):
+    """Leaves NaN in a gradient."""
+
+    def backward(self, dout, q, k, v, out, lse, **settings):
+        grads = super().backward(dout, q, k, v, out, lse, **settings)
+        return grads._replace(dv_BKTH=grads.dv_BKTH * float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [(OwnLse(), "dQ"), (BaseTwoLse(), "log-sum-exp"), (NoGradient(), "dV (relative error nan)")],
+)
+def test_wrong_backends_are_found(backend, found):
+    mismatch = find_mismatch(backend, requirement(), CPU)
+    assert mismatch.startswith(f"differs from the reference in {found}")
+
+
+def test_a_refusal_of_the_kernel_is_told():
+    refusing = AtenFlash(aten=FakeAten(grouped_heads=False))
+    mismatch = find_mismatch(refusing, requirement(gqa_ratio=2), CPU)
+    assert "raised RuntimeError" in mismatch
+    assert "as many key heads" in mismatch
+    early = FlashAttention4(interface=FakeFlash4Early)
+    assert "does not know window_size_left" in find_mismatch(early, requirement(window=True), CPU)
+
+
+def test_the_users_random_numbers_stay():
+    state = torch.get_rng_state()
+    find_mismatch(Reference(), requirement(), CPU)
+    assert torch.equal(torch.get_rng_state(), state)
