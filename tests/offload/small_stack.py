@@ -1,0 +1,78 @@
+"""A small stack of layers, run with and without frames; what the frame tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.frames import OffloadFrame
+from sppo_hf.offload.lanes import HostCopier
+from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.tape import Tape
+
+WIDTH = 16
+TOKENS = 12
+SLAB_BYTES = 2**16
+Pin = Callable[[Tensor], bool]
+
+
+class Block(nn.Module):
+    """A small layer with fused, sliced, shared and in-place parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.fused = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden_CD: Tensor) -> Tensor:
+        gate, up = self.fused(self.norm(hidden_CD)).chunk(2, dim=-1)
+        mixed = torch.softmax(gate @ gate.transpose(-1, -2), dim=-1) @ up
+        return hidden_CD + self.down(nn.functional.silu(gate).add_(mixed))
+
+
+def make_blocks(num_layers: int = 4) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(num_layers))
+
+
+def cpu_engine(budget_bytes: int | None = None) -> OffloadEngine:
+    pool = HostPool(SLAB_BYTES, budget_bytes=budget_bytes)
+    return OffloadEngine(HostCopier(), pool, min_offload_elements=8)
+
+
+def loss_of(
+    blocks: nn.ModuleList,
+    hidden_CD: Tensor,
+    engine: OffloadEngine | None,
+    pin: Pin | None = None,
+) -> Tensor:
+    tape = engine.new_tape() if engine is not None else None
+    for number, block in enumerate(blocks):
+        if engine is None or tape is None:
+            hidden_CD = block(hidden_CD)
+        else:
+            with OffloadFrame(engine, tape, pin, label=f"layer {number}"):
+                hidden_CD = block(hidden_CD)
+    return hidden_CD.square().mean()
+
+
+def gradients_of(blocks: nn.ModuleList, engine: OffloadEngine | None) -> list[Tensor]:
+    hidden_CD = torch.linspace(-1, 1, TOKENS * WIDTH).reshape(TOKENS, WIDTH).requires_grad_()
+    blocks.zero_grad()
+    loss_of(blocks, hidden_CD, engine).backward()
+    return [hidden_CD.grad, *(parameter.grad for parameter in blocks.parameters())]
+
+
+def assert_same(ours: list[Tensor], plain: list[Tensor]) -> None:
+    assert len(ours) == len(plain)
+    for one, other in zip(ours, plain, strict=True):
+        assert torch.equal(one, other)
+
+
+def in_a_frame(engine: OffloadEngine, tape: Tape, body: Callable[[], Tensor]) -> Tensor:
+    with OffloadFrame(engine, tape):
+        return body()
