@@ -51,7 +51,7 @@ elif nvidia-smi -L >/dev/null 2>&1; then
     python -m pip install -qq 'torch>=2.11'
 else
     say "Installing torch; there is no NVIDIA GPU here"
-    python -m pip install -qq 'torch==2.13.0' || python -m pip install --quiet 'torch>=2.11'
+    python -m pip install -qq 'torch==2.13.0' || python -m pip install -qq 'torch>=2.11'
 fi
 
 say "Installing sppo-hf with what its tests and recipes need (some minutes the first time)"
