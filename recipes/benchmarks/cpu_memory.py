@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
 
 import torch
-from report import host_bytes, peak_host_bytes
+from report import forget_peak, host_bytes, peak_host_bytes
 from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
@@ -66,7 +66,7 @@ def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
     if input_ids.shape[1] != tokens:
         raise SystemExit(f"only {input_ids.shape[1]} of {tokens} tokens of text were found")
     model = CONTENDERS[contender](load_model(model_name, dtype=torch.float32).train())
-    forget_peak()
+    forget_peak()  # unpacking the weights is not the contest
     loaded_bytes = host_bytes()
     began = time.perf_counter()
     loss = model(input_ids=input_ids, labels=input_ids).loss
@@ -82,14 +82,6 @@ def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
         "loss": loss.item(),
         "gradient_norm": norm.item(),
     }
-
-
-def forget_peak() -> None:
-    """Starts the peak afresh where Linux allows it: unpacking the weights is not the contest."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def run_all(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
