@@ -153,8 +153,9 @@ class Attended(NamedTuple):
 class Gradients(NamedTuple):
     """Result of a backward.
 
-    `dq_BNCH` has the dtype of the queries; `dk_BKTH` and `dv_BKTH` that of the keys, or the
-    accumulation dtype where a backend had to sum several kernel calls over the same keys.
+    `dq_BNCH` has the dtype of the queries; `dk_BKTH` and `dv_BKTH` that of the keys, or the wider
+    accumulation dtype where the backend has them so. They are summands anyway: callers add up the
+    shares of all chunks, in the accumulation dtype.
     """
 
     dq_BNCH: Tensor

@@ -3,6 +3,10 @@
 The kernel is the one behind `scaled_dot_product_attention` on the CPU. It is causal only from the
 top left, so bands come from `RectangleBackend`. Not covered: soft-capped scores.
 
+16-bit inputs are computed in float32. The kernel would sum key gradients in 16 bits, which puts
+them up to twice as far from the truth, and its float16 backward is ten times slower; a float32
+copy of the keys and values of one call is the price.
+
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 """
 
@@ -13,7 +17,12 @@ import functools
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.base import Attended, Gradients, Requirement
+from sppo_hf.attention.backends.base import (
+    Attended,
+    Gradients,
+    Requirement,
+    accumulation_dtype,
+)
 from sppo_hf.attention.backends.heads import KernelNeeds
 from sppo_hf.attention.backends.rectangles import RectangleBackend
 
@@ -24,6 +33,7 @@ class CPUFlash(RectangleBackend):
     """Fused CPU kernel, forward and backward; memory linear in tokens."""
 
     name = "cpu_flash"
+    widens = True
 
     def __init__(self, *, grouped_heads: bool | None = None, tile_rows: int = 512) -> None:
         """Make one.
@@ -51,9 +61,11 @@ class CPUFlash(RectangleBackend):
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
     ) -> Attended:
         """See `RectangleBackend.kernel_forward`."""
+        dtype = accumulation_dtype(q_BNCH.dtype)
+        q, k, v = q_BNCH.to(dtype), k_BKTH.to(dtype), v_BKTH.to(dtype)
         return Attended(
             *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_BNCH, k_BKTH, v_BKTH, 0.0, causal, scale=scale
+                q, k, v, 0.0, causal, scale=scale
             )
         )
 
@@ -69,9 +81,13 @@ class CPUFlash(RectangleBackend):
         scale: float,
     ) -> Gradients:
         """See `RectangleBackend.kernel_backward`."""
+        dtype = accumulation_dtype(q_BNCH.dtype)
+        dout, q, k, v, out = (
+            x.to(dtype) for x in (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)
+        )
         return Gradients(
             *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended, 0.0, causal, scale=scale
+                dout, q, k, v, out, attended.lse_BNC, 0.0, causal, scale=scale
             )
         )
 

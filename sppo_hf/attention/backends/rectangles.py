@@ -140,6 +140,9 @@ class RectangleBackend(Backend):
 
     needs: KernelNeeds
 
+    widens = False
+    """True if the kernel calls return results in the accumulation dtype."""
+
     def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
         """Make one.
 
@@ -189,7 +192,8 @@ class RectangleBackend(Backend):
         if not q_BNCH.shape[0]:
             return Attended(out_BNCH, lse_BNC)
         if len(rectangles) == 1 and rectangles[0].rows == slice(0, num_rows):
-            return self._forward_rectangle(rectangles[0], q_BNCH, k_BKTH, v_BKTH, scale)
+            part = self._forward_rectangle(rectangles[0], q_BNCH, k_BKTH, v_BKTH, scale)
+            return Attended(part.out_BNCH.to(q_BNCH.dtype), part.lse_BNC)
         out_BNCH = out_BNCH.to(accumulation_dtype(q_BNCH.dtype))
         for rectangle in rectangles:
             part = self._forward_rectangle(rectangle, q_BNCH, k_BKTH, v_BKTH, scale)
@@ -214,8 +218,8 @@ class RectangleBackend(Backend):
         assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         rectangles = cut_band(band, q_BNCH.shape[2], k_BKTH.shape[2], tile_rows=self._tile_rows)
-        # Only rectangles that overlap sum over the same keys; else the keys' own dtype is enough.
-        keys_dtype = sums_dtype if _overlap(rectangles) else k_BKTH.dtype
+        # Only rectangles that overlap sum over the same keys; else what the kernel gives is enough.
+        keys_dtype = sums_dtype if self.widens or _overlap(rectangles) else k_BKTH.dtype
         merged = Attended(out_BNCH, lse_BNC)
         dq_BNCH = torch.zeros(q_BNCH.shape, dtype=sums_dtype, device=q_BNCH.device)
         dk_BKTH = torch.zeros(k_BKTH.shape, dtype=keys_dtype, device=k_BKTH.device)

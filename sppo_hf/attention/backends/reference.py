@@ -123,8 +123,7 @@ class Reference(Backend):
                 ds_BKRt.mul_(slope_BKRt)
             dq_BNCH[:, :, rows] += _ungroup(ds_BKRt @ k_BKtH, num_heads)
             dk_BKTH[:, :, keys] += ds_BKRt.transpose(2, 3) @ q_BKRH
-        dtype = q_BNCH.dtype
-        return Gradients(dq_BNCH.to(dtype), dk_BKTH.to(dtype), dv_BKTH.to(dtype))
+        return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
 
     def _tiles(self, q_BNCH: Tensor, k_BKTH: Tensor, band: CausalBand) -> Iterator[_Tile]:
         """Pairs of row and key ranges that cover all that the band lets be seen."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sppo_hf.attention.backends.base import CausalBand, Requirement
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from tests.attention.backends.cases import CASES, bands, check
+from tests.attention.oracle import make_problem, solve, visible
 
 
 @pytest.mark.parametrize("grouped_heads", [True, False])
@@ -58,6 +59,35 @@ def test_longer_than_a_tile(dtype, tolerance, window):
         dtype=dtype,
         tolerance=tolerance,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chunks_are_no_farther_from_the_truth_than_one_call_of_the_kernel(dtype):
+    problem = make_problem(rows=512, keys=512, batch=1, head_size=32, dtype=dtype)
+    q, k, v, dout = problem
+    truth = solve(problem, visible(CausalBand(0), 512, 512), scale=0.2)
+    aten = torch.ops.aten
+    plain = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=0.2)
+    plain_grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, *plain, 0.0, True, scale=0.2
+    )
+    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    outs, dqs = [], []
+    for start in range(0, 512, 100):
+        rows, keys = slice(start, start + 100), slice(0, start + 100)
+        mine = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        band = CausalBand(start)
+        out, lse = CPUFlash().forward(*mine, band=band, scale=0.2)
+        grads = CPUFlash().backward(dout[:, :, rows], *mine, out, lse, band=band, scale=0.2)
+        outs.append(out)
+        dqs.append(grads.dq_BNCH)
+        dk[:, :, keys] += grads.dk_BKTH
+        dv[:, :, keys] += grads.dv_BKTH
+    ours = (torch.cat(outs, 2), torch.cat(dqs, 2), dk.to(dtype), dv.to(dtype))
+    theirs = (plain[0], *plain_grads)
+    exact = (truth.out, truth.dq, truth.dk, truth.dv)
+    for one, two, three in zip(ours, theirs, exact, strict=True):
+        assert (one.double() - three).norm() <= 1.1 * (two.double() - three).norm()
 
 
 def test_strides_without_dense_heads():
