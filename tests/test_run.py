@@ -1,0 +1,206 @@
+"""sppo_hf.run: a script that was never changed trains chunk by chunk; all else is its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sppo_hf import SPPOPlugin
+from sppo_hf.run import main, plugin_by_default
+
+ROOT = Path(__file__).parents[1]
+
+# Knows nothing of SPPO; reports what it saw to the file that its only argument names.
+UNCHANGED = """
+import json, sys
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from neighbour import HERE
+
+if __name__ == "__main__":
+    out = sys.argv.pop(1)
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128))
+    rows = [{"input_ids": (torch.arange(24) * (i + 1)) % 64} for i in range(16)]
+    rows = [{**row, "labels": row["input_ids"]} for row in rows]
+    trainer = Trainer(model, args, train_dataset=rows)
+    trainer.train()
+    if args.process_index == 0:
+        json.dump({
+            "argv": sys.argv, "neighbour": HERE, "name": __name__,
+            "history": trainer.state.log_history,
+            "settings": args.to_dict()["parallelism_config"],
+        }, open(out, "w"))
+"""
+RAW = """
+import json, sys
+from accelerate import Accelerator
+json.dump(type(Accelerator(cpu=True)).__name__, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "somewhere else"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text("HERE = 'beside the script'\n")
+    path = folder / "train.py"
+    path.write_text(UNCHANGED)
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    path = tmp_path / "sppo.yaml"
+    path.write_text("num_chunks: 3\n")
+    return path
+
+
+def _words(script: Path, out: Path) -> list[str]:
+    options = "--use_cpu --max_steps 3 --logging_steps 1 --report_to none --save_strategy no"
+    folder = ["--output_dir", str(out.parent / "out"), "--disable_tqdm", "true", "--seed", "3"]
+    return [str(script), str(out), *options.split(), *folder]
+
+
+def _run(command: list[str], tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "SPPO_CONFIG"}
+    return subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def _losses(result: dict) -> list[float]:
+    return [entry["loss"] for entry in result["history"] if "loss" in entry]
+
+
+@pytest.mark.process
+def test_an_unchanged_script_trains_the_same_with_the_plugin(script, settings, tmp_path):
+    ours, plain = tmp_path / "ours.json", tmp_path / "plain.json"
+    with_sppo = [sys.executable, "-m", "sppo_hf.run", "--config", str(settings)]
+    done = _run([*with_sppo, *_words(script, ours)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "SPPO plan" in done.stderr
+    done = _run([sys.executable, *_words(script, plain)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours, plain = json.loads(ours.read_text()), json.loads(plain.read_text())
+    assert ours["settings"]["num_chunks"] == 3
+    assert plain["settings"] is None
+    assert len(_losses(plain)) == 3
+    assert _losses(ours) == pytest.approx(_losses(plain), abs=1e-4)
+    for name in ("argv", "neighbour", "name"):
+        assert ours[name] == plain[name]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_accelerate_launch_starts_it(script, settings, tmp_path):
+    launch = tmp_path / "accelerate.yaml"
+    launch.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\n"
+        "num_processes: 1\nnum_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\n"
+    )
+    out = tmp_path / "ours.json"
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch)),
+        *("-m", "sppo_hf.run", "--config", str(settings)),
+    ]
+    done = _run([*command, *_words(script, out)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["settings"]["num_chunks"] == 3
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_torchrun_starts_it_on_two_ranks(script, settings, tmp_path):
+    out = tmp_path / "ours.json"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+        *("-m", "sppo_hf.run", "--config", str(settings)),
+    ]
+    done = _run([*command, *_words(script, out)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("SPPO plan") == 1  # from the main process alone
+    entry = json.loads(out.read_text())["history"][0]
+    one = entry["sppo/tokens_per_second_per_device"]
+    assert entry["sppo/tokens_per_second"] == pytest.approx(2 * one)
+
+
+@pytest.mark.process
+def test_the_variable_names_the_settings_for_a_raw_accelerator(settings, tmp_path):
+    script, out = tmp_path / "raw.py", tmp_path / "raw.json"
+    script.write_text(RAW)
+    command = [sys.executable, "-m", "sppo_hf.run", str(script), str(out)]
+    done = _run(command, tmp_path, SPPO_CONFIG=str(settings))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text()) == "SPPOAccelerator"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config", "sppo.yaml", "none.py"], r"none\.py' does not exist"),
+        (["--config", "sppo.yaml", "."], r"'\.' is a directory"),
+        (["--config", "none.yaml", "train.py"], r"none\.yaml.*cannot be read"),
+        (["--config", "wrong.yaml", "train.py"], r"wrong\.yaml: .*'num_chunks'"),
+        (["train.py"], "SPPO_CONFIG is not set"),
+        (["--config", "sppo.yaml"], "script"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(words, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
+    (tmp_path / "sppo.yaml").write_text("num_chunks: 3\n")
+    (tmp_path / "wrong.yaml").write_text("num_chunk: 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SPPO_CONFIG", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "usage: python -m sppo_hf.run" in error
+    assert re.search(said, error), error
+
+
+def test_the_scripts_own_arguments_and_exit_status_are_its_own(tmp_path, capfd):
+    (tmp_path / "sppo.yaml").write_text("num_chunks: 3\n")
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\nsys.exit(5)\n")
+    path, argv = list(sys.path), list(sys.argv)
+    words = ["--config", str(tmp_path / "sppo.yaml"), str(script), "--config", "its own", "-m"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 5
+    assert capfd.readouterr().out.strip() == "['--config', 'its own', '-m']"
+    assert (sys.path, sys.argv) == (path, argv)
+
+
+def test_what_a_script_passes_itself_is_respected(tmp_path, caplog):
+    from accelerate import ParallelismConfig
+    from transformers import TrainingArguments
+
+    own, theirs, default = SPPOPlugin(num_chunks=9), ParallelismConfig(), SPPOPlugin(num_chunks=3)
+    untouched = TrainingArguments.__post_init__
+
+    def given(config):
+        args = TrainingArguments(str(tmp_path), use_cpu=True, parallelism_config=config)
+        return args.parallelism_config
+
+    with plugin_by_default(default):
+        assert given(None) is default
+        assert given(own) is own
+        assert "stays out of it" not in caplog.text
+        assert given(theirs) is theirs
+        assert "stays out of it" in caplog.text
+    assert given(None) is None
+    assert TrainingArguments.__post_init__ is untouched
