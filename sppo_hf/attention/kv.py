@@ -41,7 +41,7 @@ class LayerKV:
         self._taken: set[int] = set()
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """Keep keys and values of `chunk`; tensors are detached and shared, not copied, if dense."""
+        """Keep keys and values of `chunk`: detached, and shared rather than copied if dense."""
         start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
         self._keys[chunk] = (_dense(k_BKCH), _dense(v_BKCH))

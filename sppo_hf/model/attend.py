@@ -1,11 +1,11 @@
 """The attention function that Transformers calls while a chunk runs.
 
 Registered once with AttentionInterface under `IMPLEMENTATION`; a model's configs point to it only
-while the engine runs one of its chunks. Which sequence, layer and chunk is running is a thread-local
-value that lives exactly as long as one call of a decoder layer: some families do not pass unknown
-keywords through to attention, and backward recomputes layers on another thread than forward's, so
-neither an argument nor a plain global would do. Each forward call has its own keys and values, so two
-forwards before one backward do not mix.
+while the engine runs one of its chunks. Which sequence, layer and chunk is running is a
+thread-local value that lives exactly as long as one call of a decoder layer: some families do not
+pass unknown keywords through to attention, and backward recomputes layers on another thread than
+forward's, so neither an argument nor a plain global would do. Each forward call has its own keys
+and values, so two forwards before one backward do not mix.
 """
 
 from __future__ import annotations

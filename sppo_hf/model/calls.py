@@ -1,7 +1,7 @@
 """One call of a causal language model's forward, read into named parts.
 
-Sorts the keyword arguments of a call into inputs that are cut along the tokens, what the loss needs, and
-what every chunk gets unchanged; refuses what has no meaning chunk by chunk.
+Sorts the keyword arguments of a call into inputs that are cut along the tokens, what the loss
+needs, and what every chunk gets unchanged; refuses what has no meaning chunk by chunk.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class ForwardCall:
             )
         if self.batch_rows == 0 or self.total_tokens == 0:
             raise ConfigError(
-                f"{name}: the batch is empty ({self.batch_rows} rows of {self.total_tokens} tokens). "
-                "Check the data collator."
+                f"{name}: the batch is empty ({self.batch_rows} rows of {self.total_tokens} "
+                "tokens). Check the data collator."
             )
 
 

@@ -1,8 +1,9 @@
 """Convert a model in place, and take everything back.
 
-Conversion puts a stand-in for `forward` on the causal language model and pre/post hooks on its decoder
-layers (and on rotary modules that need the sequence's length). Class, parameters, names, config and
-checkpoint stay as they are. Nothing about it is global: other models in the process are not touched.
+Conversion puts a stand-in for `forward` on the causal language model and pre/post hooks on its
+decoder layers (and on rotary modules that need the sequence's length). Class, parameters, names,
+config and checkpoint stay as they are. Nothing about it is global: other models in the process are
+not touched.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def revert(model: ModelT) -> ModelT:
         handle.remove()
     conversion.handles.clear()
     conversion.engine.enabled = False
+    conversion.engine.close()
     if causal_lm.__dict__.get("forward") is not conversion.stand_in:
         # Accelerate's mixed-precision wrapper (or another) stands around our forward. We cannot
         # take ours out of the middle; disabled, it passes every call on unchanged.

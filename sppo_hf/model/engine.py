@@ -3,7 +3,8 @@
 `Engine.forward` stands in for the causal language model's `forward`. With labels (or in training
 without them) it runs the sequence chunk by chunk; every other call goes straight to the untouched
 model, so generation, caches and inference stay what they were. It returns an ordinary loss on an
-ordinary autograd graph: `loss.backward()` is the user's, and so are DDP, FSDP2 and gradient scalers.
+ordinary autograd graph: `loss.backward()` is the user's, and so are DDP, FSDP2 and gradient
+scalers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from sppo_hf.attention.backends.base import Backend, Requirement
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.facts import device_facts, model_shape, new_offload_engine
 from sppo_hf.model.fused import fused_tile
@@ -101,8 +103,8 @@ class Engine:
             shift_labels_BT=call.shift_labels,
             ignore_index=call.ignore_index,
         )
-        plan = self.plan(call.micro_batch_rows(self.config), call.total_tokens, call.device)
-        watch = _Watch(self, plan, layout.batch_rows, began)
+        plan = self.plan(call.batch_rows, call.total_tokens, call.device)
+        watch = _Watch(self, plan, began)
         if call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
             output = self._loss(call, layout, plan, watch)
         else:
@@ -145,8 +147,8 @@ class Engine:
         vocab = self.parts.text_config.vocab_size
         self._warn_once(
             "whole logits",
-            "the loss is computed outside the chunked model (label smoothing, compute_loss_func or a "
-            f"loss of the model's own), so logits of the whole sequence are made: "
+            "the loss is computed outside the chunked model (label smoothing, compute_loss_func or "
+            f"a loss of the model's own), so logits of the whole sequence are made: "
             f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
             f"{4 * call.batch_rows * call.total_tokens * vocab / 2**30:.2f} GiB in float32, "
             "several times that while their gradient is computed.",
@@ -212,6 +214,11 @@ class Engine:
 
     def plan(self, batch_rows: int, total_tokens: int, device: torch.device) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"the model is on a device of type {device.type!r}; chunked training runs on "
+                "'cuda' and 'cpu'. Move the model, or revert the plugin."
+            )
         training = torch.is_grad_enabled()
         key = (batch_rows, total_tokens, training, device.type)
         if key not in self._plans:
@@ -284,6 +291,12 @@ class Engine:
         """What the offload engine did since the last time this was asked."""
         return _NOTHING_MOVED if self._offload is None else self._offload.take_stats()
 
+    def close(self) -> None:
+        """Wait for copies under way and give the host memory back."""
+        if self._offload is not None:
+            self._offload.close()
+            self._offload = None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""
         fresh = Engine(
@@ -323,10 +336,9 @@ def _labelled_chunks(layout: BatchLayout, plan: Plan) -> set[int]:
 class _Watch:
     """Marks of one forward call and its backward, for observers."""
 
-    def __init__(self, engine: Engine, plan: Plan, batch_rows: int, began: float) -> None:
+    def __init__(self, engine: Engine, plan: Plan, began: float) -> None:
         self._observer = engine.observer
         self._plan = plan
-        self._batch_rows = batch_rows
         self._began = began
         self._shape = engine.shape()
         self._take_stats = engine.take_stats
@@ -358,7 +370,7 @@ class _Watch:
         self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
 
     def _record(self, *, training: bool, backward_seconds: float) -> None:
-        rows, tokens = self._batch_rows, self._plan.total_tokens
+        rows, tokens = self._plan.batch_rows, self._plan.total_tokens
         flops = step_flops if training else forward_flops
         stats = self._take_stats()
         self._observer.on_record(

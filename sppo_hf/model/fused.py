@@ -1,8 +1,8 @@
 """Liger's fused linear + cross-entropy kernel as a tile of the chunked loss, where it is exact.
 
-Used only on CUDA, when liger-kernel is installed and the model's head was seen to be one plain matrix
-product: a head that scales, caps or adapts its logits keeps its own code. That is found out by trying
-both on a few random hidden states, not by a list of families.
+Used only on CUDA, when liger-kernel is installed and the model's head was seen to be one plain
+matrix product: a head that scales, caps or adapts its logits keeps its own code. That is found out
+by trying both on a few random hidden states, not by a list of families.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sppo_hf.model.structure import ModelParts
 
 
 def fused_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> TileKernel | None:
-    """A kernel that does head and loss of a tile at once, or None where the model's head must run."""
+    """A kernel for head and loss of a tile at once; None where the model's head must run."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None
     linear = parts.causal_lm.get_output_embeddings()

@@ -1,8 +1,8 @@
 """The model's own head, fed with hidden states that were computed chunk by chunk.
 
 The causal language model's original `forward` runs, but for its duration the base model returns the
-hidden states it is given. So soft-capping, scaling, biases, adapters on the head and whatever else a
-family does after its last norm are the model's own code, not a copy of it.
+hidden states it is given. So soft-capping, scaling, biases, adapters on the head and whatever else
+a family does after its last norm are the model's own code, not a copy of it.
 """
 
 from __future__ import annotations

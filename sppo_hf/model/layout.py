@@ -4,9 +4,9 @@ One read of a few integers from the device before the first chunk (the only one 
 device is idle then, because the batch has just been copied to it). From it follow which keys each
 query sees, which chunks hold no label and which hold nothing but padding.
 
-Follows the unmodified model: right padding by `attention_mask`; packing by `position_ids` that do not
-continue (only without an attention mask, as in Transformers) or by `cu_seq_lens_q`. Refuses left
-padding, holes and masks of more than two dimensions.
+Follows the unmodified model: right padding by `attention_mask`; packing by `position_ids` that do
+not continue (only without an attention mask, as in Transformers) or by `cu_seq_lens_q`. Refuses
+left padding, holes and masks of more than two dimensions.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _padded(
 def _padded_lengths(mask: Tensor, batch_rows: int, total_tokens: int) -> list[int]:
     if mask.ndim != 2 or tuple(mask.shape) != (batch_rows, total_tokens):
         raise ConfigError(
-            f"attention_mask has shape {tuple(mask.shape)}; chunked sequences take a padding mask of "
-            f"shape ({batch_rows}, {total_tokens}) with 1 for real tokens and 0 for right padding."
+            f"attention_mask has shape {tuple(mask.shape)}; chunked sequences take a padding mask "
+            f"of shape ({batch_rows}, {total_tokens}): 1 for real tokens, 0 for right padding."
         )
     real_BT = mask != 0
     lengths_B = real_BT.sum(1)
@@ -115,8 +115,8 @@ def _padded_lengths(mask: Tensor, batch_rows: int, total_tokens: int) -> list[in
         row = int((~right_B).nonzero()[0, 0])
         kind = "left padding" if not bool(real_BT[row, 0]) else "a hole"
         raise ConfigError(
-            f"attention_mask has {kind} in row {row}. Chunked sequences take right padding only: set "
-            "tokenizer.padding_side = 'right', or drop the padding."
+            f"attention_mask has {kind} in row {row}. Chunked sequences take right padding only: "
+            "set tokenizer.padding_side = 'right', or drop the padding."
         )
     return lengths
 

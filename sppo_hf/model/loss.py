@@ -2,14 +2,15 @@
 
 Hidden states of a chunk go through the model's own head in tiles; each tile's cross-entropy and its
 gradient are computed on the spot and the tile's logits are dropped. Forward thus leaves behind one
-gradient of the size of the hidden states and one of the size of the head's trainable weights, nothing
-runs twice, and backward only multiplies by the scale that arrives.
+gradient of the size of the hidden states and one of the size of the head's trainable weights,
+nothing runs twice, and backward only multiplies by the scale that arrives.
 
-The sum over chunks is then divided as Transformers divides: by `num_items_in_batch`, or by the number of
-labels that count; with none that count the loss is NaN and every gradient zero, as in PyTorch.
+The sum over chunks is then divided as Transformers divides: by `num_items_in_batch`, or by the
+number of labels that count; with none that count the loss is NaN and every gradient zero, as in
+PyTorch.
 
-Knows nothing of chunk bounds, layers or offloading. Not covered: losses that are not a sum over tokens;
-the engine gives such a model whole-sequence logits instead.
+Knows nothing of chunk bounds, layers or offloading. Not covered: losses that are not a sum over
+tokens; the engine gives such a model whole-sequence logits instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sppo_hf.errors import SPPOError
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 
 _HALF_SCALE = 1024.0
-"""Gradients of float16 logits are computed at this scale, or small probabilities would underflow."""
+"""Gradients of float16 logits are computed at this scale, or small ones would underflow."""
 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states `[1, M, D]` to logits `[1, M, V]`; the model's own code."""
@@ -169,8 +170,8 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.spent:
             raise SPPOError(
-                "backward ran twice through a chunked loss. Chunked sequences allow one backward per "
-                "forward (retain_graph=True is not supported); run the forward again."
+                "backward ran twice through a chunked loss. Chunked sequences allow one backward "
+                "per forward (retain_graph=True is not supported); run the forward again."
             )
         ctx.spent = True
         (dhidden_BCD,) = ctx.saved_tensors

@@ -1,10 +1,10 @@
 """What a model's attention masks mean, found out by asking them.
 
 Transformers builds a mask per kind of layer from a function `visible(batch, head, query, key)`. Our
-entry in its mask registry does not build a mask: it asks that function a few questions and returns a
-`MaskMeaning`, which travels through the untouched decoder layers to attention in place of the mask.
-So the window of each layer is what the model would really have used, whatever its config calls it,
-and a mask that is neither causal nor a causal window is refused instead of being ignored.
+entry in its mask registry does not build a mask: it asks that function a few questions and returns
+a `MaskMeaning`, which travels through the untouched decoder layers to attention in place of the
+mask. So the window of each layer is what the model would really have used, whatever its config
+calls it, and a mask that is neither causal nor a causal window is refused instead of being ignored.
 
 Padding and packing are not looked at here; the batch layout knows them.
 """
@@ -79,8 +79,8 @@ def _ask(visible: Callable[..., Any], query: int, keys: list[int]) -> list[bool]
 def _not_causal(kwargs: dict[str, Any]) -> UnsupportedModelError:
     model_type = getattr(kwargs.get("config"), "model_type", "this model")
     return UnsupportedModelError(
-        f"{model_type}: its attention mask is neither causal nor a causal sliding window (chunked or "
-        "bidirectional attention), so it cannot run chunk by chunk. Train it without sppo_hf."
+        f"{model_type}: its attention mask is neither causal nor a causal sliding window (chunked "
+        "or bidirectional attention), so it cannot run chunk by chunk. Train it without sppo_hf."
     )
 
 

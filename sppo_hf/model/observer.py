@@ -1,8 +1,9 @@
 """What the engine tells whoever watches it: the plan, the unit it is in, and what a step cost.
 
 The engine calls these methods from inside the training step, so an implementation must be quick and
-must never wait for the device. This file knows nothing of who watches (a Trainer callback, a progress
-bar, a benchmark, a test), and imports nothing but the plan's type, for the type checker alone.
+must never wait for the device. This file knows nothing of who watches (a Trainer callback, a
+progress bar, a benchmark, a test), and imports nothing but the plan's type, for the type checker
+alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Direction = Literal["forward", "backward"]
 class StepRecord:
     """What one forward and, in training, its backward did on this rank.
 
-    Seconds are the host's wall time between the engine's own marks. On a CUDA device work is queued, so
-    they are exact only over many steps; nothing here synchronises the device to sharpen them.
+    Seconds are the host's wall time between the engine's own marks. On a CUDA device work is
+    queued, so they are exact only over many steps; nothing here synchronises to sharpen them.
     """
 
     tokens: int

@@ -2,12 +2,12 @@
 
 The frame of one (layer, chunk) keeps a *skeleton*: the layer's input, attention's output and its
 log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time backward
-asks for any of it, the layer runs once more, with attention answered from the skeleton, and is stopped
-as soon as the last saved tensor has been seen (so its last matrix product does not run again either).
-The skeleton stays on the device or travels to the host through the offload engine.
+asks for any of it, the layer runs once more, with attention answered from the skeleton, and is
+stopped as soon as the last saved tensor has been seen (so its last matrix product does not run
+again either). The skeleton stays on the device or travels to the host through the offload engine.
 
-The layer's random state and autocast settings are those of the first forward, so dropout inside a layer
-(LoRA's, for one) repeats exactly.
+The layer's random state and autocast settings are those of the first forward, so dropout inside a
+layer (LoRA's, for one) repeats exactly.
 
 Knows nothing of chunk loops, losses or plans.
 """
@@ -29,7 +29,7 @@ RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedFram
 """Runs a layer's forward once more with `frame` as the frame attention finds."""
 
 
-class _Stop(Exception):  # noqa: N818 - a signal, not an error
+class _Stop(Exception):
     """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
 
 
@@ -234,8 +234,8 @@ class RecomputedFrame:
         if [(t.shape, t.dtype) for t in again] != self._meta:
             raise SPPOError(
                 f"{self._label}: the layer saved {len(again)} tensors when recomputed, "
-                f"{len(self._meta)} in forward, or of other shapes. Its forward depends on something "
-                "that changed in between. Set recompute='none' for this model."
+                f"{len(self._meta)} in forward, or of other shapes. Its forward depends on "
+                "something that changed in between. Set recompute='none' for this model."
             )
 
     def _holders(self) -> Iterator[_Holder]:

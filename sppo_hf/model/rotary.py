@@ -2,9 +2,9 @@
 
 "dynamic" and "longrope" choose their frequencies by the largest position they are shown, so a chunk
 shown alone would get the short table. While a sequence runs, hooks on those rotary modules append
-the sequence's last position to every call and cut its row off the result: the module's own code then
-chooses, for every chunk, exactly what it would have chosen for the whole. All other kinds (default,
-linear, yarn, llama3 ...) depend on each position alone and are left as they are.
+the sequence's last position to every call and cut its row off the result: the module's own code
+then chooses, for every chunk, exactly what it would have chosen for the whole. All other kinds
+(default, linear, yarn, llama3 ...) depend on each position alone and are left as they are.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _append(
         return args, {**kwargs, "position_ids": _with_last(kwargs["position_ids"], last)}
     if len(args) < 2:
         raise UnsupportedModelError(
-            "a rotary embedding that depends on the sequence length is called without position_ids; "
-            "its table cannot be kept right chunk by chunk."
+            "a rotary embedding that depends on the sequence length is called without "
+            "position_ids; its table cannot be kept right chunk by chunk."
         )
     return (args[0], _with_last(args[1], last), *args[2:]), kwargs
 

@@ -1,16 +1,17 @@
 """One forward call, chunk by chunk: what lives between its first chunk and its last backward.
 
 A `Sequence` runs the untouched base model on each slice of tokens. Decoder layers' hooks call
-`before_layer` and `after_layer`; in between, attention finds the running (layer, chunk) and its keys,
-and a frame decides what becomes of the tensors that autograd saves.
+`before_layer` and `after_layer`; in between, attention finds the running (layer, chunk) and its
+keys, and a frame decides what becomes of the tensors that autograd saves.
 
 [Note: the reverse walk] Nothing here runs backward. The chunks' graphs hang together through the
-links of `sppo_hf.attention.function`, so a plain `loss.backward()` walks them from the last chunk to
-the first, and the frames bring back or recompute what they need when autograd asks for it.
+links of `sppo_hf.attention.function`, so a plain `loss.backward()` walks them from the last chunk
+to the first, and the frames bring back or recompute what they need when autograd asks for it.
 
-[Note: what a frame must not hold] A link has a grad_fn, whose saved tensors hold frames. Frames live
-inside the autograd graph, where Python's garbage collector cannot see circles; a frame that held a link
-would never be freed. So a frame's copy of its `LayerCall` has none, and frames never see a `Sequence`.
+[Note: what a frame must not hold] A link has a grad_fn, whose saved tensors hold frames. Frames
+live inside the autograd graph, where Python's garbage collector cannot see circles; a frame that
+held a link would never be freed. So a frame's copy of its `LayerCall` has none, and frames never
+see a `Sequence`.
 """
 
 from __future__ import annotations

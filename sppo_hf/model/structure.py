@@ -72,7 +72,7 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
             break
     raise UnsupportedModelError(
         f"{type(model).__name__} is not a Transformers causal language model. sppo_hf converts a "
-        "PreTrainedModel with a language-model head (AutoModelForCausalLM), bare or wrapped by PEFT."
+        "PreTrainedModel with a language-model head (AutoModelForCausalLM), bare or in PEFT."
     )
 
 
@@ -128,8 +128,8 @@ def check_trainable(parts: ModelParts) -> None:
     embedding = parts.causal_lm.get_input_embeddings()
     if getattr(embedding, "neftune_noise_alpha", None):
         raise UnsupportedModelError(
-            "neftune_noise_alpha scales its noise by the length of what is embedded, which would be "
-            "the chunk and not the sequence. Train without NEFTune."
+            "neftune_noise_alpha scales its noise by the length of what is embedded, which would "
+            "be the chunk and not the sequence. Train without NEFTune."
         )
 
 
@@ -154,8 +154,8 @@ def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
         reason = "some of its layers read the keys of another layer (num_kv_shared_layers)"
     if reason is not None:
         raise UnsupportedModelError(
-            f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or choose "
-            "a family from the README's table (run `sppo check MODEL` to test one)."
+            f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
+            "choose a family from the README's table (run `sppo check MODEL` to test one)."
         )
 
 
