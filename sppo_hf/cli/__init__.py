@@ -1,1 +1,29 @@
-"""The `sppo` command line; nothing may import it, and it does its work through the rooms below."""
+"""The `sppo` command line; nothing may import it, and it does its work through the rooms below.
+
+Commands import torch and Transformers when they run, so that `sppo --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from sppo_hf.cli.check import check
+
+app = typer.Typer(
+    name="sppo",
+    help="Exact long-context fine-tuning of Hugging Face models, chunk by chunk.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(check)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `check` a subcommand while it is the only one."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

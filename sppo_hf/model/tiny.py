@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,6 +39,12 @@ __all__ = [
 
 VOCAB_SIZE = 97
 """Tokens a tiny model knows; odd, so that nothing divides it by luck."""
+
+# What model and configuration classes raise when shrunk settings do not fit together.
+_BUILD_ERRORS = (
+    *(TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
+    StrictDataclassError,
+)
 
 _LAYERS = 3
 _HEAD_SIZE = 8
@@ -107,8 +114,11 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
         has), few heads and experts, windows of 8 tokens, rotary scaling past 16, no dropout.
     """
     original = config.to_dict()
-    stored = {*original, *config.attribute_map}
-    settings = {name: value for name, value in _SIZES.items() if name in stored}
+    settings = {
+        _stored_name(config, name): value
+        for name, value in _SIZES.items()
+        if _stored_name(config, name) in original
+    }
     for name, value in original.items():
         is_rate = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
         if is_rate and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -118,7 +128,7 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
     if isinstance(original.get("head_dim"), int):
         settings["head_dim"] = _HEAD_SIZE
     if "kv_lora_rank" in original:
-        settings["num_key_value_heads"] = settings["num_attention_heads"]
+        settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
     layers = getattr(config, "num_hidden_layers", None)
     for name, value in original.items():
         if isinstance(value, list) and layers and len(value) == layers and layers > _LAYERS:
@@ -127,6 +137,11 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
     if isinstance(rope, dict):
         settings["rope_parameters"] = _shrink_rope(rope)
     return settings
+
+
+def _stored_name(config: PretrainedConfig, name: str) -> str:
+    """The field behind an alias such as GPT-2's `hidden_size`; two names of one field conflict."""
+    return config.attribute_map.get(name, name)
 
 
 def _one_of_each(values: Sequence[Any]) -> list[Any]:
@@ -171,8 +186,11 @@ def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
         ) from error
     settings = shrink(default)
     for field, value in {**family.overrides, **overrides}.items():
-        settings[field] = value
-    return AutoConfig.for_model(family.model_type, **settings)
+        settings[_stored_name(default, field)] = value
+    try:
+        return AutoConfig.for_model(family.model_type, **settings)
+    except (ValueError, *_BUILD_ERRORS) as error:
+        raise _not_buildable(family.model_type, error) from error
 
 
 def build_tiny_model(
@@ -209,13 +227,22 @@ def model_from_config(
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **kwargs)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
-                raise
+                raise _not_buildable(config.model_type, error) from error
             raise ConfigError(
                 f"model type {config.model_type!r} has no causal language model in Transformers;"
                 " only decoder-only causal language models can be fine-tuned"
             ) from error
+        except _BUILD_ERRORS as error:
+            raise _not_buildable(config.model_type, error) from error
         randomise(model)
     return model.to(dtype).train()
+
+
+def _not_buildable(model_type: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"no tiny {model_type!r} can be built from shrunk settings"
+        f" ({type(error).__name__}: {error}); save a small model of it and give its folder"
+    )
 
 
 def _has_experts(config: PretrainedConfig) -> bool:

@@ -1,0 +1,103 @@
+"""Run the exactness harness over all tiny families and write the README's table of them.
+
+`python recipes/tools/family_table.py` prints Markdown, `--output FILE` writes it; names as
+arguments choose families. The exit code is 1 if any family is neither exact nor refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import transformers
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.check import CheckResult, check_model
+from sppo_hf.model.tiny_families import FAMILIES
+
+TOKENS = 29
+SETTINGS = (
+    SPPOConfig(num_chunks=1, recompute="full", offload="none"),
+    SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 11, 1), recompute="none", offload="full"),
+    SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 11, 1), recompute="full", offload="none"),
+    SPPOConfig(chunk_lengths=(1,) * TOKENS, recompute="full", offload="full", min_offload_size=1),
+)
+
+
+class Row(NamedTuple):
+    """One family in the table."""
+
+    name: str
+    feature: str
+    status: str
+    error: float
+    reason: str
+
+
+def check_family(name: str) -> Row:
+    """The worst of several chunkings and modes, or the reason of the refusal."""
+    feature = FAMILIES[name].feature
+    results: list[CheckResult] = []
+    for settings in SETTINGS:
+        try:
+            result = check_model(name, settings, tokens=TOKENS)
+        except ConfigError as error:
+            return Row(name, feature, "refused", 0.0, _short(str(error)))
+        if result.status == "refused":
+            return Row(name, feature, "refused", 0.0, _short(result.reason))
+        results.append(result)
+    worst = max(results, key=lambda result: result.error or 0.0)
+    status = "exact" if all(result.status == "exact" for result in results) else "NOT EXACT"
+    return Row(name, feature, status, worst.error or 0.0, "")
+
+
+def _short(reason: str) -> str:
+    """The reason alone: neither the model's name in front nor the remedy behind."""
+    reason = re.split(r"\. (?:Train|Set|sppo_hf|Load)|; (?:only|save)", reason)[0]
+    reason = re.sub(r"^\w+ cannot (?:be trained|run) chunk by chunk: ", "", reason)
+    return re.sub(r"^\w+: ", "", reason).replace("|", r"\|")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Two tables: what is exact, and what is refused and why."""
+    lines = [
+        "| family | what it exercises | worst relative error, float64 |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        if row.status != "refused":
+            mark = "" if row.status == "exact" else " **NOT EXACT**"
+            lines.append(f"| {row.name} | {row.feature} | {row.error:.0e}{mark} |")
+    lines += ["", "| refused | reason |", "|---|---|"]
+    lines += [f"| {row.name} | {row.reason} |" for row in rows if row.status == "refused"]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and write; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("families", nargs="*", default=None, help="default: all")
+    parser.add_argument("--output", type=Path, help="file to write; default: standard output")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.families or ()) - set(FAMILIES))
+    if unknown:
+        parser.error(f"unknown families {unknown}; known: {', '.join(FAMILIES)}")
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for name in options.families or FAMILIES:
+        rows.append(check_family(name))
+        print(f"{name}: {rows[-1].status}", file=sys.stderr, flush=True)
+    if options.output is None:
+        print(markdown(rows), end="")
+    else:
+        options.output.write_text(markdown(rows), encoding="utf-8")
+    return int(any(row.status == "NOT EXACT" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

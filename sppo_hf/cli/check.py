@@ -1,0 +1,145 @@
+"""`sppo check MODEL`: is this family exact under chunks? Loss and every gradient, in numbers.
+
+Only arguments and the printed table; the comparison is `sppo_hf.model.check`. Torch is imported
+when the command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import SPPOError
+
+if TYPE_CHECKING:
+    from sppo_hf.model.check import CheckResult
+
+EXIT_CODES = {"exact": 0, "not exact": 1, "refused": 2}
+BAD_INPUT = 2
+
+
+class Dtype(StrEnum):
+    """Weights' dtype; a choice on the command line."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Mode(StrEnum):
+    """Setting of `recompute` and `offload`; a choice on the command line."""
+
+    auto = "auto"
+    none = "none"
+    full = "full"
+
+
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A Transformers model type (llama, qwen3, ...), a local model folder, a"
+            " config.json, or a hub id (only its configuration is read)."
+        ),
+    ],
+    chunks: Annotated[
+        str,
+        typer.Option(help="Number of chunks, or their lengths in tokens: 9,6,14."),
+    ] = "4",
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences, in tokens.")] = 29,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            help="float64 and float32 compare directly, bfloat16 compares distances from float32."
+        ),
+    ] = Dtype.float64,
+    recompute: Annotated[Mode, typer.Option(help="Mode under test.")] = Mode.full,
+    offload: Annotated[Mode, typer.Option(help="Mode under test.")] = Mode.full,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Compare loss and all gradients of a small MODEL with and without sppo_hf.
+
+    Exit code 0: exact. 1: not exact. 2: refused, or bad input.
+    """
+    try:
+        config = SPPOConfig(
+            **_chunks(chunks), recompute=recompute.value, offload=offload.value, min_offload_size=1
+        )
+        result = _run(model, config, tokens, dtype)
+    except SPPOError as error:
+        if as_json:
+            typer.echo(json.dumps({"name": model, "status": "bad input", "reason": str(error)}))
+        else:
+            _console(stderr=True).print(f"[red]bad input[/red] {error}", highlight=False)
+        raise typer.Exit(BAD_INPUT) from error
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result)))
+    else:
+        _print(result, tokens)
+    raise typer.Exit(EXIT_CODES[result.status])
+
+
+def _chunks(text: str) -> dict[str, Any]:
+    """`num_chunks` or `chunk_lengths` from "4" or "9,6,14".
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is neither a number of chunks (4) nor lengths in tokens (9,6,14)",
+            param_hint="--chunks",
+        ) from None
+    return {"num_chunks": numbers[0]} if len(numbers) == 1 else {"chunk_lengths": numbers}
+
+
+def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResult:
+    import torch
+    import transformers
+
+    from sppo_hf.model.check import check_model
+
+    transformers.logging.set_verbosity_error()
+    return check_model(model, config, tokens=tokens, dtype=getattr(torch, dtype.value))
+
+
+def _console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, soft_wrap=True)
+
+
+def _print(result: CheckResult, tokens: int) -> None:
+    """The result as a table, the verdict in its title."""
+    colour = {"exact": "green", "not exact": "red", "refused": "yellow"}[result.status]
+    table = Table(
+        title=f"{result.name}: [{colour}]{result.status}[/{colour}]",
+        title_justify="left",
+        show_header=False,
+    )
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    weights = "tiny random weights" if result.random_weights else "its own weights"
+    table.add_row(
+        "model", f"{result.model_class}, {result.num_parameters:,} parameters ({weights})"
+    )
+    if result.status == "refused":
+        table.add_row("reason", result.reason)
+    else:
+        chunks = "" if result.num_chunks is None else f" in {result.num_chunks} chunks"
+        table.add_row("run", f"2 rows of {tokens} tokens{chunks}, {result.dtype}")
+        table.add_row("loss", f"{result.loss:.12g} (unmodified model {result.reference_loss:.12g})")
+        kind = "worst error" if result.worst_parameters else "distance from float32"
+        table.add_row(kind, f"{result.error:.2e} (allowed {result.allowed:.2e})")
+        for index, (name, error) in enumerate(result.worst_parameters):
+            table.add_row("worst parameters" if index == 0 else "", f"{name}  {error:.2e}")
+    _console().print(table)

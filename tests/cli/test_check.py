@@ -1,0 +1,125 @@
+"""`sppo check`: verdict, exit code, JSON, and errors that name the remedy; and a quick start."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from sppo_hf.cli import app
+from sppo_hf.model import check as check_module
+from sppo_hf.model.exactness import Gradients
+from sppo_hf.model.tiny import build_tiny_model
+
+
+def _check(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["check", *arguments], terminal_width=200)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def _json(*arguments: str) -> tuple[int, Mapping[str, Any]]:
+    code, out, _ = _check(*arguments, "--json")
+    return code, json.loads(out)
+
+
+def test_an_exact_family() -> None:
+    code, out, _ = _check("llama", "--chunks", "3")
+    assert code == 0
+    assert "exact" in out
+    assert "LlamaForCausalLM" in out
+    assert "in 3 chunks" in out
+    assert ".weight" in out, "the worst parameter is named"
+
+
+def test_json_says_the_same() -> None:
+    code, result = _json("mistral", "--chunks", "9,6,14", "--recompute", "none")
+    assert code == 0
+    assert result["status"] == "exact"
+    assert result["num_chunks"] == 3
+    assert result["error"] <= result["allowed"] == 1e-9
+    assert len(result["worst_parameters"]) == 5
+
+
+def test_a_refused_family() -> None:
+    code, out, _ = _check("mamba")
+    assert code == 2
+    assert "recurrent" in out
+
+
+def test_a_model_that_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = check_module.compare
+
+    def spoilt(model: Any, batch: Any, config: Any) -> Any:
+        zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        return real(model, batch, config, reference=Gradients(1.0, zeros))
+
+    monkeypatch.setattr(check_module, "compare", spoilt)
+    code, result = _json("llama")
+    assert code == 1
+    assert result["status"] == "not exact"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lower_precision(dtype: str) -> None:
+    code, result = _json("llama", "--dtype", dtype, "--tokens", "64")
+    assert code == 0, result
+    assert result["dtype"] == dtype
+    assert 1e-9 < result["error"] <= result["allowed"]
+
+
+def test_a_local_model_keeps_its_weights(tmp_path: Path) -> None:
+    build_tiny_model("qwen3", dtype=torch.float32).save_pretrained(tmp_path)
+    code, result = _json(str(tmp_path))
+    assert code == 0, result
+    assert result["random_weights"] is False
+    assert result["model_class"] == "Qwen3ForCausalLM"
+
+
+def test_a_large_configuration_is_shrunk(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma2").save_pretrained(tmp_path)
+    for name in (tmp_path, tmp_path / "config.json"):
+        code, result = _json(str(name))
+        assert code == 0, result
+        assert result["random_weights"] is True
+        assert result["num_parameters"] < 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_family"], "no_such_family"),
+        (["t5"], "no causal language model"),
+        (["/no/such/folder"], "no file or folder"),
+        (["llama", "--chunks", "40"], "num_chunks=40"),
+        (["llama", "--chunks", "9,9"], "chunk_lengths"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str) -> None:
+    code, _, err = _check(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    code, result = _json(*arguments)
+    assert code == 2
+    assert message in result["reason"]
+
+
+def test_chunks_that_are_no_numbers() -> None:
+    code, _, err = _check("llama", "--chunks", "x")
+    assert code == 2
+    assert "--chunks" in err
+
+
+def test_help_does_not_import_torch() -> None:
+    script = (
+        "import sys; from typer.testing import CliRunner; from sppo_hf.cli import app;"
+        "result = CliRunner().invoke(app, ['check', '--help']); assert result.exit_code == 0;"
+        "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

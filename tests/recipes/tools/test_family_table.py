@@ -1,0 +1,40 @@
+"""The README's table of families: what is exact, what is refused and why, and the exit code."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.tools import family_table
+from recipes.tools.family_table import Row, main, markdown
+
+
+def test_exact_and_refused_families_get_their_tables(tmp_path: Path) -> None:
+    output = tmp_path / "table.md"
+    assert main(["llama", "mamba", "t5", "--output", str(output)]) == 0
+    text = output.read_text()
+    assert "| llama | GQA | " in text
+    assert "e-15 |" in text or "e-16 |" in text or "e-14 |" in text
+    assert "| mamba | it has recurrent layers" in text
+    assert "| t5 | model type 't5' has no causal language model" in text
+
+
+def test_a_family_that_is_not_exact_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        family_table, "check_family", lambda name: Row(name, "", "NOT EXACT", 1e-3, "")
+    )
+    assert main(["llama"]) == 1
+    assert "| 1e-03 **NOT EXACT** |" in capsys.readouterr().out
+
+
+def test_reasons_lose_the_remedy_and_keep_the_table_whole() -> None:
+    reason = "XForCausalLM cannot be trained chunk by chunk: it is a|b. Train it without sppo_hf."
+    assert family_table._short(reason) == r"it is a\|b"
+    assert markdown([Row("x", "", "refused", 0.0, "it is")]).endswith("| x | it is |\n")
+
+
+def test_unknown_families_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["no_such_family"])
+    assert "no_such_family" in capsys.readouterr().err
