@@ -188,7 +188,7 @@ def _peak_flops(device: torch.device) -> float | None:
 
 
 def _memory_numbers(device: torch.device) -> dict[str, float]:
-    numbers = {"sppo/host_rss_bytes": psutil.Process().memory_info().rss}
+    numbers: dict[str, float] = {"sppo/host_rss_bytes": psutil.Process().memory_info().rss}
     if device.type == "cuda":
         numbers["sppo/device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return numbers

@@ -55,12 +55,16 @@ def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [SETTINGS, {**SETTINGS, "recompute": "none"}],
-    ids=["recompute", "keep"],
+    ("settings", "tied"),
+    [
+        (SETTINGS, False),
+        ({**SETTINGS, "recompute": "none", "loss_tile_tokens": 3}, False),
+        ({**SETTINGS, "offload": "full", "min_offload_size": 1}, True),
+    ],
+    ids=["recompute", "keep", "offload-tied"],
 )
-def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings):
-    job = {"kind": "fsdp2"}
+def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
+    job = {"kind": "fsdp2", "tied": tied}
     ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")

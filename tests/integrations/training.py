@@ -13,7 +13,7 @@ VOCABULARY = 64
 ROW_TOKENS = 24
 
 
-def make_model(seed: int = 0) -> LlamaForCausalLM:
+def make_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Build a two-layer Llama in float32; the same seed gives the same weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -24,6 +24,7 @@ def make_model(seed: int = 0) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
+        **changes,
     )
     return LlamaForCausalLM(config)
 

@@ -68,7 +68,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
             state_dict_type="SHARDED_STATE_DICT",
         )
     accelerator = Accelerator(fsdp_plugin=sharding, parallelism_config=plugin)
-    model = make_model()
+    model = make_model(tie_word_embeddings=job.get("tied", False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
