@@ -157,7 +157,8 @@ class SPPOCallback(TrainerCallback):
             return
         tokens = self._meter.tokens
         if args.world_size > 1:
-            tokens = int(reduce(torch.tensor(tokens, device=args.device), reduction="sum").item())
+            summed: Any = reduce(torch.tensor(tokens, device=args.device), reduction="sum")
+            tokens = int(summed.item())
         self._world_tokens = tokens
 
 

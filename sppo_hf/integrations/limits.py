@@ -6,7 +6,7 @@ This file knows the launch modes of Accelerate; it changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DistributedType, DynamoBackend
 
@@ -65,12 +65,14 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
                 "The Accelerator runs FSDP version 1",
                 "set fsdp_version: 2 (TrainingArguments: fsdp_config={'version': 2})",
             )
-        if accelerator.state.fsdp_plugin.activation_checkpointing:
+        fsdp: Any = accelerator.state.fsdp_plugin
+        if fsdp.activation_checkpointing:
             _refuse(
                 "FSDP's activation_checkpointing is on, and SPPO recomputes by itself",
                 "switch fsdp_activation_checkpointing off and set SPPO's recompute instead",
             )
-    backend = accelerator.state.dynamo_plugin.backend
+    dynamo: Any = accelerator.state.dynamo_plugin
+    backend = dynamo.backend
     if backend != DynamoBackend.NO:
         _refuse(
             f"torch.compile is on (dynamo backend {backend.value})",

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from accelerate import ParallelismConfig
 from accelerate.utils import extract_model_from_parallel
@@ -124,8 +124,8 @@ class SPPOPlugin(ParallelismConfig):
         Returns:
             The model itself, as it was before. A model that was never converted is returned as is.
         """
-        inner: ModelT = extract_model_from_parallel(model)
-        return revert(without_mixed_precision_wrapper(inner))
+        inner: Any = extract_model_from_parallel(model)
+        return revert(cast("ModelT", without_mixed_precision_wrapper(inner)))
 
     @property
     def observer(self) -> ObserverHub:
@@ -198,7 +198,8 @@ class SPPOPlugin(ParallelismConfig):
             # Accelerate would fall back to plain replication here, which FSDP2 cannot shard over.
             self._set_size("dp_shard", accelerator.num_processes)
             self.device_mesh = None
-            accelerator.state.device_mesh = self.get_device_mesh(accelerator.device.type)
+            state: Any = accelerator.state
+            state.device_mesh = self.get_device_mesh(accelerator.device.type)
         super()._validate_accelerator(accelerator)
         attach(accelerator, self)
         offer_callback(accelerator, self)

@@ -157,7 +157,9 @@ def read_call(
         past_key_values=past_key_values,
         logits_to_keep=given.pop("logits_to_keep", 0),
         uses_cache=past_key_values is not None or bool(use_cache),
-        return_dict=parts.causal_lm.config.return_dict if return_dict is None else return_dict,
+        return_dict=bool(
+            parts.causal_lm.config.return_dict if return_dict is None else return_dict
+        ),
     )
     for name, value in given.items():
         if value is None or name in ("input_ids", "inputs_embeds"):

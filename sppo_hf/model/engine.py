@@ -123,6 +123,7 @@ class Engine:
             ignore_index=call.ignore_index,
             keep_logits=self.config.return_logits,
             fused=fused_tile(self.parts, self._head, call.device),
+            head_in_backward=self.parts.is_sharded(),
         )
         counts = _labelled_chunks(layout, plan)
         groups = list(call.row_groups(self.config))
@@ -299,14 +300,15 @@ class Engine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""
-        fresh = Engine(
+        fresh = memo[id(self)] = Engine.__new__(Engine)  # first: the layers' hooks refer to us
+        Engine.__init__(
+            fresh,
             copy.deepcopy(self.parts, memo),
             self.config,
             self.observer,
             copy.deepcopy(self.original_forward, memo),
         )
         fresh.enabled = self.enabled
-        memo[id(self)] = fresh
         return fresh
 
     def _warn_once(self, key: str, message: str) -> None:

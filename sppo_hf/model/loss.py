@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.errors import SPPOError
 
@@ -48,6 +49,7 @@ class ChunkedLoss:
         ignore_index: int = -100,
         keep_logits: bool = False,
         fused: TileKernel | None = None,
+        head_in_backward: bool = False,
     ) -> None:
         """Start a sum.
 
@@ -58,12 +60,15 @@ class ChunkedLoss:
             ignore_index: The label that does not count.
             keep_logits: Whether to keep every chunk's logits (detached) in `logits`.
             fused: A kernel that does head and loss of a tile at once, or None.
+            head_in_backward: Whether the head's gradients must come out of the ordinary backward,
+                as FSDP2 demands; each tile's logits are then computed a second time there.
         """
         self._head = head
         self._trainable = [p for p in parameters if p.requires_grad]
         self._tile_tokens = tile_tokens
         self._ignore_index = ignore_index
         self._fused = fused
+        self._head_in_backward = head_in_backward
         self._head_grads: list[Tensor | None] = [None] * len(self._trainable)
         self.scale = 1.0
         self.logits: list[Tensor] | None = [] if keep_logits else None
@@ -78,8 +83,42 @@ class ChunkedLoss:
                 the head's parameters, for all chunks; it is the first to run in backward.
         """
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
+        if grad and self._head_in_backward:
+            return self._checkpointed(hidden_BCD, labels_BC)
         parameters = self._trainable if last else []
         return _TiledLoss.apply(hidden_BCD, labels_BC, self, grad, *parameters)
+
+    def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
+        """Summed loss by plain autograd, whose backward runs the head again tile by tile.
+
+        FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
+        them when a backward ends; a backward of our own inside forward would free them too early.
+        """
+        hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
+        labels_M = labels_BC.reshape(-1)
+        losses, logits = [], []
+        for start in range(0, hidden_MD.shape[0], self._tile_tokens):
+            tile = slice(start, start + self._tile_tokens)
+            loss, logits_MV = checkpoint(
+                self._tile_loss, hidden_MD[tile], labels_M[tile], use_reentrant=False
+            )
+            losses.append(loss)
+            logits += [logits_MV.detach()] if self.logits is not None else []
+        if self.logits is not None:
+            self.logits.append(torch.cat(logits).view(*labels_BC.shape, -1))
+        return torch.stack(losses).sum()
+
+    def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        logits_MV = self._head(hidden_MD[None])[0]
+        # Transformers computes the loss in float32; wider models keep their width.
+        wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        loss = F.cross_entropy(
+            wide_MV,
+            labels_M.to(wide_MV.device),
+            ignore_index=self._ignore_index,
+            reduction="sum",
+        )
+        return loss, logits_MV
 
     def tiles(
         self, hidden_BCD: Tensor, labels_BC: Tensor, grad: bool
@@ -94,7 +133,7 @@ class ChunkedLoss:
             tile = slice(start, start + self._tile_tokens)
             loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad)
             total = loss if total is None else total + loss
-            if dhidden_MD is not None:
+            if dhidden_MD is not None and dtile is not None:
                 dhidden_MD[tile] = dtile
             if self.logits is not None:
                 logits.append(logits_MV.detach())
@@ -114,13 +153,7 @@ class ChunkedLoss:
                 return loss, dhidden_MD, hidden_MD
         with torch.set_grad_enabled(grad):
             leaf_MD = hidden_MD.detach().requires_grad_(grad)
-            logits_MV = self._head(leaf_MD[None])[0]
-            # Transformers computes the loss in float32; wider models keep their width.
-            wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-            labels_M = labels_M.to(wide_MV.device)
-            loss = F.cross_entropy(
-                wide_MV, labels_M, ignore_index=self._ignore_index, reduction="sum"
-            )
+            loss, logits_MV = self._tile_loss(leaf_MD, labels_M)
             if not grad:
                 return loss, None, logits_MV
             self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
@@ -144,7 +177,8 @@ class ChunkedLoss:
 
     def take_head_grads(self) -> list[Tensor | None]:
         """Hand over the summed gradients of the head's trainable parameters (once)."""
-        grads, self._head_grads = self._head_grads, [None] * len(self._head_grads)
+        grads = self._head_grads
+        self._head_grads = [None] * len(grads)
         return grads
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,7 @@ class RecomputedFrame:
         self._again: dict[int, Tensor] | None = None
         self._stash: tuple[_Holder, _Holder] | None = None
         self._hidden: _Holder | None = None
+        self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._hooks: Any = None
         self._recomputing: tuple[Tensor, Tensor] | None = None
 
@@ -133,8 +134,8 @@ class RecomputedFrame:
         hidden = args[0] if args else kwargs["hidden_states"]
         self._hidden_requires_grad = hidden.requires_grad
         self._hidden = self._hold(hidden.detach())
-        rest_args, rest_kwargs = _without_hidden(args, kwargs)
-        self._rest = tree_map_only(Tensor, _detach, (rest_args, rest_kwargs))
+        rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
+        self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._context = _Context(hidden.device)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
@@ -166,10 +167,10 @@ class RecomputedFrame:
         """Attention's `(out, lse)` while the layer is recomputed, None in the first forward."""
         return self._recomputing
 
-    def put(self, out: Tensor, lse: Tensor) -> None:
+    def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Keep attention's results of the first forward, unless nothing will be recomputed."""
         if self._hooks is not None:
-            self._stash = (self._hold(out), self._hold(lse))
+            self._stash = (self._hold(out_BNCH), self._hold(lse_BNC))
 
     def _hold(self, tensor: Tensor) -> _Holder:
         return _Kept(tensor) if self._offload is None else _Offloaded(self._offload, tensor)

@@ -41,6 +41,10 @@ class ModelParts:
         """The config that describes the decoder."""
         return self.causal_lm.config.get_text_config(decoder=True)
 
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model; it gives the modules it manages an `unshard` method."""
+        return any(callable(getattr(m, "unshard", None)) for m in self.causal_lm.modules())
+
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that logits depend on beyond the base model's hidden states."""
         seen: dict[int, nn.Parameter] = {}
@@ -59,7 +63,7 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: If there is none.
     """
-    seen: nn.Module = model
+    seen: Any = model
     for _ in range(4):
         if isinstance(seen, PreTrainedModel):
             return seen

@@ -39,7 +39,7 @@ class Span:
     @classmethod
     def of(cls, tensor: Tensor) -> Span:
         """The bytes from the first to the last element of `tensor` (strided, at least one)."""
-        first = tensor.storage_offset()
+        first = int(tensor.storage_offset())
         last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         item = tensor.element_size()
         return cls(first * item, (last + 1 - first) * item)
@@ -148,7 +148,7 @@ class OffloadedTensor:
     @classmethod
     def moved(cls, tensor: Tensor, owner: Owner, label: object) -> OffloadedTensor:
         """A handle for a view whose bytes `owner` holds."""
-        start_byte = tensor.storage_offset() * tensor.element_size()
+        start_byte = int(tensor.storage_offset()) * tensor.element_size()
         return cls(tensor.shape, tensor.stride(), start_byte, tensor.dtype, owner, None, 0, label)
 
     @classmethod

@@ -1,0 +1,71 @@
+"""Pieces: every visible (query, key) pair is in exactly one piece, and no hidden pair is in any."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo_hf.attention.pieces import RowSpans, chunk_pieces
+
+
+def _visible(spans: RowSpans, query: int, key: int, window: int | None) -> bool:
+    if key > query or key >= spans.valid_tokens:
+        return False
+    if window is not None and key <= query - window:
+        return False
+    start = max(s for s, _ in spans.documents if s <= query)
+    return key >= start
+
+
+@st.composite
+def _problems(draw):
+    total = draw(st.integers(1, 24))
+    packed = draw(st.booleans())
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        if packed:
+            starts = sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=4))})
+            documents = tuple(zip(starts, [*starts[1:], total], strict=True))
+            rows.append(RowSpans(documents, total))
+        else:
+            rows.append(RowSpans(((0, total),), draw(st.integers(0, total))))
+    start = draw(st.integers(0, total - 1))
+    end = draw(st.integers(start + 1, total))
+    return tuple(rows), start, end, draw(st.one_of(st.none(), st.integers(1, total + 2)))
+
+
+@given(_problems())
+def test_pieces_cover_exactly_what_is_visible(problem):
+    rows, start, end, window = problem
+    covered: dict[tuple[int, int, int], int] = {}
+    for piece in chunk_pieces(start, end, rows, window=window):
+        assert start <= piece.q_start < piece.q_end <= end
+        assert piece.k_start < piece.k_end
+        for row in range(len(rows)) if piece.row is None else [piece.row]:
+            for query in range(piece.q_start, piece.q_end):
+                for key in range(piece.k_start, min(piece.k_end, query + 1)):
+                    if window is None or key > query - window:
+                        pair = (row, query, key)
+                        covered[pair] = covered.get(pair, 0) + 1
+    expected = {
+        (row, query, key): 1
+        for row, spans in enumerate(rows)
+        for query in range(start, end)
+        for key in range(end)
+        if _visible(spans, query, key, window)
+    }
+    assert covered == expected
+
+
+def test_plain_rows_are_one_piece_cut_at_the_window():
+    (piece,) = chunk_pieces(8, 12, None, window=3)
+    assert (piece.row, piece.q_start, piece.q_end, piece.k_start, piece.k_end) == (
+        None,
+        8,
+        12,
+        6,
+        12,
+    )
+
+
+def test_rows_that_are_alike_share_one_piece():
+    spans = RowSpans(((0, 4), (4, 9)), 9)
+    assert all(piece.row is None for piece in chunk_pieces(0, 9, (spans, spans), window=None))

@@ -1,0 +1,101 @@
+"""The tiled loss against cross-entropy on whole logits: values, gradients, tiles, scales."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sppo_hf import SPPOError
+from sppo_hf.model.loss import ChunkedLoss, divide_loss
+
+D, V = 6, 11
+
+
+def _problem(dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    head = nn.Linear(D, V).to(dtype)
+    hidden = torch.randn(2, 9, D).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, (2, 9))
+    labels[0, 3:6] = -100
+    return head, hidden, labels
+
+
+def _chunked(head, hidden, labels, *, tile, bounds=((0, 4), (4, 9)), divisor=None, **kwargs):
+    loss = ChunkedLoss(
+        lambda h: torch.tanh(head(h)), list(head.parameters()), tile_tokens=tile, **kwargs
+    )
+    parts = [
+        loss.add(hidden[:, start:end], labels[:, start:end], last=end == bounds[-1][1])
+        for start, end in bounds
+    ]
+    count = (labels != -100).sum()
+    total = torch.stack(parts).sum()
+    return divide_loss(total, count, count if divisor is None else divisor), loss
+
+
+def _whole(head, hidden, labels):
+    logits = torch.tanh(head(hidden))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize("tile", [1, 3, 64])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias")])
+def test_equals_cross_entropy_on_whole_logits(tile, frozen):
+    head, hidden, labels = _problem()
+    for name in frozen:
+        getattr(head, name).requires_grad_(False)
+    leaves = [hidden, *(p for p in head.parameters() if p.requires_grad)]
+    expected, _ = _whole(head, hidden, labels)
+    ours, _ = _chunked(head, hidden, labels, tile=tile)
+    torch.testing.assert_close(ours, expected)
+    expected_grads = torch.autograd.grad(3 * expected, leaves)
+    for mine, theirs in zip(torch.autograd.grad(3 * ours, leaves), expected_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_no_label_at_all_is_nan_with_zero_gradients_as_in_pytorch():
+    head, hidden, labels = _problem()
+    labels.fill_(-100)
+    expected, _ = _whole(head, hidden, labels)
+    ours, _ = _chunked(head, hidden, labels, tile=4)
+    assert expected.isnan()
+    assert ours.isnan()
+    for gradient in torch.autograd.grad(ours, [hidden, head.weight]):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_frozen_everything_but_the_head_still_trains_the_head():
+    head, hidden, labels = _problem()
+    hidden = hidden.detach()
+    expected = torch.autograd.grad(_whole(head, hidden, labels)[0], head.weight)[0]
+    ours = torch.autograd.grad(_chunked(head, hidden, labels, tile=4)[0], head.weight)[0]
+    torch.testing.assert_close(ours, expected)
+
+
+def test_kept_logits_are_the_models():
+    head, hidden, labels = _problem()
+    _, loss = _chunked(head, hidden, labels, tile=2, keep_logits=True)
+    assert loss.logits is not None
+    torch.testing.assert_close(torch.cat(loss.logits, 1), _whole(head, hidden, labels)[1])
+
+
+def test_small_float16_probabilities_keep_their_gradient():
+    # p = 3e-8 for every wrong label: below float16's smallest number, so its gradient is lost
+    # unless the loss is scaled while the gradient is in float16.
+    head = nn.Linear(2, 3, bias=False, dtype=torch.float16)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[17.0, 0.0], [0.0, 1.0], [0.0, 1.0]]))
+    hidden = torch.tensor([[[1.0, 0.0]]], dtype=torch.float16, requires_grad=True)
+    loss = ChunkedLoss(head, list(head.parameters()), tile_tokens=8)
+    total = loss.add(hidden, torch.tensor([[0]]), last=True)
+    assert loss.scale == 1024.0
+    (gradient,) = torch.autograd.grad(total * 65536.0, hidden)
+    expected = 65536 * 2.0 * torch.exp(torch.tensor(-17.0))
+    torch.testing.assert_close(gradient.float()[0, 0, 1], expected, rtol=0.05, atol=0)
+
+
+def test_second_backward_is_a_clear_error():
+    value, _ = _chunked(*_problem(), tile=4)
+    value.backward(retain_graph=True)
+    with pytest.raises(SPPOError, match="backward ran twice"):
+        value.backward()

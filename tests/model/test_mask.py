@@ -1,0 +1,31 @@
+"""Masks are understood by asking them; what is neither causal nor a causal window is refused."""
+
+import pytest
+import torch
+from transformers import masking_utils as masks
+
+from sppo_hf import UnsupportedModelError
+from sppo_hf.model.mask import MaskMeaning, mask_meaning
+from sppo_hf.model.tiny import tiny_config
+
+
+def test_causal_has_no_window():
+    assert mask_meaning(mask_function=masks.causal_mask_function) == MaskMeaning(None)
+
+
+@pytest.mark.parametrize("window", [1, 2, 8, 4096, 131072])
+def test_window_is_read_off_the_mask(window):
+    function = masks.sliding_window_causal_mask_function(window)
+    assert mask_meaning(mask_function=function) == MaskMeaning(window)
+
+
+@pytest.mark.parametrize("function", [
+    masks.bidirectional_mask_function,
+    masks.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.long)),
+    masks.or_masks(masks.causal_mask_function, lambda b, h, q, k: k == q + 1),
+    masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k % 2 == q % 2),
+    masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k != q),
+], ids=["bidirectional", "chunked", "looks ahead", "every other", "not itself"])  # fmt: skip
+def test_other_masks_are_refused(function):
+    with pytest.raises(UnsupportedModelError, match="llama: its attention mask is neither causal"):
+        mask_meaning(mask_function=function, config=tiny_config("llama"))
