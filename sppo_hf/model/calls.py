@@ -23,6 +23,8 @@ from sppo_hf.model.structure import ModelParts
 
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_HEAD_ARGUMENTS = ("fused_lm_head",)
+"""Keywords by which TRL asks the head that it put on the model for log-probabilities in tiles."""
 _OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -41,6 +43,8 @@ class ForwardCall:
     ignore_index: int
     loss_arguments: dict[str, Any]
     """As the caller gave them, for a loss that the model itself computes."""
+    head_arguments: dict[str, Any]
+    """For a head that somebody put on the model; it then gets the whole hidden states."""
     constants: dict[str, Any]
     switched_on: tuple[str, ...]
     past_key_values: Any
@@ -152,6 +156,7 @@ def read_call(
         num_items_in_batch=loss_arguments.get("num_items_in_batch"),
         ignore_index=ignore_index,
         loss_arguments=loss_arguments,
+        head_arguments={n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)},
         constants={},
         switched_on=tuple(n for n, value in switches.items() if value),
         past_key_values=past_key_values,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.attention.backends.base import Backend, Requirement
 from sppo_hf.attention.backends.select import select_backend
@@ -92,7 +92,7 @@ class Engine:
         output = self._run(call)
         return output if call.return_dict else output.to_tuple()
 
-    def _run(self, call: ForwardCall) -> CausalLMOutputWithPast:
+    def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
         layout = read_layout(
             batch_rows=call.batch_rows,
@@ -105,10 +105,13 @@ class Engine:
         )
         plan = self.plan(call.batch_rows, call.total_tokens, call.device)
         watch = _Watch(self, plan, began)
-        if call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
+        if call.head_arguments:
+            output = self._whole_head(call, layout, plan, watch)
+        elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
             output = self._loss(call, layout, plan, watch)
         else:
-            output = self._whole_logits(call, layout, plan, watch)
+            self._warn_of_whole_logits(call)
+            output = self._whole_head(call, layout, plan, watch)
         watch.forward_done(output)
         return output
 
@@ -141,10 +144,17 @@ class Engine:
         value = divide_loss(total, count, call.divisor(count))
         return CausalLMOutputWithPast(loss=value, logits=self._kept_logits(loss, groups, plan))
 
-    def _whole_logits(
+    def _whole_head(
         self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: _Watch
-    ) -> CausalLMOutputWithPast:
-        """Chunked layers, then the model's own head (and loss) over the whole sequence."""
+    ) -> ModelOutput:
+        """Chunked layers, then the head (and loss) that is there over the whole sequence."""
+        rows = []
+        for group in call.row_groups(self.config):
+            chunks = self._hidden(call, layout, plan, watch, group, skip_padding=False)
+            rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
+        return self._head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
+
+    def _warn_of_whole_logits(self, call: ForwardCall) -> None:
         vocab = self.parts.text_config.vocab_size
         self._warn_once(
             "whole logits",
@@ -154,12 +164,6 @@ class Engine:
             f"{4 * call.batch_rows * call.total_tokens * vocab / 2**30:.2f} GiB in float32, "
             "several times that while their gradient is computed.",
         )
-        rows = []
-        for group in call.row_groups(self.config):
-            chunks = self._hidden(call, layout, plan, watch, group, skip_padding=False)
-            rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
-        output = self._head.run(torch.cat(rows), **call.loss_arguments)
-        return CausalLMOutputWithPast(loss=output.loss, logits=output.logits)
 
     def _hidden(
         self,
@@ -355,10 +359,10 @@ class _Watch:
         if hidden_BCD.requires_grad:
             hidden_BCD.register_hook(lambda _grad: self._backward_chunk(chunk))
 
-    def forward_done(self, output: CausalLMOutputWithPast) -> None:
+    def forward_done(self, output: ModelOutput) -> None:
         self._forward_seconds = time.perf_counter() - self._began
-        value = output.loss if output.loss is not None else output.logits
-        if value is None or not value.requires_grad:
+        tensors = [value for value in output.values() if isinstance(value, Tensor)]
+        if not any(value.requires_grad for value in tensors):
             self._record(training=False, backward_seconds=0.0)
 
     def _backward_chunk(self, chunk: int) -> None:
