@@ -23,7 +23,7 @@ from sppo_hf.model.tiny import build_tiny_model, make_batch, model_from_config, 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["CheckResult", "check_model", "small_model"]
+__all__ = ["CheckResult", "check_config", "check_model", "small_model"]
 
 LARGEST_PARAMETERS = 20_000_000
 """A local model with more parameters than this is checked as a tiny random one of its config."""
@@ -86,31 +86,56 @@ def check_model(
         ConfigError: `name` is no model, or `config` does not fit the batch.
     """
     direct = dtype in (torch.float64, torch.float32)
-    word = str(dtype).removeprefix("torch.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, random_weights = small_model(name, dtype=dtype if direct else torch.float32)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        padding = (0,) * (rows - 1) + (tokens // 3,) if rows > 1 else ()
-        batches = [
-            make_batch(
-                rows=rows, tokens=tokens, vocab_size=vocab_size, padding=padding, seed=seed + index
-            )
-            for index in range(1 if direct else _DRIFT_BATCHES)
-        ]
-        facts: dict[str, Any] = {
-            "name": name,
-            "model_class": type(model).__name__,
-            "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "dtype": word,
-            "random_weights": random_weights,
-        }
-        try:
-            if direct:
-                return _direct(model, batches[0], config, facts)
-            return _by_drift(model, batches, config, dtype, facts)
-        except UnsupportedModelError as error:
-            return CheckResult(status="refused", reason=str(error), **facts)
+        return _check(model, random_weights, name, config, rows, tokens, dtype, seed)
+
+
+def check_config(hf_config: PretrainedConfig, config: SPPOConfig) -> CheckResult:
+    """The same for a tiny random model of a Transformers configuration, in float64.
+
+    Raises:
+        ConfigError: no tiny model of this configuration can be built.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _tiny_of(hf_config, torch.float64)
+        return _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
+
+
+def _check(
+    model: PreTrainedModel,
+    random_weights: bool,
+    name: str,
+    config: SPPOConfig,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> CheckResult:
+    direct = dtype in (torch.float64, torch.float32)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    padding = (0,) * (rows - 1) + (tokens // 3,) if rows > 1 else ()
+    batches = [
+        make_batch(
+            rows=rows, tokens=tokens, vocab_size=vocab_size, padding=padding, seed=seed + index
+        )
+        for index in range(1 if direct else _DRIFT_BATCHES)
+    ]
+    facts: dict[str, Any] = {
+        "name": name,
+        "model_class": type(model).__name__,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "random_weights": random_weights,
+    }
+    try:
+        if direct:
+            return _direct(model, batches[0], config, facts)
+        return _by_drift(model, batches, config, dtype, facts)
+    except UnsupportedModelError as error:
+        return CheckResult(status="refused", reason=str(error), **facts)
 
 
 def _direct(
@@ -171,9 +196,13 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64) -> tuple[PreTr
         if path.is_dir() and _parameters(config) <= LARGEST_PARAMETERS and _has_weights(path):
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             return model.train(), False
-        tiny = AutoConfig.for_model(config.model_type, **{**_features(config), **shrink(config)})
-        return model_from_config(tiny, dtype=dtype), True
+        return _tiny_of(config, dtype), True
     return build_tiny_model(name, dtype=dtype), True
+
+
+def _tiny_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    tiny = AutoConfig.for_model(config.model_type, **{**_features(config), **shrink(config)})
+    return model_from_config(tiny, dtype=dtype)
 
 
 def _read_config(name: str, path: Path) -> PretrainedConfig:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.engine import Engine
+from sppo_hf.model.guard import check_family
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.rotary import hook_rotary, length_dependent_rotaries
 from sppo_hf.model.structure import find_causal_lm, find_parts
@@ -110,6 +111,7 @@ def get_engine(model: nn.Module) -> Engine | None:
 
 def _attach(causal_lm: Any, config: SPPOConfig, observer: StepObserver, old: Engine | None) -> None:
     parts = find_parts(causal_lm)
+    check_family(parts)
     if old is not None:
         conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
         conversion.engine = Engine(parts, config, observer, old.original_forward)

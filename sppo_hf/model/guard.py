@@ -1,0 +1,80 @@
+"""A family that nobody has tested is tested before its first step.
+
+Families in `PROVED` are compared with the unmodified model in this project's tests, feature by
+feature. For any other, conversion builds a tiny random model of the same configuration and compares
+loss and every gradient in float64, once per process (about a second). What is not exact is refused;
+what cannot be built so small is let through with a warning that says how to check it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.structure import ModelParts
+
+PROVED = frozenset(
+    (
+        "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe "
+        "exaone4 gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss "
+        "granite granitemoe helium hunyuan_v1_dense llama minimax_m2 ministral ministral3 "
+        "mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 "
+        "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2 vaultgemma"
+    ).split()
+)
+"""Model types whose tiny models are exact in `tests/model/test_exactness.py`."""
+
+_verdicts: dict[str, str | None] = {}
+_state = threading.local()
+
+
+def check_family(parts: ModelParts) -> None:
+    """Refuse a model whose family is neither proved nor found exact now.
+
+    Raises:
+        UnsupportedModelError: If a tiny model of the family is not exact; says by how much.
+    """
+    model_type = parts.text_config.model_type
+    if model_type in PROVED or getattr(_state, "checking", False):
+        return
+    if model_type not in _verdicts:
+        _state.checking = True
+        try:
+            _verdicts[model_type] = _verdict(parts)
+        finally:
+            _state.checking = False
+    reason = _verdicts[model_type]
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "
+            "or choose a family from the README's table."
+        )
+
+
+def _verdict(parts: ModelParts) -> str | None:
+    # Imported here: the check converts a model itself.
+    from sppo_hf.model.check import check_config
+
+    model_type = parts.text_config.model_type
+    settings = SPPOConfig(num_chunks=4, show_plan=False, show_progress=False)
+    try:
+        result = check_config(parts.text_config, settings)
+    except ConfigError as error:
+        warnings.warn(
+            f"model type {model_type!r} is not among the families that were proved exact, and no "
+            f"tiny model of it could be built to find out ({error}). Compare a few steps with and "
+            "without SPPOPlugin before you rely on it.",
+            stacklevel=2,
+        )
+        return None
+    if result.status == "exact":
+        return None
+    if result.status == "refused":
+        return result.reason.rstrip(".")
+    worst = result.worst_parameters[0][0] if result.worst_parameters else "the loss"
+    return (
+        f"a tiny random {model_type} model was not exact when it was tried just now (error "
+        f"{result.error:.1e} in {worst}, at most {result.allowed:.0e} is allowed)"
+    )
