@@ -1,4 +1,4 @@
-"""QLoRA: 4-bit base weights of bitsandbytes under LoRA adapters, where bitsandbytes is installed."""
+"""QLoRA: 4-bit base weights under LoRA adapters, where bitsandbytes is installed."""
 
 import copy
 
