@@ -111,6 +111,8 @@ def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResu
     from sppo_hf.model.check import check_model
 
     transformers.logging.set_verbosity_error()
+    # Products of a few thousand numbers: handing them to other threads takes ten times as long.
+    torch.set_num_threads(1)
     return check_model(model, config, tokens=tokens, dtype=getattr(torch, dtype.value))
 
 

@@ -121,7 +121,10 @@ class Case(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def _case(family: str, scenario: str) -> Case:
-    model: torch.nn.Module = build_tiny_model(family)
+    with warnings.catch_warnings():
+        # What a family's module does at its first import is Transformers' affair.
+        warnings.simplefilter("ignore")
+        model: torch.nn.Module = build_tiny_model(family)
     batch, accumulation = make_batch(tokens=TOKENS), 1
     if scenario == "lora":
         model = add_lora(build_tiny_model(family))
