@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments, SPPOArgu
     )
     parser.set_defaults(
         output_dir="outputs/finetune",
-        max_steps=20 if ON_GPU else 5,
+        max_steps=20 if ON_GPU else 4,
         learning_rate=5e-5 if recipe.full_finetune else 1e-3,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
