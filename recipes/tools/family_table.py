@@ -7,6 +7,7 @@ arguments choose families. The exit code is 1 if any family is neither exact nor
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ SETTINGS = (
 )
 
 
+# One family that breaks must not lose the others' results.
+_CRASHES = (TypeError, RuntimeError, AttributeError, LookupError, AssertionError, ValueError)
+
+
 class Row(NamedTuple):
     """One family in the table."""
 
@@ -49,6 +54,8 @@ def check_family(name: str) -> Row:
             result = check_model(name, settings, tokens=TOKENS)
         except ConfigError as error:
             return Row(name, feature, "refused", 0.0, _short(str(error)))
+        except _CRASHES as error:
+            return Row(name, f"{feature} ({type(error).__name__})", "NOT EXACT", math.inf, "")
         if result.status == "refused":
             return Row(name, feature, "refused", 0.0, _short(result.reason))
         results.append(result)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.exactness import compare, compare_drift
-from sppo_hf.model.tiny import build_tiny_model, make_batch, model_from_config, shrink
+from sppo_hf.model.tiny import build_tiny_model, make_batch, model_from_config, shrunk_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -201,8 +201,7 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64) -> tuple[PreTr
 
 
 def _tiny_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    tiny = AutoConfig.for_model(config.model_type, **{**_features(config), **shrink(config)})
-    return model_from_config(tiny, dtype=dtype)
+    return model_from_config(shrunk_config(config), dtype=dtype)
 
 
 def _read_config(name: str, path: Path) -> PretrainedConfig:
@@ -232,10 +231,3 @@ def _parameters(config: PretrainedConfig) -> int:
 
 def _has_weights(path: Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
-
-
-def _features(config: PretrainedConfig) -> dict[str, Any]:
-    """What the configuration says about the architecture, without its bookkeeping."""
-    bookkeeping = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"}
-    settings = config.to_diff_dict()
-    return {name: value for name, value in settings.items() if name not in bookkeeping}

@@ -19,6 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
@@ -34,6 +35,7 @@ __all__ = [
     "model_from_config",
     "randomise",
     "shrink",
+    "shrunk_config",
     "tiny_config",
 ]
 
@@ -42,11 +44,14 @@ VOCAB_SIZE = 97
 
 # What model and configuration classes raise when shrunk settings do not fit together.
 _BUILD_ERRORS = (
-    *(TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
-    StrictDataclassError,
+    *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, ImportError, StrictDataclassError),
 )
 
 _LAYERS = 3
+_MOST_KINDS = 6
+# Lists of layer numbers, not of what each layer is.
+_INDEX_LISTS = ("idxs", "indices")
 _HEAD_SIZE = 8
 _WINDOW_TOKENS = 8
 _ORIGINAL_TOKENS = 16
@@ -97,10 +102,8 @@ _SIZES: Mapping[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 0,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink(config: PretrainedConfig) -> dict[str, Any]:
@@ -125,14 +128,14 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
             settings[name] = 0.0
         if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
             settings[name] = min(value, _WINDOW_TOKENS)
-    if isinstance(original.get("head_dim"), int):
+    for name in _TOKEN_IDS:
+        if name in original:
+            settings[name] = None if _optional(config, name) else 0
+    if "head_dim" in original:
         settings["head_dim"] = _HEAD_SIZE
     if "kv_lora_rank" in original:
         settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
-    layers = getattr(config, "num_hidden_layers", None)
-    for name, value in original.items():
-        if isinstance(value, list) and layers and len(value) == layers and layers > _LAYERS:
-            settings[name] = _one_of_each(value)
+    settings |= _shrink_layers(original, getattr(config, "num_hidden_layers", None))
     rope = original.get("rope_parameters")
     if isinstance(rope, dict):
         settings["rope_parameters"] = _shrink_rope(rope)
@@ -144,10 +147,50 @@ def _stored_name(config: PretrainedConfig, name: str) -> str:
     return config.attribute_map.get(name, name)
 
 
-def _one_of_each(values: Sequence[Any]) -> list[Any]:
-    """Three values that show every kind of layer of a longer list, up to three kinds."""
-    kinds = list(dict.fromkeys(values))
-    return [kinds[index % len(kinds)] for index in range(_LAYERS)]
+def _optional(config: PretrainedConfig, name: str) -> bool:
+    """Whether a field may be None; configurations that are no dataclasses take anything."""
+    field = getattr(type(config), "__dataclass_fields__", {}).get(name)
+    return field is None or "None" in str(field.type)
+
+
+def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """What the configuration says layer by layer, for one layer of each kind and at least three.
+
+    Layers that differ in any per-layer list or override are of different kinds. The kinds keep
+    their order, and the last layer keeps its own, which some families insist on.
+    """
+    if not layers:
+        return {}
+    lists = {
+        name: value
+        for name, value in original.items()
+        if isinstance(value, list) and len(value) == layers and not name.endswith(_INDEX_LISTS)
+    }
+    own = {int(key): value for key, value in (original.get("per_layer_config") or {}).items()}
+    kinds: dict[str, int] = {}
+    for layer in range(layers):
+        described = repr([values[layer] for values in lists.values()] + [own.get(layer)])
+        kinds.setdefault(described, layer)
+        last = list(kinds).index(described)
+    first_of_kind = list(kinds.values())[:_MOST_KINDS]
+    count = max(_LAYERS, len(first_of_kind))
+    shift = min(last, len(first_of_kind) - 1) - (count - 1)
+    chosen = [first_of_kind[(index + shift) % len(first_of_kind)] for index in range(count)]
+    settings: dict[str, Any] = {"num_hidden_layers": count} if count > _LAYERS else {}
+    for name, values in lists.items():
+        same = name in _SIZES
+        settings[name] = [_SIZES[name] if same else values[layer] for layer in chosen]
+    if own:
+        settings["per_layer_config"] = {
+            index: _shrink_own(own[layer]) for index, layer in enumerate(chosen) if layer in own
+        }
+    return settings
+
+
+def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """One layer's own settings: heads twice as large as the others', and half as many keys."""
+    sizes = {"head_dim": 2 * _HEAD_SIZE, "num_key_value_heads": 1}
+    return {name: sizes.get(name, value) for name, value in overrides.items()}
 
 
 def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,6 +209,22 @@ def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return shrunk
 
 
+def shrunk_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A tiny configuration with the features of `config`; see `shrink`.
+
+    Raises:
+        ConfigError: the shrunk settings do not fit together.
+    """
+    bookkeeping = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"}
+    stated = {
+        name: value for name, value in config.to_diff_dict().items() if name not in bookkeeping
+    }
+    try:
+        return AutoConfig.for_model(config.model_type, **{**stated, **shrink(config)})
+    except _BUILD_ERRORS as error:
+        raise _not_buildable(config.model_type, error) from error
+
+
 def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
     """The tiny configuration of a family.
 
@@ -177,19 +236,18 @@ def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
         ConfigError: Transformers has no such model type.
     """
     family = FAMILIES.get(name, TinyFamily(model_type=name))
+    if family.model_type not in CONFIG_MAPPING_NAMES:
+        raise ConfigError(
+            f"no model type of the installed Transformers is called {family.model_type!r}; give one"
+            " such as 'llama' or 'qwen3', or the path of a model or of a config.json"
+        )
     try:
         default = AutoConfig.for_model(family.model_type)
-    except ValueError as error:
-        raise ConfigError(
-            f"no Transformers model type is called {family.model_type!r}; give a model type such as"
-            f" 'llama' or 'qwen3', or the path of a model or of a config.json"
-        ) from error
-    settings = shrink(default)
-    for field, value in {**family.overrides, **overrides}.items():
-        settings[_stored_name(default, field)] = value
-    try:
+        settings = shrink(default)
+        for field, value in {**family.overrides, **overrides}.items():
+            settings[_stored_name(default, field)] = value
         return AutoConfig.for_model(family.model_type, **settings)
-    except (ValueError, *_BUILD_ERRORS) as error:
+    except _BUILD_ERRORS as error:
         raise _not_buildable(family.model_type, error) from error
 
 

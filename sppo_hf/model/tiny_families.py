@@ -72,7 +72,7 @@ _DENSE = {
         "llama", "biases, tied head", attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "mistral": _family("mistral", "window", sliding_window=_WINDOW_TOKENS),
-    "ministral": _family("ministral", "mixed windows", head_dim=8, layer_types=_MIXED_3),
+    "ministral": _family("ministral", "mixed windows", layer_types=_MIXED_3),
     "ministral3": _family("ministral3", "query scaling by position"),
     "qwen2": _family(
         "qwen2",
@@ -102,11 +102,10 @@ _DENSE = {
     ),
     "gemma4_text": _family(
         "gemma4_text",
-        "per-layer embeddings, two head sizes, K/V shared by layers",
+        "per-layer embeddings, two head sizes, mixed windows",
         sliding_window=_WINDOW_TOKENS,
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,
         global_head_dim=16,
     ),
     "vaultgemma": _family("vaultgemma", "soft caps", layer_types=_MIXED_3),
@@ -153,8 +152,16 @@ _DENSE = {
     "helium": _family("helium"),
     "seed_oss": _family("seed_oss"),
     "ernie4_5": _family("ernie4_5"),
-    "hunyuan_v1_dense": _family("hunyuan_v1_dense", "QK norm", head_dim=8),
+    "hunyuan_v1_dense": _family("hunyuan_v1_dense", "QK norm"),
     "nanochat": _family("nanochat", "soft-capped logits"),
+    "afmoe": _family("afmoe", "gated attention, mixed windows", layer_types=_MIXED_3),
+    "bitnet": _family("bitnet", "norms inside attention"),
+    "hyperclovax": _family("hyperclovax", "multipliers"),
+    "jais2": _family("jais2", "biases"),
+    "granite_swa": _family("granite_swa", "sinks, windows"),
+    "minicpm3": _family("minicpm3", "MLA"),
+    "youtu": _family("youtu", "MLA"),
+    "cwm": _family("cwm", "mixed windows", layer_types=_MIXED_3),
     "stablelm": _family("stablelm", "partial rotary", use_qkv_bias=True),
     "persimmon": _family("persimmon", "QK norm, partial rotary", qk_layernorm=True),
     "gpt2": _family("gpt2", "learned positions, tied head"),
@@ -185,6 +192,15 @@ _EXPERTS = {
     "glm4_moe": _family("glm4_moe", "grouped routing"),
     "ernie4_5_moe": _family("ernie4_5_moe", "shared expert"),
     "dots1": _family("dots1", "grouped routing"),
+    "glm4_moe_lite": _family("glm4_moe_lite", "MLA, grouped routing"),
+    "hunyuan_v1_moe": _family("hunyuan_v1_moe", "QK norm"),
+    "exaone_moe": _family("exaone_moe", "mixed windows, NoPE layers"),
+    "flex_olmo": _family("flex_olmo", "QK norm"),
+    "jetmoe": _family("jetmoe", "experts inside attention"),
+    "laguna": _family("laguna"),
+    "mellum": _family("mellum"),
+    "mimo_v2_flash": _family("mimo_v2_flash", "sinks, windows, two value head sizes"),
+    "solar_open": _family("solar_open"),
     "minimax_m2": _family("minimax_m2", "QK norm"),
     "mixtral-router-loss": _family(
         "mixtral", "auxiliary router loss", output_router_logits=True, router_aux_loss_coef=0.1
@@ -193,6 +209,10 @@ _EXPERTS = {
 
 _OTHERS = {
     "mamba": _family("mamba", "state space"),
+    "lfm2": _family(
+        "lfm2", "convolutions and attention", layer_types=["conv", "full_attention", "conv"]
+    ),
+    "deepseek_v32": _family("deepseek_v32", "sparse attention by an indexer"),
     "mamba2": _family("mamba2", "state space", num_heads=8, head_dim=8),
     "falcon_mamba": _family("falcon_mamba", "state space"),
     "jamba": _family(
@@ -215,6 +235,14 @@ _OTHERS = {
     "gpt_neo": _family("gpt_neo", "own attention"),
     "llama4_text": _family("llama4_text", "attention within fixed blocks"),
     "diffllama": _family("diffllama", "differential attention"),
+    "gemma4_text-shared-kv": _family(
+        "gemma4_text",
+        "layers that read another layer's keys",
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        global_head_dim=16,
+    ),
     "doge": _family("doge", "dynamic mask"),
     "t5": _family("t5", "encoder-decoder"),
 }

@@ -13,6 +13,7 @@ from sppo_hf.model.tiny import (
     make_batch,
     model_from_config,
     shrink,
+    shrunk_config,
     tiny_config,
 )
 
@@ -96,6 +97,22 @@ def test_a_real_configuration_is_shrunk_with_its_features() -> None:
     assert config.rope_parameters["long_factor"] == [1.0, 13.0, 25.0, 37.0]
     model = model_from_config(config)
     assert torch.isfinite(model(**make_batch()).loss)
+
+
+def test_layers_of_every_kind_survive() -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    original = AutoConfig.for_model("gemma3_text", num_hidden_layers=12, layer_types=types * 2)
+    assert shrink(original)["layer_types"] == [
+        *("full_attention", "sliding_attention", "full_attention")
+    ]
+
+
+def test_settings_of_single_layers_follow_their_layer() -> None:
+    config = shrunk_config(AutoConfig.for_model("gemma4_text"))
+    sizes = [config.per_layer_config[layer].head_dim for layer in range(3)]
+    assert config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
+    assert sizes == [16, 8, 16]
+    assert torch.isfinite(model_from_config(config)(**make_batch()).loss)
 
 
 def test_unknown_families_are_named() -> None:
