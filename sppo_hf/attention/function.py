@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sppo_hf.attention.backends.base import Backend, CausalBand
-from sppo_hf.attention.kv import LayerKV
+from sppo_hf.attention.kv import Keep, LayerKV
 from sppo_hf.attention.pieces import Piece
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
@@ -54,6 +54,7 @@ class AttentionCall:
     window: int | None = None
     softcap: float | None = None
     stash: Stash | None = None
+    keep: Keep | None = None
     counters: dict[str, int] = field(default_factory=dict)
     """Number of attention forwards really run, for the tests of invariant 3."""
 
@@ -99,7 +100,8 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stashed = call.stash.get() if call.stash is not None else None
         if stashed is None:
-            call.kv.put(call.chunk, k_BKCH, v_BKCH)
+            call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=call.keep)
+            call.keep = None  # the node outlives the chunk, and must not keep its room alive
             out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call)
             if call.stash is not None:
                 # Detached: the returned tensor gets this node as its grad_fn, and a stash that

@@ -16,7 +16,7 @@ Knows nothing of layers, models, streams or where the bytes live.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch import Tensor
 from sppo_hf.errors import SPPOError
 
 # B batch rows, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H head size.
+
+Keep = Callable[[str, Tensor], Tensor]
+"""Gives a tensor of a kind a place to stay; returns what is there."""
 
 
 class LayerKV:
@@ -40,11 +43,21 @@ class LayerKV:
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken: set[int] = set()
 
-    def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """Keep keys and values of `chunk`: detached, and shared rather than copied if dense."""
+    def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
+        """Keep keys and values of `chunk`.
+
+        Args:
+            chunk: Index of the chunk.
+            k_BKCH: Its keys.
+            v_BKCH: Its values.
+            keep: Copies a tensor to where it can stay; by default it is shared if dense.
+        """
         start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
-        self._keys[chunk] = (_dense(k_BKCH), _dense(v_BKCH))
+        if keep is None:
+            self._keys[chunk] = (_dense(k_BKCH), _dense(v_BKCH))
+        else:
+            self._keys[chunk] = (keep("keys", k_BKCH), keep("values", v_BKCH))
 
     def has(self, chunk: int) -> bool:
         """Whether keys and values of `chunk` are here."""

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from sppo_hf.attention.backends.base import Backend, Requirement
 from sppo_hf.attention.function import AttentionCall, Stash, chunk_attention
-from sppo_hf.attention.kv import LayerKV
+from sppo_hf.attention.kv import Keep, LayerKV
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
@@ -45,6 +45,7 @@ class LayerCall:
     link: Tensor | None = None
     """In: the previous chunk's link. Out, after attention ran: this chunk's."""
     stash: Stash | None = None
+    keep: Keep | None = None
     attended: int = 0
     model_name: str = field(default="this model")
 
@@ -91,7 +92,7 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the running chunk, in the signature of Transformers' attention functions.
 
@@ -105,7 +106,8 @@ def attention_forward(
         dropout: Must be zero.
         softcap: Cap of the logits, or None.
         s_aux: One sink logit per head, or None.
-        **_: What other backends need; windows come with the mask.
+        **others: What other backends need; windows come with the mask. Those that would change
+            the result are refused.
 
     Returns:
         `[B, C, N, Hv]` and None for the attention weights.
@@ -119,7 +121,7 @@ def attention_forward(
             f"{type(module).__name__} was called with sppo_hf's attention outside a chunk. "
             "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
         )
-    _refuse(call, module, attention_mask, dropout)
+    _refuse(call, module, attention_mask, dropout, others)
     query, key, value = (_autocast(x) for x in (query, key, value))
     requirement = Requirement(
         device_type=query.device.type,
@@ -147,19 +149,30 @@ def attention_forward(
             window=window,
             softcap=softcap,
             stash=call.stash,
+            keep=call.keep,
             counters=call.counters,
         ),
     )
     return out.contiguous(), None
 
 
-def _refuse(call: LayerCall, module: nn.Module, mask: Any, dropout: float) -> None:
+_CHANGE_THE_RESULT = ("position_bias", "indices", "block_indices", "sinks")
+
+
+def _refuse(
+    call: LayerCall, module: nn.Module, mask: Any, dropout: float, others: dict[str, Any]
+) -> None:
     call.attended += 1
     reason = None
+    foreign = [name for name in _CHANGE_THE_RESULT if others.get(name) is not None]
     if call.attended > 1:
         reason = "one of its decoder layers attends twice"
     elif not isinstance(mask, MaskMeaning):
         reason = "its attention mask does not come from Transformers' masking utilities"
+    elif mask.refusal is not None:
+        raise mask.refusal
+    elif foreign or others.get("is_causal") is False:
+        reason = f"its attention is given {', '.join(foreign) or 'is_causal=False'}"
     elif dropout:
         reason = f"{type(module).__name__} drops attention probabilities (dropout={dropout})"
     if reason is not None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
@@ -32,11 +31,11 @@ from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout, read_layout
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
-from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.structure import ModelParts, check_trainable
+from sppo_hf.model.watch import NOTHING_MOVED, ForwardWatch
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
-from sppo_hf.planning.flops import forward_flops, step_flops
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.shape import ModelShape
 
@@ -104,7 +103,9 @@ class Engine:
             ignore_index=call.ignore_index,
         )
         plan = self.plan(call.batch_rows, call.total_tokens, call.device)
-        watch = _Watch(self, plan, began)
+        watch = ForwardWatch(
+            self.observer, plan, self.shape(), took=self.take_stats, began_seconds=began
+        )
         if call.head_arguments:
             output = self._whole_head(call, layout, plan, watch)
         elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
@@ -116,7 +117,7 @@ class Engine:
         return output
 
     def _loss(
-        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: _Watch
+        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
         loss = ChunkedLoss(
@@ -145,7 +146,7 @@ class Engine:
         return CausalLMOutputWithPast(loss=value, logits=self._kept_logits(loss, groups, plan))
 
     def _whole_head(
-        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: _Watch
+        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
     ) -> ModelOutput:
         """Chunked layers, then the head (and loss) that is there over the whole sequence."""
         rows = []
@@ -170,7 +171,7 @@ class Engine:
         call: ForwardCall,
         layout: BatchLayout,
         plan: Plan,
-        watch: _Watch,
+        watch: ForwardWatch,
         group: tuple[int, int],
         *,
         skip_padding: bool = True,
@@ -186,7 +187,7 @@ class Engine:
             counters=self.counters,
             offload=self.offload(call.device),
         )
-        slices = Slices(call.tokens, positions, call.constants).rows(*group)
+        slices = Slices(self._inputs(call), positions, call.constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
         chunks = sequence.run(slices, stop_token=stop, on_chunk=watch.forward_chunk)
         while True:
@@ -202,6 +203,20 @@ class Engine:
             hidden_BCD = output.last_hidden_state
             watch.watch_backward(chunk, hidden_BCD)
             yield chunk, hidden_BCD
+
+    def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
+        """What is cut along the tokens.
+
+        The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
+        seconds, tokens are embedded once and not chunk by chunk. On a GPU it costs nothing, and
+        embeddings of the whole sequence would stay on the device until its end.
+        """
+        embedding = self.parts.causal_lm.get_input_embeddings()
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
+        if call.device.type != "cpu" or "input_ids" not in call.tokens or not trained:
+            return call.tokens
+        others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
+        return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
 
     def _kept_logits(
         self, loss: ChunkedLoss, groups: list[tuple[int, int]], plan: Plan
@@ -294,7 +309,7 @@ class Engine:
 
     def take_stats(self) -> OffloadStats:
         """What the offload engine did since the last time this was asked."""
-        return _NOTHING_MOVED if self._offload is None else self._offload.take_stats()
+        return NOTHING_MOVED if self._offload is None else self._offload.take_stats()
 
     def close(self) -> None:
         """Wait for copies under way and give the host memory back."""
@@ -321,77 +336,8 @@ class Engine:
             warnings.warn(message, stacklevel=2)
 
 
-_NOTHING_MOVED = OffloadStats(
-    d2h_bytes=0,
-    h2d_bytes=0,
-    stall_seconds=0.0,
-    pinned_bytes=0,
-    host_bytes=0,
-    host_used_bytes=0,
-    live_handles=0,
-)
-
-
 def _labelled_chunks(layout: BatchLayout, plan: Plan) -> set[int]:
     """Chunks whose loss must be computed: those with labels, or all if there is no label at all."""
     used = [i for i, (s, _) in enumerate(plan.bounds) if s < max(layout.used_tokens, 1)]
     labelled = {i for i in used if layout.has_label(*plan.bounds[i])}
     return labelled or set(used)
-
-
-class _Watch:
-    """Marks of one forward call and its backward, for observers."""
-
-    def __init__(self, engine: Engine, plan: Plan, began: float) -> None:
-        self._observer = engine.observer
-        self._plan = plan
-        self._began = began
-        self._shape = engine.shape()
-        self._take_stats = engine.take_stats
-        self._forward_seconds = 0.0
-        self._backward_began: float | None = None
-
-    def forward_chunk(self, chunk: int) -> None:
-        self._observer.on_unit("forward", chunk, self._plan.num_chunks)
-
-    def watch_backward(self, chunk: int, hidden_BCD: Tensor) -> None:
-        """Report when backward enters `chunk`; the last report comes when backward has ended."""
-        if hidden_BCD.requires_grad:
-            hidden_BCD.register_hook(lambda _grad: self._backward_chunk(chunk))
-
-    def forward_done(self, output: ModelOutput) -> None:
-        self._forward_seconds = time.perf_counter() - self._began
-        tensors = [value for value in output.values() if isinstance(value, Tensor)]
-        if not any(value.requires_grad for value in tensors):
-            self._record(training=False, backward_seconds=0.0)
-
-    def _backward_chunk(self, chunk: int) -> None:
-        if self._backward_began is None:
-            self._backward_began = time.perf_counter()
-            Variable._execution_engine.queue_callback(self._backward_done)
-        self._observer.on_unit("backward", chunk, self._plan.num_chunks)
-
-    def _backward_done(self) -> None:
-        assert self._backward_began is not None
-        self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
-
-    def _record(self, *, training: bool, backward_seconds: float) -> None:
-        rows, tokens = self._plan.batch_rows, self._plan.total_tokens
-        flops = step_flops if training else forward_flops
-        stats = self._take_stats()
-        self._observer.on_record(
-            StepRecord(
-                tokens=rows * tokens,
-                batch_rows=rows,
-                total_tokens=tokens,
-                model_flops=float(flops(self._shape, rows, tokens)),
-                forward_seconds=self._forward_seconds,
-                backward_seconds=backward_seconds,
-                stall_seconds=stats.stall_seconds,
-                d2h_bytes=stats.d2h_bytes,
-                h2d_bytes=stats.h2d_bytes,
-                pinned_bytes=stats.pinned_bytes,
-                num_chunks=self._plan.num_chunks,
-                training=training,
-            )
-        )

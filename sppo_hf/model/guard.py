@@ -17,11 +17,13 @@ from sppo_hf.model.structure import ModelParts
 
 PROVED = frozenset(
     (
-        "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe "
-        "exaone4 gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss "
-        "granite granitemoe helium hunyuan_v1_dense llama minimax_m2 ministral ministral3 "
-        "mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 "
-        "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2 vaultgemma"
+        "afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 "
+        "ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text glm "
+        "glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
+        "granitemoe helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 jetmoe laguna "
+        "llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral "
+        "nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 qwen2_moe qwen3 "
+        "qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
     ).split()
 )
 """Model types whose tiny models are exact in `tests/model/test_exactness.py`."""
@@ -39,13 +41,14 @@ def check_family(parts: ModelParts) -> None:
     model_type = parts.text_config.model_type
     if model_type in PROVED or getattr(_state, "checking", False):
         return
-    if model_type not in _verdicts:
+    key = str(parts.text_config.to_diff_dict())
+    if key not in _verdicts:
         _state.checking = True
         try:
-            _verdicts[model_type] = _verdict(parts)
+            _verdicts[key] = _verdict(parts)
         finally:
             _state.checking = False
-    reason = _verdicts[model_type]
+    reason = _verdicts[key]
     if reason is not None:
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "

@@ -29,25 +29,33 @@ IMPLEMENTATION = "sppo"
 _PROBES = (1 << 24, (1 << 24) + 77, (1 << 25) + 5003)
 
 
+class _MaskRead(UnsupportedModelError, AttributeError):
+    """Somebody wanted a tensor; an AttributeError as well, so that `hasattr` answers no."""
+
+
 @dataclass(frozen=True, slots=True)
 class MaskMeaning:
     """A causal mask; with `window`, a query sees itself and the `window - 1` tokens before it."""
 
     window: int | None
+    refusal: UnsupportedModelError | None = None
+    """Set if the mask is neither; raised by the first layer that attends with it. A model may make
+    masks of kinds that none of its layers uses (Qwen2-MoE's window of 0)."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a model whose own code computes with its mask."""
+        raise _MaskRead(
+            f"its own code reads its attention mask (.{name}), and there is none while chunks run"
+            " (a dynamic mask). Train it without sppo_hf."
+        )
 
 
 def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskMeaning:
-    """Entry for AttentionMaskInterface: the meaning of `mask_function`.
-
-    Raises:
-        UnsupportedModelError: If it is neither causal nor a causal sliding window.
-    """
+    """Entry for AttentionMaskInterface: the meaning of `mask_function`, or why it has none."""
     windows = {_window_at(mask_function, position) for position in _PROBES}
-    if len(windows) != 1:
-        raise _not_causal(kwargs)
     window = windows.pop()
-    if window is not None and window < 1:
-        raise _not_causal(kwargs)
+    if windows or (window is not None and window < 1):
+        return MaskMeaning(None, refusal=_not_causal(kwargs))
     return MaskMeaning(window)
 
 

@@ -103,6 +103,7 @@ class RecomputedFrame:
         run_layer: RunLayer,
         tape: Tape,
         offload: OffloadEngine | None,
+        keep: Callable[[str, Tensor], Tensor],
         label: str,
     ) -> None:
         """Make a frame.
@@ -112,12 +113,14 @@ class RecomputedFrame:
             run_layer: Runs the layer again; sets up what its attention needs.
             tape: Order of frames in this sequence, for prefetching.
             offload: Where the skeleton travels, or None to keep it on the device.
+            keep: Gives a skeleton tensor that is kept its place on the device.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
         """
         self._layer = layer
         self._run_layer = run_layer
         self._tape = tape
         self._offload = offload
+        self._keep: Callable[[str, Tensor], Tensor] | None = keep
         self._label = label
         self._meta: list[tuple[torch.Size, torch.dtype]] = []
         self._again: dict[int, Tensor] | None = None
@@ -133,7 +136,7 @@ class RecomputedFrame:
         """Keep what the layer needs to run again, and start dropping what autograd saves."""
         hidden = args[0] if args else kwargs["hidden_states"]
         self._hidden_requires_grad = hidden.requires_grad
-        self._hidden = self._hold(hidden.detach())
+        self._hidden = self._hold("inputs", hidden.detach())
         rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._context = _Context(hidden.device)
@@ -148,6 +151,7 @@ class RecomputedFrame:
     def close(self) -> None:
         """Stop watching what autograd saves, and put the frame on the tape."""
         self._unhook()
+        self._keep = None
         if self._meta:
             self._tape.record(self)
         else:
@@ -170,10 +174,13 @@ class RecomputedFrame:
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Keep attention's results of the first forward, unless nothing will be recomputed."""
         if self._hooks is not None:
-            self._stash = (self._hold(out_BNCH), self._hold(lse_BNC))
+            self._stash = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
 
-    def _hold(self, tensor: Tensor) -> _Holder:
-        return _Kept(tensor) if self._offload is None else _Offloaded(self._offload, tensor)
+    def _hold(self, kind: str, tensor: Tensor) -> _Holder:
+        if self._offload is not None:
+            return _Offloaded(self._offload, tensor)
+        assert self._keep is not None, "the skeleton is kept while the frame is open"
+        return _Kept(self._keep(kind, tensor))
 
     def _pack(self, tensor: Tensor) -> _Slot:
         self._meta.append((tensor.shape, tensor.dtype))

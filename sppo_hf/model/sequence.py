@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.pieces import RowSpans
 from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.model.arena import ChunkArena
 from sppo_hf.model.attend import (
     ChooseBackend,
     LayerCall,
@@ -114,6 +115,7 @@ class Sequence:
         self._links: list[Tensor | None] = [None] * len(parts.layers)
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None]] = []
         self._chunk = 0
+        self._arena = ChunkArena(len(parts.layers))
         self.last_position = last_position
 
     def run(
@@ -130,6 +132,7 @@ class Sequence:
             if start >= stop_token:
                 return
             self._chunk = chunk
+            self._arena = ChunkArena(len(self._parts.layers))
             on_chunk(chunk)
             with attention_taken_over(self._parts.configs):
                 output = self._parts.base(
@@ -151,6 +154,7 @@ class Sequence:
             kv=self._stores[index],
             choose_backend=self._choose_backend,
             counters=self._counters,
+            keep=self._arena.keep,
             model_name=self._parts.name,
         )
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None
@@ -188,9 +192,11 @@ class Sequence:
         if mode.recompute:
             return RecomputedFrame(
                 layer,
-                run_layer=_Rerun(dataclasses.replace(call), self._parts.configs),
+                # Without the arena: a frame would keep slabs of all layers until it is done.
+                run_layer=_Rerun(dataclasses.replace(call, keep=None), self._parts.configs),
                 tape=self._tape,
                 offload=self._offload if mode.offload else None,
+                keep=self._arena.keep,
                 label=f"layer {call.layer}, chunk {call.chunk}",
             )
         if mode.offload:

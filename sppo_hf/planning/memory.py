@@ -20,7 +20,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = 8
 _FRAMES_IN_FLIGHT = 2
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
 # head's matrix product is already bound by arithmetic.
-_LOGITS_TILE_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+_LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class MemoryEstimate:
 def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
     """Returns the tokens per tile of the loss for `loss_tile_tokens="auto"`.
 
-    As many (in multiples of 64) as keep a tile's float32 logits within 64 MiB on a CPU and 256 MiB
+    As many (in multiples of 64) as keep a tile's float32 logits within 128 MiB on a CPU and 256 MiB
     on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU.
     """
     tokens = _LOGITS_TILE_BYTES[device_kind] // (shape.vocab_size * FLOAT32_BYTES)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.planning.memory import MemoryEstimate, check_budget, estimate, loss_tile_tokens
-from sppo_hf.planning.modes import FrameMode, mode_of
+from sppo_hf.planning.modes import KEEP, FrameMode, mode_of
 from sppo_hf.planning.partition import Bounds, chunk_bounds
 from sppo_hf.planning.shape import ModelShape
 
@@ -124,12 +124,17 @@ def make_plan(
     budgets = _Budgets.read(config, device)
     _check_standing_bytes(config, shape, budgets, training=training)
 
+    last = len(bounds) - 1 if _keeps_last(config, device, len(bounds)) else None
+
+    def of_chunk(mode: FrameMode, chunk: int) -> FrameMode:
+        return KEEP if chunk == last else mode
+
     def predict(mode: FrameMode) -> MemoryEstimate:
         return estimate(
             shape,
             batch_rows=batch_rows,
             bounds=bounds,
-            mode=lambda layer, chunk: mode,
+            mode=lambda layer, chunk: of_chunk(mode, chunk),
             training=training,
             tile_tokens=tile_tokens,
             return_logits=config.return_logits,
@@ -152,7 +157,9 @@ def make_plan(
         batch_rows=batch_rows,
         bounds=bounds,
         num_layers=shape.num_layers,
-        layer_modes=((mode,) * shape.num_layers,) * len(bounds),
+        layer_modes=tuple(
+            (of_chunk(mode, chunk),) * shape.num_layers for chunk in range(len(bounds))
+        ),
         training=training,
         tile_tokens=tile_tokens,
         device=device,
@@ -226,6 +233,13 @@ def _choose_recompute(config: SPPOConfig) -> tuple[bool, str]:
     if config.recompute == "auto":
         return True, "auto: least memory, and attention is never run again"
     return config.recompute == "full", "set by the user"
+
+
+def _keeps_last(config: SPPOConfig, device: DeviceFacts, num_chunks: int) -> bool:
+    # Its backward comes at once, so keeping it costs one chunk's frames at one moment and saves a
+    # recomputation. On a GPU a chunk is many times longer; whether it fits is for a solver to say.
+    automatic = config.recompute == config.offload == "auto"
+    return automatic and device.kind == "cpu" and num_chunks > 1
 
 
 def _choose_offload(config: SPPOConfig, device: DeviceFacts) -> tuple[bool, str]:

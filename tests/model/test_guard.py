@@ -28,7 +28,7 @@ def test_every_proved_family_is_in_the_harness_and_not_refused_there():
 def test_an_unknown_family_is_tried_once_and_let_through(monkeypatch):
     model = convert(build_tiny_model("llama"), QUIET)
     assert is_converted(model)
-    assert guard._verdicts == {"llama": None}
+    assert list(guard._verdicts.values()) == [None]
     monkeypatch.setattr(guard, "_verdict", lambda _: pytest.fail("tried twice"))
     convert(build_tiny_model("llama"), QUIET)
 

@@ -26,6 +26,14 @@ def test_window_is_read_off_the_mask(window):
     masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k % 2 == q % 2),
     masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k != q),
 ], ids=["bidirectional", "chunked", "looks ahead", "every other", "not itself"])  # fmt: skip
-def test_other_masks_are_refused(function):
-    with pytest.raises(UnsupportedModelError, match="llama: its attention mask is neither causal"):
-        mask_meaning(mask_function=function, config=tiny_config("llama"))
+def test_other_masks_are_refused_by_whoever_attends_with_them(function):
+    meaning = mask_meaning(mask_function=function, config=tiny_config("llama"))
+    assert isinstance(meaning.refusal, UnsupportedModelError)
+    assert "llama: its attention mask is neither causal" in str(meaning.refusal)
+
+
+def test_a_model_that_computes_with_its_mask_is_refused():
+    meaning = mask_meaning(mask_function=masks.causal_mask_function)
+    assert not hasattr(meaning, "shape")
+    with pytest.raises(UnsupportedModelError, match="its own code reads its attention mask"):
+        _ = meaning.dtype

@@ -50,9 +50,14 @@ def plan(
 )
 def test_modes(device: DeviceFacts, settings: dict[str, str], mode: FrameMode) -> None:
     made = plan(device=device, **settings)
-    assert {mode} == {
-        made.mode(layer, chunk) for layer in range(32) for chunk in range(made.num_chunks)
-    }
+    keeps_last = device is CPU and not settings
+    for chunk in range(made.num_chunks):
+        expected = KEEP if keeps_last and chunk == made.num_chunks - 1 else mode
+        assert {made.mode(layer, chunk) for layer in range(32)} == {expected}
+
+
+def test_a_single_chunk_is_not_kept_by_itself() -> None:
+    assert plan(device=CPU, num_chunks=1).mode(0, 0) == RECOMPUTE
 
 
 def test_reasons_say_who_decided() -> None:

@@ -1,0 +1,113 @@
+"""Marks of one forward call and its backward, made into units and records for observers.
+
+Also the place where a chunk on a CPU gives its garbage back. Knows nothing of how chunks run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.autograd import Variable
+from transformers.modeling_outputs import ModelOutput
+
+from sppo_hf.model.arena import return_free_heap
+from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.offload.engine import OffloadStats
+from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.shape import ModelShape
+
+# B batch rows, C tokens of a chunk, D model width.
+
+NOTHING_MOVED = OffloadStats(
+    d2h_bytes=0,
+    h2d_bytes=0,
+    stall_seconds=0.0,
+    pinned_bytes=0,
+    host_bytes=0,
+    host_used_bytes=0,
+    live_handles=0,
+)
+
+
+class ForwardWatch:
+    """Marks of one forward call and its backward, for observers."""
+
+    def __init__(
+        self,
+        observer: StepObserver,
+        plan: Plan,
+        shape: ModelShape,
+        *,
+        took: Callable[[], OffloadStats],
+        began_seconds: float,
+    ) -> None:
+        """Start watching.
+
+        Args:
+            observer: Is told.
+            plan: What runs.
+            shape: For counting FLOPs.
+            took: Returns what was moved since it was last asked.
+            began_seconds: `time.perf_counter()` when the call came in.
+        """
+        self._observer = observer
+        self._plan = plan
+        self._began = began_seconds
+        self._shape = shape
+        self._take_stats = took
+        self._forward_seconds = 0.0
+        self._backward_began: float | None = None
+
+    def forward_chunk(self, chunk: int) -> None:
+        """Forward enters `chunk`."""
+        if self._plan.device.kind == "cpu":
+            return_free_heap()
+        self._observer.on_unit("forward", chunk, self._plan.num_chunks)
+
+    def watch_backward(self, chunk: int, hidden_BCD: Tensor) -> None:
+        """Report when backward enters `chunk`; the last report comes when backward has ended."""
+        if hidden_BCD.requires_grad:
+            hidden_BCD.register_hook(lambda _grad: self._backward_chunk(chunk))
+
+    def forward_done(self, output: ModelOutput) -> None:
+        """Forward has ended; without a gradient to come, so has the step."""
+        self._forward_seconds = time.perf_counter() - self._began
+        tensors = [value for value in output.values() if isinstance(value, Tensor)]
+        if not any(value.requires_grad for value in tensors):
+            self._record(training=False, backward_seconds=0.0)
+
+    def _backward_chunk(self, chunk: int) -> None:
+        if self._plan.device.kind == "cpu":
+            return_free_heap()
+        if self._backward_began is None:
+            self._backward_began = time.perf_counter()
+            Variable._execution_engine.queue_callback(self._backward_done)
+        self._observer.on_unit("backward", chunk, self._plan.num_chunks)
+
+    def _backward_done(self) -> None:
+        assert self._backward_began is not None
+        self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
+
+    def _record(self, *, training: bool, backward_seconds: float) -> None:
+        rows, tokens = self._plan.batch_rows, self._plan.total_tokens
+        flops = step_flops if training else forward_flops
+        stats = self._take_stats()
+        self._observer.on_record(
+            StepRecord(
+                tokens=rows * tokens,
+                batch_rows=rows,
+                total_tokens=tokens,
+                model_flops=float(flops(self._shape, rows, tokens)),
+                forward_seconds=self._forward_seconds,
+                backward_seconds=backward_seconds,
+                stall_seconds=stats.stall_seconds,
+                d2h_bytes=stats.d2h_bytes,
+                h2d_bytes=stats.h2d_bytes,
+                pinned_bytes=stats.pinned_bytes,
+                num_chunks=self._plan.num_chunks,
+                training=training,
+            )
+        )
