@@ -44,15 +44,19 @@ class ProgressReporter(StepObserver):
         self.show_plan = show_plan
         self.show_progress = show_progress
         self.bars_wanted = True
+        self._shown: set[bool] = set()
         self._bar: tqdm[Any] | None = None
         self._step_began_seconds: float | None = None
         self._bar_direction: Direction = "forward"
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
-        """Print the table for the first plan; later shapes of batches are not news."""
-        if not self.show_plan or not _is_main_process():
+        """Print the first plan for training and the first for evaluation; other lengths are no news.
+
+        An evaluation before training must not hide the plan of what takes the time.
+        """
+        if not self.show_plan or plan.training in self._shown or not _is_main_process():
             return
-        self.show_plan = False
+        self._shown.add(plan.training)
         console = Console(file=sys.stderr)
         if not console.is_terminal:
             console = Console(file=sys.stderr, width=_LEAST_COLUMNS)

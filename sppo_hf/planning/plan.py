@@ -141,6 +141,8 @@ def make_plan(
         )
 
     recompute, recompute_reason = _choose_recompute(config)
+    if last is not None:
+        recompute_reason += "; the last chunk is kept, for its backward comes at once"
     offload, offload_reason = _choose_offload(config, device)
     mode = mode_of(recompute=recompute, offload=offload)
     predicted = predict(mode)

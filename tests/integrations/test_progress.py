@@ -86,18 +86,26 @@ def test_there_are_reasons_for_no_bar(reason, clock, terminal, monkeypatch):
     assert terminal.getvalue() == ""
 
 
+class _Plan(SimpleNamespace):
+    def __init__(self, name: str, training: bool) -> None:
+        super().__init__(name=name, training=training)
+
+    def __str__(self) -> str:
+        return f"plan {self.name}"
+
+
 @pytest.fixture
 def _plain_table(monkeypatch):
     monkeypatch.setattr(progress, "plan_table", lambda plan, name: f"table of {name}: {plan}")
 
 
 @pytest.mark.usefixtures("_plain_table")
-def test_only_the_first_plan_is_printed(terminal):
+def test_the_first_plan_of_training_and_of_evaluation_is_printed(terminal):
     reporter = ProgressReporter()
-    reporter.on_plan("first", "Llama")
-    reporter.on_plan("second", "Llama")
-    assert "table of Llama: first" in terminal.getvalue()
-    assert "second" not in terminal.getvalue()
+    for name, training in [("a", False), ("b", True), ("c", False), ("d", True)]:
+        reporter.on_plan(_Plan(name, training), "Llama")
+    shown = terminal.getvalue()
+    assert [name for name in "abcd" if f"plan {name}" in shown] == ["a", "b"]
 
 
 @pytest.mark.usefixtures("_plain_table")
@@ -106,5 +114,5 @@ def test_there_are_reasons_for_no_table(reason, terminal, monkeypatch):
     reporter = ProgressReporter(show_plan=reason != "setting")
     if reason == "another rank":
         monkeypatch.setenv("RANK", "1")
-    reporter.on_plan("first", "Llama")
+    reporter.on_plan(_Plan("a", training=True), "Llama")
     assert terminal.getvalue() == ""
