@@ -50,7 +50,7 @@ class ProgressReporter(StepObserver):
         self._bar_direction: Direction = "forward"
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
-        """Print the first plan for training and the first for evaluation; other lengths are no news.
+        """Print the first plan of training and the first of evaluation; later ones are no news.
 
         An evaluation before training must not hide the plan of what takes the time.
         """

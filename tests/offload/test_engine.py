@@ -66,12 +66,12 @@ def test_a_storage_at_a_reused_address_is_another_storage() -> None:
     engine = OffloadEngine(HostCopier(), HostPool(SLAB_BYTES), min_offload_elements=1)
     handles = []
     addresses = set()
-    for value in range(50):
+    for value in range(1000):  # the C library reuses few addresses of aligned blocks, but some
         tensor = torch.full((100,), float(value))
         addresses.add(tensor.data_ptr())
         handles.append(engine.start_offload(tensor))
         del tensor
-    assert len(addresses) < 50, "the test needs reuse to mean anything"
+    assert len(addresses) < 1000, "the test needs reuse to mean anything"
     for value, handle in enumerate(handles):
         assert bool((engine.wait_for(handle) == value).all())
 
