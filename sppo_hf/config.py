@@ -30,6 +30,7 @@ from sppo_hf.rules import (
     parse_bytes,
     say,
     show,
+    text,
 )
 
 __all__ = ["ATTENTION_BACKENDS", "SPPOConfig", "field_help", "parse_bytes"]
@@ -65,11 +66,20 @@ class SPPOConfig:
     chunk_tokens: int | None = None
     """Tokens per chunk; the last chunk of a sequence is as short as it needs to be."""
 
-    partition: Literal["flops", "even"] = "flops"
-    """How num_chunks chunks are cut: "flops" gives each the same work, "even" the same tokens."""
+    partition: Literal["flops", "even", "ramp"] = "flops"
+    """How chunks are cut: "flops" same work, "even" same tokens, "ramp" short first and last."""
 
-    offload: Literal["auto", "none", "full"] = "auto"
-    """Whether what backward needs waits in host memory; "auto": "full" on CUDA, "none" on CPU."""
+    offload: Literal["auto", "none", "full", "sppo"] = "auto"
+    """What leaves the device: "auto" as the solver decides, "sppo" by the paper's rule."""
+
+    offload_kv: Literal["auto", "none", "full"] = "auto"
+    """Whether keys, values and their gradients leave the device too and are streamed back."""
+
+    offload_dir: str | None = None
+    """Folder on a fast disk for what host memory cannot hold; None uses no disk."""
+
+    offload_checksum: bool = False
+    """Whether every byte that went to disk is checked when it returns; for debugging disks."""
 
     recompute: Literal["auto", "none", "full"] = "auto"
     """Whether backward recomputes layers (never their attention) instead of keeping all."""
@@ -85,6 +95,15 @@ class SPPOConfig:
 
     host_memory: int | float | str | None = None
     """Budget in host memory: "80GiB", bytes, or a fraction such as 0.5; None takes what is free."""
+
+    disk_memory: int | float | str | None = None
+    """Budget in offload_dir: "1TiB", bytes, or a fraction such as 0.5; None takes what is free."""
+
+    hardware: str | None = None
+    """Speeds to plan with: a shipped profile ("h100") or a file; None takes what was calibrated."""
+
+    correct_plan: bool = True
+    """Whether modes are planned anew, once, with the speeds of the first steps."""
 
     use_pin_memory: bool = True
     """Whether host copies live in pinned (page-locked) memory, which copies need to overlap."""
@@ -205,13 +224,19 @@ _RULES: dict[str, Rule] = {
     "num_chunks": integer(1, "auto"),
     "chunk_lengths": lengths,
     "chunk_tokens": integer(1, None),
-    "partition": choice("flops", "even"),
-    "offload": choice("auto", "none", "full"),
+    "partition": choice("flops", "even", "ramp"),
+    "offload": choice("auto", "none", "full", "sppo"),
+    "offload_kv": choice("auto", "none", "full"),
+    "offload_dir": text,
+    "offload_checksum": flag,
     "recompute": choice("auto", "none", "full"),
     "attention_backend": choice(*ATTENTION_BACKENDS),
     "micro_batch_size": integer(1, None),
     "device_memory": budget,
     "host_memory": budget,
+    "disk_memory": budget,
+    "hardware": text,
+    "correct_plan": flag,
     "use_pin_memory": flag,
     "use_streams": flag,
     "min_offload_size": count(0),

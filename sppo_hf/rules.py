@@ -9,6 +9,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Sequence
+from os import PathLike, fspath
 from typing import Literal, NoReturn, cast
 
 from sppo_hf.errors import ConfigError
@@ -118,6 +119,17 @@ def flag(field: str, value: object) -> object:
     if isinstance(value, bool):
         return value
     refuse(field, value, allowed="True or False", remedy="write true or false without quotes")
+
+
+def text(field: str, value: object) -> object:
+    """Rule for None or a text that is not empty; a path of any kind becomes text."""
+    if value is None:
+        return None
+    if isinstance(value, str | PathLike):
+        written: object = fspath(cast("str | PathLike[str]", value))
+        if isinstance(written, str) and written:
+            return written
+    refuse(field, value, allowed="None (null in YAML) or a text", remedy=f"give one, or drop {field}")
 
 
 def lengths(field: str, value: object) -> object:

@@ -1,4 +1,4 @@
-"""What becomes of a frame between forward and backward: two yes/no questions, four answers.
+"""What becomes of a frame between forward and backward: how much is saved, and where it waits.
 
 Knows nothing of models, bytes or devices. A `FrameMode` is chosen per (layer, chunk) by the
 plan and carried out by the engine.
@@ -7,33 +7,68 @@ plan and carried out by the engine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Saved = Literal["whole", "products", "skeleton"]
+"""How much of a frame is saved.
+
+"whole": all that autograd saves; nothing is recomputed. "products": the layer input and the outputs
+of attention and of the matrix products; only elementwise work is recomputed. "skeleton": the layer
+input, the attention output and its log-sum-exp; the layer's linear part is recomputed. Attention
+itself is never run again.
+"""
+
+Tier = Literal["device", "host", "disk"]
+"""Where bytes wait: beside the compute, in host memory, or in files below `offload_dir`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameMode:
     """How one (layer, chunk) bridges the time between its forward and its backward."""
 
-    recompute: bool
-    """Drop all but the skeleton (layer input, attention output, log-sum-exp) and run the layer's
-    linear part again in backward. Attention itself is never run again."""
+    saved: Saved
+    """What is saved; the rest is recomputed in backward."""
 
-    offload: bool
-    """Let what remains (the frame, or its skeleton) wait in host memory."""
+    tier: Tier
+    """Where it waits."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether any of the layer runs again in backward."""
+        return self.saved != "whole"
+
+    @property
+    def offload(self) -> bool:
+        """Whether what is saved leaves the device."""
+        return self.tier != "device"
 
     def __str__(self) -> str:
-        if self.recompute:
-            return "recompute+offload" if self.offload else "recompute"
-        return "offload" if self.offload else "keep"
+        if self.tier == "device":
+            return _RECOMPUTED[self.saved] or "keep"
+        where = "offload" if self.tier == "host" else "disk"
+        return "+".join(part for part in (_RECOMPUTED[self.saved], where) if part)
 
 
-KEEP = FrameMode(recompute=False, offload=False)
-OFFLOAD = FrameMode(recompute=False, offload=True)
-RECOMPUTE = FrameMode(recompute=True, offload=False)
-RECOMPUTE_OFFLOAD = FrameMode(recompute=True, offload=True)
+_RECOMPUTED: dict[Saved, str] = {
+    "whole": "",
+    "products": "recompute elementwise",
+    "skeleton": "recompute",
+}
 
-ALL_MODES = (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)
+SAVED: tuple[Saved, ...] = ("whole", "products", "skeleton")
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+
+ALL_MODES = tuple(FrameMode(saved, tier) for tier in TIERS for saved in SAVED)
+
+_MODES = {(mode.saved, mode.tier): mode for mode in ALL_MODES}
 
 
-def mode_of(*, recompute: bool, offload: bool) -> FrameMode:
-    """Returns the shared constant for the two answers, so that plans hold four objects at most."""
-    return next(m for m in ALL_MODES if m.recompute == recompute and m.offload == offload)
+def mode_of(saved: Saved, tier: Tier) -> FrameMode:
+    """Returns the shared constant for the two answers, so that plans hold nine objects at most."""
+    return _MODES[saved, tier]
+
+
+KEEP = mode_of("whole", "device")
+OFFLOAD = mode_of("whole", "host")
+RECOMPUTE = mode_of("skeleton", "device")
+RECOMPUTE_OFFLOAD = mode_of("skeleton", "host")

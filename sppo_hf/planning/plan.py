@@ -144,14 +144,14 @@ def make_plan(
     if last is not None:
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
     offload, offload_reason = _choose_offload(config, device)
-    mode = mode_of(recompute=recompute, offload=offload)
+    mode = _uniform(recompute=recompute, offload=offload)
     predicted = predict(mode)
     if config.offload == "auto" and predicted.host.total > budgets.host_limit:
         offload_reason = (
             f"auto: {predicted.host.total / 2**30:.1f} GiB would not fit the host's "
             f"{budgets.host_limit / 2**30:.1f} GiB"
         )
-        mode = mode_of(recompute=recompute, offload=False)
+        mode = _uniform(recompute=recompute, offload=False)
         predicted = predict(mode)
     _check_host_bytes(config, budgets, predicted)
     return Plan(
@@ -229,6 +229,10 @@ def _check_host_bytes(config: SPPOConfig, budgets: _Budgets, predicted: MemoryEs
         remedy="Raise host_memory, set recompute='full' (less to send) or offload='none', or "
         "shorten the sequences.",
     )
+
+
+def _uniform(*, recompute: bool, offload: bool) -> FrameMode:
+    return mode_of("skeleton" if recompute else "whole", "host" if offload else "device")
 
 
 def _choose_recompute(config: SPPOConfig) -> tuple[bool, str]:

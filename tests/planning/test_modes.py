@@ -20,6 +20,9 @@ from sppo_hf.planning.modes import (
         (OFFLOAD, "offload"),
         (RECOMPUTE, "recompute"),
         (RECOMPUTE_OFFLOAD, "recompute+offload"),
+        (mode_of("products", "device"), "recompute elementwise"),
+        (mode_of("skeleton", "disk"), "recompute+disk"),
+        (mode_of("whole", "disk"), "disk"),
     ],
 )
 def test_text(mode: FrameMode, text: str) -> None:
@@ -27,6 +30,13 @@ def test_text(mode: FrameMode, text: str) -> None:
 
 
 def test_mode_of_returns_the_shared_constant() -> None:
-    assert len({str(mode) for mode in ALL_MODES}) == 4
+    assert len({str(mode) for mode in ALL_MODES}) == 9
     for mode in ALL_MODES:
-        assert mode_of(recompute=mode.recompute, offload=mode.offload) is mode
+        assert mode_of(mode.saved, mode.tier) is mode
+
+
+def test_what_a_mode_means() -> None:
+    assert [m.recompute for m in (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)] == [0, 0, 1, 1]
+    assert [m.offload for m in (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)] == [0, 1, 0, 1]
+    assert mode_of("products", "disk").recompute
+    assert mode_of("products", "disk").offload
