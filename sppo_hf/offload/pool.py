@@ -7,13 +7,13 @@ Not thread-safe by itself; the engine calls it under its lock.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.holes import Holes
 
 ALIGNMENT_BYTES = 512
 DEFAULT_SLAB_BYTES = 256 * 2**20
@@ -21,42 +21,10 @@ DEFAULT_SLAB_BYTES = 256 * 2**20
 
 @dataclass(slots=True, eq=False)
 class _Slab:
-    """One host allocation; `holes` are its free (offset, size) in bytes, sorted, never adjacent."""
+    """One host allocation and what is free of it."""
 
     memory: Tensor
-    holes: list[tuple[int, int]]
-
-    @property
-    def free_bytes(self) -> int:
-        return sum(size for _, size in self.holes)
-
-    def take(self, size: int) -> int | None:
-        """Cut `size` bytes from the first hole that has them; return the offset, or None."""
-        for index, (offset, hole) in enumerate(self.holes):
-            if hole > size:
-                self.holes[index] = (offset + size, hole - size)
-                return offset
-            if hole == size:
-                del self.holes[index]
-                return offset
-        return None
-
-    def give(self, offset: int, size: int) -> None:
-        """Make [offset, offset + size) a hole and join it with the holes that touch it."""
-        index = bisect_left(self.holes, (offset, 0))
-        end = offset + size
-        if index < len(self.holes):
-            assert end <= self.holes[index][0], "a released region overlaps free memory"
-            if end == self.holes[index][0]:
-                end += self.holes.pop(index)[1]
-        if index > 0:
-            before, before_size = self.holes[index - 1]
-            assert before + before_size <= offset, "a released region overlaps free memory"
-            if before + before_size == offset:
-                offset = before
-                del self.holes[index - 1]
-                index -= 1
-        self.holes.insert(index, (offset, end - offset))
+    holes: Holes
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +75,9 @@ class HostPool:
     @property
     def fragmentation(self) -> float:
         """Share of the free bytes that lies outside the largest hole, from 0 to 1."""
-        holes = [size for slab in self._slabs for _, size in slab.holes]
-        return 1.0 - max(holes) / sum(holes) if holes else 0.0
+        free_bytes = sum(slab.holes.free_bytes for slab in self._slabs)
+        largest_bytes = max((slab.holes.largest_bytes for slab in self._slabs), default=0)
+        return 1.0 - largest_bytes / free_bytes if free_bytes else 0.0
 
     def allocate(self, num_bytes: int) -> Region:
         """Lend `num_bytes` (at least 1), adding a slab where no hole is large enough.
@@ -129,7 +98,7 @@ class HostPool:
         assert num_bytes > 0, "a region holds at least one byte"
         size = _round_up(num_bytes, ALIGNMENT_BYTES)
         for slab in self._slabs:
-            offset = slab.take(size)
+            offset = slab.holes.take(size)
             if offset is not None:
                 self.used_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -141,7 +110,7 @@ class HostPool:
         assert not region.released, "a host region was released twice"
         assert region.slab in self._slabs, "a host region was released to a pool it is not from"
         region.released = True
-        region.slab.give(region.offset, region.reserved_bytes)
+        region.slab.holes.give(region.offset, region.reserved_bytes)
         self.used_bytes -= region.reserved_bytes
 
     def _grow(self, size: int) -> None:
@@ -158,7 +127,7 @@ class HostPool:
                     f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "
                     "raise host_memory, use shorter sequences, or set offload to 'none'"
                 )
-        self._slabs.append(_Slab(_host_bytes(slab_bytes, self.pinned), [(0, slab_bytes)]))
+        self._slabs.append(_Slab(_host_bytes(slab_bytes, self.pinned), Holes(slab_bytes)))
         self.reserved_bytes += slab_bytes
 
     def _largest_within(self, budget_bytes: int) -> int:

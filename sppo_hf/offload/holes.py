@@ -1,0 +1,60 @@
+"""The free bytes of one run of memory or file: first-fit, with coalescing.
+
+Pure bookkeeping; knows nothing of what the bytes are, of alignment (who takes multiples of it gets
+multiples of it) or of threads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+
+class Holes:
+    """Free (offset, size) pairs in bytes, sorted by offset, never adjacent.
+
+    Args:
+        num_bytes: the length of the run; all of it is free at first.
+    """
+
+    __slots__ = ("_holes",)
+
+    def __init__(self, num_bytes: int) -> None:
+        self._holes: list[tuple[int, int]] = [(0, num_bytes)]
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in all holes together."""
+        return sum(size for _, size in self._holes)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes in the largest hole; 0 if there is none."""
+        return max((size for _, size in self._holes), default=0)
+
+    def take(self, size: int) -> int | None:
+        """Cut `size` bytes from the first hole that has them; return the offset, or None."""
+        for index, (offset, hole) in enumerate(self._holes):
+            if hole > size:
+                self._holes[index] = (offset + size, hole - size)
+                return offset
+            if hole == size:
+                del self._holes[index]
+                return offset
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        """Make [offset, offset + size) a hole and join it with the holes that touch it."""
+        index = bisect_left(self._holes, (offset, 0))
+        end = offset + size
+        if index < len(self._holes):
+            assert end <= self._holes[index][0], "a released region overlaps free memory"
+            if end == self._holes[index][0]:
+                end += self._holes.pop(index)[1]
+        if index > 0:
+            before, before_size = self._holes[index - 1]
+            assert before + before_size <= offset, "a released region overlaps free memory"
+            if before + before_size == offset:
+                offset = before
+                del self._holes[index - 1]
+                index -= 1
+        self._holes.insert(index, (offset, end - offset))
