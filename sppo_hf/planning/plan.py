@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.planning.memory import MemoryEstimate, check_budget, estimate, loss_tile_tokens
-from sppo_hf.planning.modes import KEEP, FrameMode, mode_of
+from sppo_hf.planning.modes import KEEP, FrameMode, Tier, mode_of
 from sppo_hf.planning.partition import Bounds, chunk_bounds
 from sppo_hf.planning.shape import ModelShape
 
@@ -81,6 +81,13 @@ class Plan:
 
     host_budget_bytes: int | None = None
     """The same for host memory."""
+
+    kv_tier: Tier = "device"
+    """Where keys, values and their gradient sums wait while no attention reads them."""
+
+    kv_block_tokens: int = 0
+    """Most tokens whose keys and values come back at once; a longer chunk is a block of its own.
+    At least `total_tokens` means layer by layer. Means nothing while `kv_tier` is "device"."""
 
     warnings: tuple[str, ...] = ()
     """What a user should know before the first step; nothing here stops it."""
@@ -172,6 +179,8 @@ def make_plan(
         estimate=predicted,
         device_budget_bytes=budgets.device,
         host_budget_bytes=budgets.host,
+        kv_tier=_kv_tier(config, device),
+        kv_block_tokens=total_tokens,
         warnings=_warnings(shape, predicted, budgets, total_tokens, mode),
     )
 
@@ -254,6 +263,12 @@ def _choose_offload(config: SPPOConfig, device: DeviceFacts) -> tuple[bool, str]
     if device.kind == "cpu":
         return False, "auto: on a CPU the host's memory is the device's"
     return True, "auto: copies overlap with compute on their own streams"
+
+
+def _kv_tier(config: SPPOConfig, device: DeviceFacts) -> Tier:
+    if config.offload_kv != "full":
+        return "device"
+    return "disk" if device.kind == "cpu" and config.offload_dir is not None else "host"
 
 
 def _warnings(
