@@ -105,7 +105,7 @@ def test_lanes_that_wait_for_each_other_are_shown() -> None:
         "2 of 3 lanes never end; each stops where brackets are:\n"
         "  compute  ... 0F1 0F2 0F3 [0B3] 0B2 0B1 0B0 ...  waits for 0H3, step 1 of 'h2d'\n"
         "  h2d      [0H1] 0H3  waits for 0B2, step 5 of 'compute'\n"
-        "  d2h      done, 1 actions\n"
+        "  d2h      done: actions 1\n"
         "An action may wait only for one that is on a lane and can run without it."
     )
 
