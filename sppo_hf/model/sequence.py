@@ -139,10 +139,15 @@ class Sequence:
             self._chunk = chunk
             self._arena = ChunkArena(len(self._parts.layers))
             on_chunk(chunk)
-            with attention_taken_over(self._parts.configs):
-                output = self._parts.base(
-                    **slices.chunk(start, end), use_cache=False, return_dict=True
-                )
+            try:
+                with attention_taken_over(self._parts.configs):
+                    output = self._parts.base(
+                        **slices.chunk(start, end), use_cache=False, return_dict=True
+                    )
+            finally:
+                # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
+                while self._open:
+                    self.after_layer(self._open[-1][0].layer, failed=True)
             yield chunk, output
         if self._stream is not None:
             self._stream.end_forward()
