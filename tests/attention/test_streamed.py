@@ -9,7 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sppo_hf.attention.backends.base import Attended, Gradients
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.reference import Reference
+from sppo_hf.attention.function import AttentionCall, chunk_attention
 from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.attention.streamed import KVStream
@@ -218,6 +221,42 @@ def test_bfloat16_gradients_meet_in_float32():
     dk, dv = store.take_gradient(0)
     assert dk.dtype == dv.dtype == torch.bfloat16
     assert torch.equal(dk, torch.full_like(dk, 1 + 2**-6))
+
+
+class _Shares(Reference):
+    """Says what is given, block by block, with equal weights."""
+
+    def __init__(self, outs, dqs):
+        super().__init__()
+        self.outs, self.dqs = iter(outs), iter(dqs)
+
+    def forward(self, q, k, v, **kwargs):
+        lse = torch.zeros(q.shape[:3], dtype=torch.float32)
+        return Attended(torch.full_like(q, next(self.outs)), lse)
+
+    def backward(self, dout, q, k, v, out, lse, **kwargs):
+        return Gradients(torch.full_like(q, next(self.dqs)), torch.ones_like(k), torch.ones_like(v))
+
+
+def test_bfloat16_blocks_meet_in_float32():
+    bounds = tuple((i, i + 1) for i in range(9))
+    stores, _, _ = streamed(bounds, layers=1, block_tokens=1)
+    x = torch.ones(1, 1, 1, 2, dtype=torch.bfloat16)
+    for chunk in range(8):
+        stores[0].put(chunk, x, x)
+    q, k, v = (x.clone().requires_grad_() for _ in range(3))
+    call = AttentionCall(
+        kv=stores[0],
+        chunk=8,
+        chunk_start=8,
+        pieces=chunk_pieces(8, 9, None, window=None),
+        backend=_Shares([1.0] + [0.0] * 8, [1.0] + [2**-9] * 8),
+        scale=1.0,
+    )
+    out, _ = chunk_attention(q, k, v, sinks_N=None, link=None, call=call)
+    assert torch.equal(out, torch.full_like(out, 1 / 9))
+    out.sum().backward()
+    assert torch.equal(q.grad, torch.full_like(q, 1 + 2**-6))
 
 
 def test_a_slice_of_a_fused_projection_leaves_alone():
