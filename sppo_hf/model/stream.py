@@ -24,8 +24,8 @@ TRIM_BYTES = 32 << 20
 """On a CPU: bytes that come back between two times that free heap is returned to the system.
 
 What comes and goes leaves holes in the C library's heap (see `return_free_heap`), per chunk as many
-bytes as the whole prefix has. Measured with 16 layers of 4 KiB per token and layer: 130 KiB of
-memory per token without, 64 with.
+bytes as the whole prefix has. Measured at 8,192 tokens with 16 layers of 4 KiB of keys and values
+per token, on disk: 131 KiB of memory per token without, 63 with, of which 48 are skeletons.
 """
 
 

@@ -10,6 +10,7 @@ from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.streamed import KVStream, StreamedKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model import engine as engine_module
+from sppo_hf.model import stream as stream_module
 from sppo_hf.model.arena import ChunkArena
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.model.exactness import compare, compare_drift
@@ -259,6 +260,20 @@ def test_keys_on_disk(monkeypatch, tmp_path, recompute):
     assert stats.disk_read_bytes > 0
     offload.assert_drained()
     offload.close()
+
+
+def test_on_a_cpu_free_heap_goes_back_while_blocks_come_and_go(monkeypatch):
+    trims = []
+    monkeypatch.setattr(stream_module, "return_free_heap", lambda: trims.append(1))
+    model, offload = _trained(monkeypatch)
+    batch = make_batch(tokens=TOKENS)
+    model(**batch).loss.backward()
+    assert not trims, "so few bytes are not worth it"
+    before = offload.stats().h2d_bytes
+    monkeypatch.setattr(stream_module, "TRIM_BYTES", 2**12)
+    model(**batch).loss.backward()
+    came_back_bytes = offload.stats().h2d_bytes - before
+    assert 0 < len(trims) <= came_back_bytes / 2**12
 
 
 # -- ordered and bounded: every operation and copy on the fake device ----------------------------
