@@ -1,8 +1,10 @@
 """Configs and shapes by hand, for tests that need no Transformers."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.shape import ModelShape
 
 
@@ -12,6 +14,11 @@ def gpt_shape(hidden_size: int, layers: int, heads: int) -> ModelShape:
         model_type="gpt2", n_embd=hidden_size, n_layer=layers, n_head=heads, vocab_size=50_257
     )
     return ModelShape.from_config(config, dtype_bytes=2)
+
+
+def known_config(name: str) -> object:
+    """A published model's `config.json`, shortened to what its shape depends on."""
+    return load_config(Path(__file__).with_name("configs") / f"{name}.json")
 
 
 def llama_config(**changes: Any) -> SimpleNamespace:

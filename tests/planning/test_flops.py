@@ -3,6 +3,7 @@
 import pytest
 
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops, visible_pairs
+from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import llama_config, tiny_shape
 
@@ -37,6 +38,14 @@ def test_frozen_weights_skip_their_gradient() -> None:
     frozen = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=0)
     saved = step_flops(full, 1, 1000) - step_flops(frozen, 1, 1000)
     assert saved == full.linear_flops_per_token() * 1000
+
+
+def test_lora_costs_about_two_forwards_of_the_linear_part() -> None:
+    full = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    adapted = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
+    linear = full.linear_flops_per_token() * 1000
+    ratio = (step_flops(full, 1, 1000) - step_flops(adapted, 1, 1000)) / linear
+    assert ratio == pytest.approx(1, abs=0.03)
 
 
 def test_windowed_layers_see_fewer_keys() -> None:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.reader import read_layers, rotary_limit_tokens, text_config
+from sppo_hf.planning.layer import ExpertShape
+from sppo_hf.planning.reader import is_tied, read_layers, rotary_limit_tokens, text_config
 from tests.planning.shapes import llama_config
 
 
@@ -42,11 +43,9 @@ def test_first_layers_dense_then_shared_and_active_experts() -> None:
         moe_intermediate_size=10,
     )
     dense, sparse, _ = read_layers(config)
-    assert (dense.mlp_width, dense.routed_experts) == (64, 0)
-    assert dense.mlp_weights == dense.total_mlp_weights == 3 * 16 * 64
-    assert (sparse.mlp_width, sparse.routed_experts) == (30, 2)
-    assert sparse.mlp_weights == 3 * 16 * (2 * 10 + 10) + 16 * 8
-    assert sparse.total_mlp_weights == 3 * 16 * (8 * 10 + 10) + 16 * 8
+    assert (dense.mlp_width, dense.experts) == (64, None)
+    assert (sparse.mlp_width, sparse.dense_width) == (30, 10)
+    assert sparse.experts == ExpertShape(count=8, active=2, width=10)
 
 
 def test_every_other_layer_sparse() -> None:
@@ -61,6 +60,68 @@ def test_sizes_that_differ_by_layer() -> None:
     layers = read_layers(llama_config(num_hidden_layers=2, head_dim=32, per_layer_config=own))
     assert [layer.qk_head_size for layer in layers] == [64, 128]
     assert [layer.num_kv_heads for layer in layers] == [8, 4]
+
+
+def test_overrides_by_layer_as_a_file_has_them() -> None:
+    config = llama_config(
+        num_hidden_layers=2, head_dim=32, per_layer_config={"1": {"head_dim": 64}}
+    )
+    assert [layer.qk_head_size for layer in read_layers(config)] == [32, 64]
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("gemma2", [512, None, 512, None]),
+        ("cohere2", [512, 512, 512, None]),
+        ("mistral", [512] * 4),
+    ],
+)
+def test_windows_by_the_familys_pattern(family: str, windows: list[int | None]) -> None:
+    config = llama_config(model_type=family, num_hidden_layers=4, sliding_window=512)
+    assert [layer.window for layer in read_layers(config)] == windows
+
+
+def test_a_window_that_is_off_unless_the_config_says_so() -> None:
+    config = llama_config(model_type="qwen2", sliding_window=512)
+    assert {layer.window for layer in read_layers(config)} == {None}
+
+
+def test_what_a_family_fills_in() -> None:
+    config = SimpleNamespace(
+        model_type="gemma3_text", hidden_size=2560, intermediate_size=10_240, num_hidden_layers=12
+    )
+    layers = read_layers(config)
+    assert (layers[0].num_heads, layers[0].num_kv_heads, layers[0].qk_head_size) == (8, 4, 256)
+    assert [layer.window for layer in layers] == [4096] * 5 + [None] + [4096] * 5 + [None]
+    assert layers[0].activation == "gelu_pytorch_tanh"
+    assert is_tied(config)
+    assert not is_tied(llama_config())
+    assert not is_tied(SimpleNamespace(model_type="llama"))
+
+
+def test_norms_of_queries_that_a_config_turns_on() -> None:
+    plain = llama_config(model_type="cohere", use_qk_norm=False)
+    assert not read_layers(plain)[0].head_norm
+    plain.use_qk_norm = True
+    assert read_layers(plain)[0].head_norm
+    assert read_layers(llama_config(model_type="qwen3"))[0].head_norm
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "placement"),
+    [
+        ("gpt_neox", "use_parallel_residual", True, "parallel"),
+        ("gpt_neox", "use_parallel_residual", False, "before"),
+        ("hyperclovax", "use_post_norm", False, "before"),
+        ("hyperclovax", "use_post_norm", True, "both"),
+    ],
+)
+def test_placement_that_a_config_changes(
+    family: str, field: str, value: bool, placement: str
+) -> None:
+    config = llama_config(model_type=family, **{field: value})
+    assert read_layers(config)[0].traits.placement == placement
 
 
 def test_equal_layers_are_one_object() -> None:

@@ -1,0 +1,62 @@
+"""The shape of a live model: what is trained of it, by which adapters, in which dtype."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from sppo_hf.model.facts import model_shape
+from sppo_hf.model.structure import find_parts
+from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.planning.lora import LoraShape
+
+pytestmark = pytest.mark.fake
+
+
+def adapted(dtype: torch.dtype, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    model = build_tiny_model("llama", dtype=dtype)
+    with warnings.catch_warnings():
+        # PEFT asks for a property by a name that newer Transformers call deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(model, peft.LoraConfig(**settings))
+
+
+def test_without_adapters_all_is_trained() -> None:
+    shape = model_shape(find_parts(build_tiny_model("llama", dtype=torch.bfloat16)))
+    assert shape.lora is None
+    assert shape.trainable_fraction == 1
+    assert (shape.dtype_bytes, shape.parameter_bytes) == (2, 2)
+
+
+def test_adapters_are_found_with_rank_targets_dtype_and_dropout() -> None:
+    model = adapted(torch.bfloat16, r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    shape = model_shape(find_parts(model))
+    targets = ("down_proj", "q_proj")
+    assert shape.lora == LoraShape(rank=4, targets=targets, dtype_bytes=4, dropout=0.1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert shape.trainable_parameters == sum(p.numel() for p in trained)
+    assert shape.gradient_bytes == sum(p.numel() * 4 for p in trained)
+    # What is derived from a config alone agrees.
+    derived = type(shape).from_config(model.config, dtype_bytes=2, lora=shape.lora)
+    assert derived.trainable_parameters == shape.trainable_parameters
+    assert derived.total_parameters == shape.total_parameters
+    assert (derived.weight_bytes, derived.gradient_bytes) == (
+        shape.weight_bytes,
+        shape.gradient_bytes,
+    )
+
+
+def test_adapters_that_do_not_train_are_none() -> None:
+    model = adapted(torch.float32, r=4, target_modules=["q_proj"])
+    model.requires_grad_(False)
+    assert model_shape(find_parts(model)).lora is None
+
+
+def test_under_autocast_products_are_narrower_than_weights() -> None:
+    parts = find_parts(build_tiny_model("llama", dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        shape = model_shape(parts)
+    assert (shape.dtype_bytes, shape.parameter_bytes) == (2, 4)
+    assert shape.kv_bytes_per_token(0) * 2 == model_shape(parts).kv_bytes_per_token(0)

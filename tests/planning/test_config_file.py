@@ -1,0 +1,97 @@
+"""Config files, good and bad, without Transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.config_file import load_config, weight_dtype, weight_dtype_bytes
+from sppo_hf.planning.shape import ModelShape
+from tests.planning.shapes import known_config, llama_config
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_folder_or_its_file(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps({"model_type": "llama", "hidden_size": 8}))
+    assert vars(load_config(path)) == vars(load_config(str(tmp_path)))
+    assert load_config(path).hidden_size == 8  # type: ignore[attr-defined]
+
+
+def test_nested_configs_are_objects_and_rotary_parameters_dicts() -> None:
+    config = known_config("gemma-3-4b")
+    assert config.text_config.num_hidden_layers == 34  # type: ignore[attr-defined]
+    assert config.text_config.rope_scaling["factor"] == 8.0  # type: ignore[attr-defined]
+
+
+def test_a_file_gives_the_shape_that_the_loaded_config_gives() -> None:
+    from_file = ModelShape.from_config(known_config("llama-3.1-8b"), dtype_bytes=2)
+    by_hand = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    assert from_file == by_hand
+
+
+@pytest.mark.fake
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b", "mixtral-8x7b", "deepseek-v3"])
+def test_a_file_gives_the_shape_that_transformers_config_gives(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = known_config(name)
+    loaded = transformers.AutoConfig.for_model(**vars(config))
+    assert ModelShape.from_config(loaded, dtype_bytes=2) == ModelShape.from_config(
+        config, dtype_bytes=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "a JSON list"),
+        ("{}", "names no model_type.*it has nothing"),
+        ('{"peft_type": "LORA"}', "names no model_type.*peft_type"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_names_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*config\.json"):
+        load_config(tmp_path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "num_bytes"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16", 2),
+        ({"dtype": "float16"}, "float16", 2),
+        ({"dtype": "torch.float32"}, "float32", 4),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16", 2),
+        ({}, "float32", 4),
+    ],
+)
+def test_dtype_of_the_weights(
+    tmp_path: Path, fields: dict[str, object], name: str, num_bytes: int
+) -> None:
+    config = load_config(written(tmp_path, json.dumps({"model_type": "llama", **fields})))
+    assert (weight_dtype(config), weight_dtype_bytes(config)) == (name, num_bytes)
+
+
+def test_an_unknown_dtype(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, json.dumps({"model_type": "a", "dtype": "int4"})))
+    with pytest.raises(ConfigError, match="'int4'; known are"):
+        weight_dtype_bytes(config)
