@@ -254,7 +254,7 @@ def _shared_width(config: object) -> int:
     width = find_int(config, "shared_expert_intermediate_size", "shared_intermediate_size")
     if width is not None:
         return width
-    if family(config) == "hunyuan_v1_moe":
+    if family(config) in ("hunyuan_v1_moe", "gemma4_text"):
         return need_int(config, "intermediate_size")
     names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     return _expert_width(config) * (find_int(config, *names) or 0)
