@@ -171,7 +171,25 @@ class ModelShape:
         elements = shape.hidden_size + shape.attention_output_elements
         return elements * self.dtype_bytes + self._lse_bytes(shape)
 
-    def frame_bytes_per_token(self, layer: int) -> int:
+    lora_bytes = property(lambda self: 0)
+    embedding_trained = property(lambda self: self.trainable_fraction > 0.5)
+    head_trainable = property(lambda self: float(self.trainable_fraction > 0.5))
+
+    def recompute_flops_per_token(self, layer, saved):
+        s = self.layers[layer]
+        return s.linear_flops_per_token - 2 * s.mlp_width * s.hidden_size if saved == "skeleton" else 0
+
+    def backward_linear_flops_per_token(self, layer):
+        return (1 + self.trainable_fraction) * self.linear_flops_per_token(layer)
+
+    def frame_bytes_per_token(self, layer, saved="whole"):
+        if saved == "skeleton":
+            return self.skeleton_bytes_per_token(layer)
+        if saved == "products":
+            return self.skeleton_bytes_per_token(layer) + self.dtype_bytes * (self.layers[layer].q_elements + self.layers[layer].kv_elements + self.layers[layer].hidden_size + 2 * self.layers[layer].mlp_width)
+        return self._whole(layer)
+
+    def _whole(self, layer: int) -> int:
         """What autograd saves of one layer when nothing is dropped, K and V left out.
 
         An estimate for Transformers' own modules: each projection saves its input once, the
