@@ -4,7 +4,9 @@ The frame of one (layer, chunk) keeps a *skeleton*: the layer's input, attention
 log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time backward
 asks for any of it, the layer runs once more, with attention answered from the skeleton, and is
 stopped as soon as the last saved tensor has been seen (so its last matrix product does not run
-again either). The skeleton stays on the device or travels to the host through the offload engine.
+again either). A frame may keep the outputs of the layer's *products* too (see `products`), so that
+only elementwise work is done again. What is kept stays on the device or travels through the offload
+engine.
 
 The layer's random state and autocast settings are those of the first forward, so dropout inside a
 layer (LoRA's, for one) repeats exactly.
@@ -16,14 +18,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from sppo_hf.errors import SPPOError
+from sppo_hf.model.holders import Holder, Kept, Offloaded
+from sppo_hf.model.products import Product, ProductPlayer, ProductRecorder
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
+from sppo_hf.planning.modes import FrameMode
 
 RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedFrame"], None]
 """Runs a layer's forward once more with `frame` as the frame attention finds."""
@@ -31,53 +36,6 @@ RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedFram
 
 class _Stop(Exception):
     """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
-
-
-class _Holder(Protocol):
-    def prefetch(self) -> None: ...
-    def take(self) -> Tensor: ...
-    def drop(self) -> None: ...
-
-
-class _Kept:
-    """A skeleton tensor that stays on the device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-
-    def prefetch(self) -> None:
-        pass
-
-    def take(self) -> Tensor:
-        assert self._tensor is not None, "a skeleton tensor is taken once"
-        tensor, self._tensor = self._tensor, None
-        return tensor
-
-    def drop(self) -> None:
-        self._tensor = None
-
-
-class _Offloaded:
-    """A skeleton tensor that travels to the host and back."""
-
-    def __init__(self, engine: OffloadEngine, tensor: Tensor) -> None:
-        self._engine = engine
-        self._handle: OffloadedTensor | None = engine.start_offload(tensor)
-
-    def prefetch(self) -> None:
-        if self._handle is not None:
-            self._engine.prefetch(self._handle)
-
-    def take(self) -> Tensor:
-        assert self._handle is not None, "a skeleton tensor is taken once"
-        tensor = self._engine.wait_for(self._handle)
-        self.drop()
-        return tensor
-
-    def drop(self) -> None:
-        if self._handle is not None:
-            self._engine.release(self._handle)
-            self._handle = None
 
 
 class _Slot:
@@ -102,8 +60,9 @@ class RecomputedFrame:
         *,
         run_layer: RunLayer,
         tape: Tape,
-        offload: OffloadEngine | None,
+        offload: OffloadEngine,
         keep: Callable[[str, Tensor], Tensor],
+        mode: FrameMode,
         label: str,
     ) -> None:
         """Make a frame.
@@ -112,20 +71,25 @@ class RecomputedFrame:
             layer: The decoder layer.
             run_layer: Runs the layer again; sets up what its attention needs.
             tape: Order of frames in this sequence, for prefetching.
-            offload: Where the skeleton travels, or None to keep it on the device.
-            keep: Gives a skeleton tensor that is kept its place on the device.
+            offload: Moves what is kept, if the mode says so.
+            keep: Gives a tensor that stays its place on the device.
+            mode: What is kept ("skeleton" or "products"), and where it waits.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
         """
+        assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
         self._run_layer = run_layer
         self._tape = tape
         self._offload = offload
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
+        self._mode = mode
         self._label = label
         self._meta: list[tuple[torch.Size, torch.dtype]] = []
         self._again: dict[int, Tensor] | None = None
-        self._stash: tuple[_Holder, _Holder] | None = None
-        self._hidden: _Holder | None = None
+        self._stash: tuple[Holder, Holder] | None = None
+        self._hidden: Holder | None = None
+        self._recorder: ProductRecorder | None = None
+        self._products: tuple[Product, ...] | None = None
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._hooks: Any = None
         self._recomputing: tuple[Tensor, Tensor] | None = None
@@ -136,12 +100,18 @@ class RecomputedFrame:
         """Keep what the layer needs to run again, and start dropping what autograd saves."""
         hidden = args[0] if args else kwargs["hidden_states"]
         self._hidden_requires_grad = hidden.requires_grad
+        self._shape = hidden.shape
         self._hidden = self._hold("inputs", hidden.detach())
         rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._context = _Context(hidden.device)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
+        if self._mode.saved == "products":
+            self._recorder = ProductRecorder(
+                self._layer, width=hidden.shape[-1], hold=self._hold_product
+            )
+            self._recorder.start()
 
     @property
     def is_open(self) -> bool:
@@ -150,6 +120,9 @@ class RecomputedFrame:
 
     def close(self) -> None:
         """Stop watching what autograd saves, and put the frame on the tape."""
+        if self._recorder is not None:
+            self._products = self._recorder.stop()
+            self._recorder = None
         self._unhook()
         self._keep = None
         if self._meta:
@@ -159,6 +132,9 @@ class RecomputedFrame:
 
     def cancel(self) -> None:
         """Stop watching after an exception in the layer's forward."""
+        if self._recorder is not None:
+            self._recorder.abandon()
+            self._recorder = None
         self._unhook()
         self._release()
 
@@ -168,30 +144,47 @@ class RecomputedFrame:
         hooks.__exit__(None, None, None)
 
     def get(self) -> tuple[Tensor, Tensor] | None:
-        """Attention's `(out, lse)` while the layer is recomputed, None in the first forward."""
+        """Attention's `(out, lse)` while the layer is recomputed, None in the first forward.
+
+        In the first forward attention runs between this and `put`, and is no product of the layer.
+        """
+        if self._recorder is not None:
+            self._recorder.pause()
         return self._recomputing
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Keep attention's results of the first forward, unless nothing will be recomputed."""
         if self._hooks is not None:
             self._stash = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
+        if self._recorder is not None:
+            self._recorder.resume(out_BNCH, lse_BNC)
 
-    def _hold(self, kind: str, tensor: Tensor) -> _Holder:
-        if self._offload is not None:
-            return _Offloaded(self._offload, tensor)
-        assert self._keep is not None, "the skeleton is kept while the frame is open"
-        return _Kept(self._keep(kind, tensor))
+    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+        if self._mode.offload:
+            return Offloaded(self._offload, tensor, self._mode.tier)
+        assert self._keep is not None, "what is kept is kept while the frame is open"
+        return Kept(self._keep(kind, tensor))
+
+    def _hold_product(self, kind: str, tensor: Tensor) -> Holder:
+        # Experts have as many tokens as chose them, so there are no other tensors of that shape to
+        # lie beside; and a subclass is more than its bytes.
+        usual = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
+        if self._mode.offload or (usual and type(tensor) is Tensor):
+            return self._hold(kind, tensor)
+        return Kept(tensor)
 
     def _pack(self, tensor: Tensor) -> _Slot:
+        if self._recorder is not None:
+            self._recorder.saved(tensor)
         self._meta.append((tensor.shape, tensor.dtype))
         return _Slot(self, len(self._meta) - 1)
 
     # -- backward ----------------------------------------------------------------------------
 
-    def prefetch(self) -> None:
-        """Start bringing the skeleton back from the host."""
+    def handles(self) -> Iterator[OffloadedTensor]:
+        """What is away, first needed first."""
         for holder in self._holders():
-            holder.prefetch()
+            yield from holder.handles()
 
     def saved(self, index: int) -> Tensor:
         """The saved tensor of slot `index`, recomputing the layer the first time.
@@ -230,6 +223,7 @@ class RecomputedFrame:
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
                 contextlib.suppress(_Stop),
+                self._played(hidden.shape[-1]),
             ):
                 self._run_layer(self._layer, args, kwargs, self)
         finally:
@@ -237,6 +231,11 @@ class RecomputedFrame:
             self._release()
         self._check_repeated(again)
         self._again = dict(enumerate(again))
+
+    def _played(self, width: int) -> contextlib.AbstractContextManager[object]:
+        if self._products is None:
+            return contextlib.nullcontext()
+        return ProductPlayer(self._products, width=width, label=self._label)
 
     def _check_repeated(self, again: list[Tensor]) -> None:
         if [(t.shape, t.dtype) for t in again] != self._meta:
@@ -246,15 +245,18 @@ class RecomputedFrame:
                 "something that changed in between. Set recompute='none' for this model."
             )
 
-    def _holders(self) -> Iterator[_Holder]:
+    def _holders(self) -> Iterator[Holder]:
         if self._hidden is not None:
             yield self._hidden
         yield from self._stash or ()
+        for product in self._products or ():
+            if product.holder is not None:
+                yield product.holder
 
     def _release(self) -> None:
         for holder in self._holders():
             holder.drop()
-        self._hidden = self._stash = None
+        self._hidden = self._stash = self._products = None
         self._rest = ((), {})
 
 

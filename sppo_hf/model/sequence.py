@@ -195,8 +195,9 @@ class Sequence:
                 # Without the arena: a frame would keep slabs of all layers until it is done.
                 run_layer=_Rerun(dataclasses.replace(call, keep=None), self._parts.configs),
                 tape=self._tape,
-                offload=self._offload if mode.offload else None,
+                offload=self._offload,
                 keep=self._arena.keep,
+                mode=mode,
                 label=f"layer {call.layer}, chunk {call.chunk}",
             )
         if mode.offload:

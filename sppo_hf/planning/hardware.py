@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+from sppo_hf.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,27 @@ class Curve:
 
     points: tuple[tuple[int, float], ...]
     """(tokens, rate), tokens strictly increasing."""
+
+    def __post_init__(self) -> None:
+        """Refuse a curve that has no rate to give.
+
+        Raises:
+            ConfigError: there is no point, tokens do not increase from 1 up, or a rate is not a
+                number above zero.
+        """
+        tokens = [point[0] for point in self.points]
+        rising = all(low < high for low, high in pairwise(tokens))
+        if not tokens or tokens[0] < 1 or not rising:
+            raise ConfigError(
+                f"A curve has points at {tokens} tokens. Allowed: at least one point, tokens "
+                "strictly increasing, the first at least 1. Remedy: sort them, each one once."
+            )
+        for at, rate in self.points:
+            if not (rate > 0 and math.isfinite(rate)):
+                raise ConfigError(
+                    f"A curve has the rate {rate} at {at} tokens. Allowed: numbers above zero. "
+                    "Remedy: leave the point out, or measure it again."
+                )
 
     def at(self, tokens: float) -> float:
         """Returns the rate for a chunk of `tokens` tokens."""
@@ -29,6 +54,41 @@ class Curve:
         (low, low_rate), (high, high_rate) = self.points[index - 1], self.points[index]
         share = math.log(tokens / low) / math.log(high / low)
         return low_rate + share * (high_rate - low_rate)
+
+    def scaled(self, factor: float) -> Curve:
+        """Returns the curve with every rate times `factor`."""
+        return Curve(tuple((tokens, rate * factor) for tokens, rate in self.points))
+
+
+# Which dtype's rate stands for one that a profile does not list, and its share of it: the 16-bit
+# dtypes run on the same units; float64 has half of float32's rate on processors and on the
+# accelerators this is meant for (on others much less, but nobody trains in it there).
+_STANDS_FOR: dict[str, tuple[tuple[str, float], ...]] = {
+    "bfloat16": (("float16", 1.0), ("float32", 1.0)),
+    "float16": (("bfloat16", 1.0), ("float32", 1.0)),
+    "float32": (("bfloat16", 0.1), ("float16", 0.1)),
+    "float64": (("float32", 0.5), ("bfloat16", 0.05), ("float16", 0.05)),
+}
+
+
+def curve_for(curves: Mapping[str, Curve], dtype_name: str) -> Curve:
+    """The curve of a dtype, or what its nearest relative lets expect.
+
+    Args:
+        curves: by dtype name, as in `HardwareProfile.matmul_flops`.
+        dtype_name: such as "bfloat16".
+
+    Returns:
+        `curves[dtype_name]` where it is listed. Else the other 16-bit dtype's curve for a 16-bit
+        one, half of float32's for float64, a tenth of a 16-bit one's for float32 (tensor cores
+        are that much faster), and the slowest one listed for a dtype that is not known here.
+    """
+    if dtype_name in curves:
+        return curves[dtype_name]
+    for other, factor in _STANDS_FOR.get(dtype_name, ()):
+        if other in curves:
+            return curves[other].scaled(factor)
+    return min(curves.values(), key=lambda curve: curve.points[-1][1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +151,9 @@ class HardwareProfile:
 
     disk_bytes: int | None = None
     """Free bytes on the disk."""
+
+    offload_dir: str | None = None
+    """Folder whose disk was measured; None where none was."""
 
     numa_node: int | None = None
     """NUMA node of the device; None where there is one node or it is not known."""

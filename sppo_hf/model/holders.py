@@ -1,0 +1,78 @@
+"""Where a recomputed frame's tensors wait for backward: on the device, or away from it.
+
+Knows nothing of layers: a holder has one tensor, which is taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
+from sppo_hf.planning.modes import Tier
+
+
+class Holder(Protocol):
+    """One tensor between forward and backward."""
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """The handle of the tensor, if it is away."""
+        ...
+
+    def take(self) -> Tensor:
+        """The tensor, on the device; the holder lets go of it."""
+        ...
+
+    def drop(self) -> None:
+        """Let go of the tensor, taken or not."""
+        ...
+
+
+class Kept:
+    """A tensor that stays on the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `Holder`."""
+        return ()
+
+    def take(self) -> Tensor:
+        """See `Holder`."""
+        assert self._tensor is not None, "a kept tensor is taken once"
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+    def drop(self) -> None:
+        """See `Holder`."""
+        self._tensor = None
+
+
+class Offloaded:
+    """A tensor that travels to `tier` and back."""
+
+    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: Tier) -> None:
+        self._engine = engine
+        # An engine without a disk tier does not know the word.
+        where: dict[str, Any] = {"tier": tier} if tier == "disk" else {}
+        self._handle: OffloadedTensor | None = engine.start_offload(tensor, **where)
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `Holder`."""
+        return () if self._handle is None else (self._handle,)
+
+    def take(self) -> Tensor:
+        """See `Holder`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        tensor = self._engine.wait_for(self._handle)
+        self.drop()
+        return tensor
+
+    def drop(self) -> None:
+        """See `Holder`."""
+        if self._handle is not None:
+            self._engine.release(self._handle)
+            self._handle = None

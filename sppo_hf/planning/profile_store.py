@@ -1,0 +1,195 @@
+"""Finding and keeping hardware profiles: shipped ones, calibrated ones, and estimates for the rest.
+
+Calibrated profiles lie as JSON under the Hugging Face cache, one file per device name and versions.
+Shipped ones are data of the package, `planning/profiles/`, from public figures. Knows nothing of
+how a profile is measured, and nothing of torch: who asks says what versions are running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.flops import peak_flops
+from sppo_hf.planning.generic_profiles import cpu_estimate, cuda_estimate
+from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.profile_json import PROFILE_FORMAT, profile_from_json, profile_to_json
+
+_GIB = 2**30
+
+
+@cache
+def shipped_profiles() -> Mapping[str, HardwareProfile]:
+    """The profiles that come with the package, by file name without ".json" ("h100-80gb")."""
+    folder = resources.files("sppo_hf.planning").joinpath("profiles")
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
+    return {
+        file.name.removesuffix(".json"): profile_from_json(
+            file.read_text(encoding="utf-8"), where=f"shipped profile {file.name}"
+        )
+        for file in files
+    }
+
+
+def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
+    """The profile that a user names.
+
+    Args:
+        name_or_path: a shipped profile in any case, in short or in full ("h100", "H100-80GB",
+            "NVIDIA H100 80GB HBM3"), "cpu" for a rough processor, or the path of a JSON file.
+
+    Raises:
+        ConfigError: no profile has that name and no file that path (the message says the nearest
+            name), or the file is refused, see `profile_from_dict`.
+    """
+    text = os.fspath(name_or_path)
+    shipped = {
+        alias: profile
+        for name, profile in shipped_profiles().items()
+        for alias in (name, name.partition("-")[0], profile.name.lower())
+    }
+    if text.lower() in shipped:
+        return shipped[text.lower()]
+    if text.lower() == "cpu":
+        return cpu_estimate("cpu")
+    if text.endswith(".json") or Path(text).is_file():
+        return _read_file(Path(text))
+    names = ["cpu", *shipped]
+    nearest = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0)[0]
+    raise ConfigError(
+        f"hardware={text!r} is neither a shipped profile nor a file. Allowed: {', '.join(names)}, "
+        f"or the path of a JSON file. Remedy: use the nearest name, {nearest!r}, or run `sppo "
+        "calibrate` on the machine and drop the setting."
+    )
+
+
+def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> HardwareProfile:
+    """The best profile at hand for a device of this machine.
+
+    Args:
+        device_name: as its driver gives it, or the processor's name.
+        kind: "cpu" or "cuda".
+        versions: of what runs, as a calibrated profile keeps them.
+
+    Returns:
+        What was calibrated for this device and these versions; else a shipped profile of the same
+        model, recognised by the words of its name; else a rough estimate. The last two have
+        `estimated` set and this device's name; `device_bytes` follows the name where that says a
+        size ("A100-SXM4-40GB").
+
+    Raises:
+        ConfigError: the calibrated profile's file is damaged.
+    """
+    stored = stored_profile(device_name, kind, versions)
+    if stored is not None:
+        return stored
+    if kind != "cuda":
+        return cpu_estimate(device_name)
+    peak = peak_flops(device_name)
+    words = _words(device_name)
+    for name, profile in shipped_profiles().items():
+        # The peak tells variants apart that share a word: an H100 PCIe is no H100 SXM.
+        if name.partition("-")[0].upper() in words and peak == peak_flops(profile.name):
+            size = re.search(r"\b(\d+)GB\b", device_name.upper())
+            device_bytes = profile.device_bytes
+            if size is not None and size[1] not in re.findall(r"\d+", profile.name):
+                device_bytes = int(size[1]) * _GIB
+            return dataclasses.replace(profile, name=device_name, device_bytes=device_bytes)
+    return cuda_estimate(device_name, peak)
+
+
+def stored_profile(
+    device_name: str, kind: str, versions: Mapping[str, str]
+) -> HardwareProfile | None:
+    """The profile calibrated here for this device and exactly these versions, or None.
+
+    Raises:
+        ConfigError: its file is damaged.
+    """
+    path = profile_path(device_name, kind, versions)
+    return _read_file(path) if path.is_file() else None
+
+
+def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None = None) -> Path:
+    """Write a profile, whole or not at all, replacing an older one of the same device and versions.
+
+    Args:
+        profile: what to keep.
+        path: where; None for its place under the Hugging Face cache.
+
+    Returns:
+        The file written.
+
+    Raises:
+        ConfigError: the file cannot be written; the message names it.
+    """
+    target = (
+        profile_path(profile.name, profile.kind, profile.versions) if path is None else Path(path)
+    )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=".profile-", delete=False
+        ) as file:
+            file.write(profile_to_json(profile))
+        os.replace(file.name, target)
+    except OSError as error:
+        raise ConfigError(
+            f"The hardware profile {os.fspath(target)!r} cannot be written: {error.strerror}. "
+            "Remedy: name a writable file (--output), or set HF_HOME to a writable folder."
+        ) from error
+    return target
+
+
+def profile_path(device_name: str, kind: str, versions: Mapping[str, str]) -> Path:
+    """Where the calibrated profile of a device and versions lies, whether or not it exists.
+
+    The versions, and the version of the format, are in the file's name as a digest, so profiles
+    of several environments live side by side and one of another format is not even opened.
+    """
+    key = json.dumps([PROFILE_FORMAT, device_name, kind, sorted(versions.items())])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")[:60] or kind
+    return cache_folder() / f"{slug}-{digest}.json"
+
+
+def cache_folder() -> Path:
+    """Folder of calibrated profiles: `sppo_hf/hardware` under the Hugging Face home.
+
+    That home is $HF_HOME, else `huggingface` under $XDG_CACHE_HOME or `~/.cache`: read here and
+    now, because huggingface_hub reads it once at import.
+    """
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache_home, "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "sppo_hf" / "hardware"
+
+
+def _read_file(path: Path) -> HardwareProfile:
+    """Read a profile's file.
+
+    Raises:
+        ConfigError: it cannot be read, or is refused.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"The hardware profile {os.fspath(path)!r} cannot be read: {reason}. Remedy: give the "
+            "path of a JSON file that `sppo calibrate --output` wrote, or a shipped name."
+        ) from error
+    return profile_from_json(text, where=os.fspath(path))
+
+
+def _words(device_name: str) -> set[str]:
+    return set(re.split(r"[\s\-_/]+", device_name.upper()))

@@ -1,0 +1,84 @@
+"""Actions: the smallest steps of a schedule, as values with a text form that parses back.
+
+`2F5` is stage 2's forward of unit 5, `0F5.12` stage 0's for layer 12 alone, `0K5.12#3` part 3 of
+what streams in for that. Knows nothing of lanes, seconds or bytes, nor of how an action is done.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple, cast, get_args
+
+from sppo_hf.errors import ScheduleError
+
+Kind = Literal["F", "B", "R", "D", "H", "W", "L", "K", "O"]
+"""What an action does; see `KIND_NAMES`."""
+
+KIND_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "R": "recompute",
+    "D": "device to host",
+    "H": "host to device",
+    "W": "disk write",
+    "L": "disk load",
+    "K": "K/V in",
+    "O": "K/V out",
+}
+"""Each kind in words, as pictures, traces and errors show it."""
+
+_NUMBER = "(0|[1-9][0-9]*)"
+_FORM = re.compile(
+    rf"{_NUMBER}({'|'.join(get_args(Kind))}){_NUMBER}(?:\.{_NUMBER})?(?:#{_NUMBER})?", re.ASCII
+)
+
+
+class Action(NamedTuple):
+    """One step of one stage on one unit; equal fields mean the same action.
+
+    `str(action)` and `Action.parse(text)` are exact inverses for numbers from zero on.
+    """
+
+    kind: Kind
+    """What is done."""
+
+    stage: int
+    """Stage that does it; 0 where there is only one."""
+
+    unit: int
+    """Micro-batch times chunks per micro-batch, plus chunk."""
+
+    layer: int | None = None
+    """Decoder layer, where the action is one layer's; None: all layers of the stage."""
+
+    part: int | None = None
+    """Tells apart what one (kind, stage, unit, layer) does in several goes, such as K/V blocks."""
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f".{self.layer}"
+        part = "" if self.part is None else f"#{self.part}"
+        return f"{self.stage}{self.kind}{self.unit}{layer}{part}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads an action's text form back.
+
+        Raises:
+            ScheduleError: the text is none; the message shows it and the form.
+        """
+        match = _FORM.fullmatch(text)
+        if match is None:
+            kinds = ", ".join(f"{kind} {name}" for kind, name in KIND_NAMES.items())
+            raise ScheduleError(
+                f"{text!r} is no action. Write stage, kind and unit, then '.layer' and '#part' "
+                "where there is one, without spaces or leading zeros: '2F5', '0F5.12', "
+                f"'0K5.12#3'. Kinds: {kinds}."
+            )
+        stage, kind, unit, layer, part = match.groups()
+        return cls(
+            cast(Kind, kind),
+            int(stage),
+            int(unit),
+            None if layer is None else int(layer),
+            None if part is None else int(part),
+        )

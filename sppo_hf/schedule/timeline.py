@@ -1,0 +1,258 @@
+"""A Timeline: when each action of a schedule ran, what it waited for, and the bytes over time.
+
+`simulate` makes one from durations; a measured run can make the same from what it recorded, so the
+two can be laid over each other. Knows nothing of how the times came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sppo_hf.errors import ScheduleError
+from sppo_hf.schedule.actions import Action
+
+
+class Span(NamedTuple):
+    """One action's time on its lane, in seconds since the start of the schedule."""
+
+    action: Action
+    """What ran."""
+
+    lane: str
+    """Where it ran."""
+
+    start_seconds: float
+    """When it began."""
+
+    end_seconds: float
+    """When it was done."""
+
+    ready_seconds: float
+    """When all it depends on was done; before `start_seconds` if its lane was busy until then."""
+
+
+class Stall(NamedTuple):
+    """A time in which a lane had work left and stood still."""
+
+    action: Action
+    """The action that could not begin."""
+
+    seconds: float
+    """How long its lane stood still for it."""
+
+    waited_for: Action
+    """What it waited for: of all it depends on, the one that was done last."""
+
+    lane: str
+    """The lane that stood still."""
+
+    start_seconds: float
+    """When it began to stand still."""
+
+
+class Peak(NamedTuple):
+    """The most bytes that a tier held at once."""
+
+    num_bytes: int
+    """How many."""
+
+    seconds: float
+    """Since when; the first time, if there are several."""
+
+
+ByteEvent = tuple[float, int, str]
+"""Bytes taken (positive) or given back (negative) at an instant: seconds, bytes, cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a Timeline is made of: one entry per action, lane after lane.
+
+    Parallel lists rather than a list of objects, since a plan has tens of thousands of actions and
+    a solver simulates hundreds of plans.
+    """
+
+    actions: Sequence[Action]
+    """All actions, a lane's next to each other in the lane's order."""
+
+    positions: Mapping[Action, int]
+    """Where in these lists each action is."""
+
+    lanes: Mapping[str, range]
+    """The positions of each lane's actions."""
+
+    starts: Sequence[float]
+    """Begin of each action, in seconds."""
+
+    ends: Sequence[float]
+    """End of each action, in seconds."""
+
+    readies: Sequence[float]
+    """When all that each action depends on was done, in seconds."""
+
+    latest: Sequence[int]
+    """Position of what each action depends on and was done last; -1 if nothing held it up."""
+
+    events: Mapping[str, Sequence[ByteEvent]]
+    """Changes of each tier's bytes, in any order."""
+
+
+class Timeline:
+    """When every action ran, lane by lane, and how many bytes each tier held meanwhile.
+
+    All of it is worked out when asked for; a tier's curve is kept once made.
+
+    [Note: bytes at one instant] Changes at the same instant are added up before a curve shows them,
+    as if what is given back came first. An action that begins exactly when another ends mostly does
+    so because it waited for it, and then takes what the other gave back. So a peak may be too small
+    only where two unrelated actions touch at one instant, and an action of zero seconds that takes
+    bytes at its start and gives them back at its end shows nothing.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._curves: dict[str, list[tuple[float, int]]] = {}
+        self.end_seconds: float = max(record.ends, default=0.0)
+        """When the last action was done."""
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of the lanes, in the order in which they were given."""
+        return tuple(self._record.lanes)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers whose bytes changed, in the order in which they first did."""
+        return tuple(self._record.events)
+
+    def __len__(self) -> int:
+        return len(self._record.actions)
+
+    def span(self, action: Action) -> Span:
+        """Returns when an action ran.
+
+        Raises:
+            ScheduleError: it did not.
+        """
+        position = self._record.positions.get(action)
+        if position is None:
+            raise ScheduleError(f"{action} is not on this timeline: no lane had it.")
+        (lane,) = (name for name, held in self._record.lanes.items() if position in held)
+        return self._span(position, lane)
+
+    def spans(self, lane: str | None = None) -> Iterator[Span]:
+        """Yields a lane's spans in its order; those of all lanes, one after the other, if None."""
+        for name in self.lanes if lane is None else (lane,):
+            for position in self._positions(name):
+                yield self._span(position, name)
+
+    def busy_seconds(self, lane: str) -> float:
+        """Returns the seconds in which a lane was at work."""
+        held = self._positions(lane)
+        starts, ends = self._record.starts, self._record.ends
+        return sum(ends[position] - starts[position] for position in held)
+
+    def stall_seconds(self, lane: str) -> float:
+        """Returns the seconds in which a lane had work left, but waited for another lane.
+
+        The time before its first action counts; that after its last does not.
+        """
+        # Gap by gap rather than end less busy, so that a lane without gaps has exactly none.
+        return sum(stall.seconds for stall in self._stalls(lane))
+
+    def stalls(self, lane: str | None = None, *, over_seconds: float = 0.0) -> list[Stall]:
+        """Lists when lanes stood still, and what for.
+
+        Args:
+            lane: this lane's only, in its order; all lanes', in order of time, if None.
+            over_seconds: those that lasted longer.
+        """
+        found = [
+            stall
+            for name in (self.lanes if lane is None else (lane,))
+            for stall in self._stalls(name)
+            if stall.seconds > over_seconds
+        ]
+        if lane is None:
+            found.sort(key=lambda stall: stall.start_seconds)
+        return found
+
+    def curve(self, tier: str) -> list[tuple[float, int]]:
+        """Returns a tier's bytes over time: (seconds, bytes that it holds from then on).
+
+        Begins at zero seconds. See [Note: bytes at one instant].
+        """
+        if tier not in self._curves:
+            self._curves[tier] = _curve(self._record.events.get(tier, ()))
+        return self._curves[tier]
+
+    def curves_by_cause(self, tier: str) -> dict[str, list[tuple[float, int]]]:
+        """Returns one curve for each cause of a tier's bytes; they add up to `curve(tier)`."""
+        causes: dict[str, list[ByteEvent]] = {}
+        for event in self._record.events.get(tier, ()):
+            causes.setdefault(event[-1], []).append(event)
+        return {cause: _curve(events) for cause, events in causes.items()}
+
+    def peak(self, tier: str) -> Peak:
+        """Returns the most bytes that a tier held at once, and since when."""
+        curve = self.curve(tier)
+        most = max(num_bytes for _, num_bytes in curve)
+        return Peak(most, next(at for at, num_bytes in curve if num_bytes == most))
+
+    def peak_by_cause(self, tier: str) -> dict[str, int]:
+        """Returns what made up a tier's peak: bytes by cause, largest first, none of zero."""
+        at_seconds = self.peak(tier).seconds
+        held: dict[str, int] = {}
+        for seconds, num_bytes, cause in self._record.events.get(tier, ()):
+            if seconds <= at_seconds:
+                held[cause] = held.get(cause, 0) + num_bytes
+        ranked = sorted(held.items(), key=lambda item: -item[1])
+        return {cause: num_bytes for cause, num_bytes in ranked if num_bytes}
+
+    def _positions(self, lane: str) -> range:
+        try:
+            return self._record.lanes[lane]
+        except KeyError:
+            raise ScheduleError(
+                f"There is no lane {lane!r} on this timeline; its lanes are "
+                f"{', '.join(map(repr, self.lanes)) or 'none'}."
+            ) from None
+
+    def _span(self, position: int, lane: str) -> Span:
+        record = self._record
+        return Span(
+            record.actions[position],
+            lane,
+            record.starts[position],
+            record.ends[position],
+            record.readies[position],
+        )
+
+    def _stalls(self, lane: str) -> Iterator[Stall]:
+        record = self._record
+        free_seconds = 0.0
+        for position in self._positions(lane):
+            start_seconds = record.starts[position]
+            if start_seconds > free_seconds:
+                yield Stall(
+                    record.actions[position],
+                    start_seconds - free_seconds,
+                    record.actions[record.latest[position]],
+                    lane,
+                    free_seconds,
+                )
+            free_seconds = record.ends[position]
+
+
+def _curve(events: Sequence[ByteEvent]) -> list[tuple[float, int]]:
+    curve: list[tuple[float, int]] = []
+    held_bytes, last_seconds = 0, 0.0
+    for seconds, num_bytes, _ in sorted(events):
+        if seconds != last_seconds:
+            curve.append((last_seconds, held_bytes))
+            last_seconds = seconds
+        held_bytes += num_bytes
+    curve.append((last_seconds, held_bytes))
+    return curve

@@ -1,0 +1,83 @@
+"""A Timeline as a trace that chrome://tracing and ui.perfetto.dev open.
+
+Knows the trace format (JSON: complete, counter and metadata events, times in microseconds) and how
+lanes are named; nothing of how the timeline came about.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from sppo_hf.schedule.actions import KIND_NAMES
+from sppo_hf.schedule.timeline import Timeline
+
+_OF_RANK = re.compile(r"(\d+)\.(.+)", re.ASCII)
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """Returns the trace as the object that its JSON file holds.
+
+    Each lane is a thread, and each tier a counter of bytes. Lanes and tiers named "3.compute" or
+    "3.device" belong to the process of rank 3, all others to that of rank 0.
+    """
+    events: list[dict[str, Any]] = []
+    ranks: set[int] = set()
+    for thread, lane in enumerate(timeline.lanes):
+        rank, name = _rank_and_name(lane)
+        ranks.add(rank)
+        place = {"pid": rank, "tid": thread}
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
+        order = {"sort_index": thread}
+        events.append({"ph": "M", "name": "thread_sort_index", **place, "args": order})
+        stalls = {stall.action: stall for stall in timeline.stalls(lane)}
+        for span in timeline.spans(lane):
+            event: dict[str, Any] = {
+                "ph": "X",
+                "name": str(span.action),
+                "cat": KIND_NAMES[span.action.kind],
+                **place,
+                "ts": span.start_seconds * 1e6,
+                "dur": (span.end_seconds - span.start_seconds) * 1e6,
+            }
+            stall = stalls.get(span.action)
+            if stall is not None:
+                event["args"] = {
+                    "waited for": str(stall.waited_for),
+                    "waited microseconds": stall.seconds * 1e6,
+                }
+            events.append(event)
+    for tier in timeline.tiers:
+        rank, name = _rank_and_name(tier)
+        ranks.add(rank)
+        events += (
+            {
+                "ph": "C",
+                "name": f"{name} memory",
+                "pid": rank,
+                "ts": at_seconds * 1e6,
+                "args": {"bytes": num_bytes},
+            }
+            for at_seconds, num_bytes in timeline.curve(tier)
+        )
+    for rank in sorted(ranks):
+        place = {"pid": rank, "tid": 0}
+        title = {"name": f"rank {rank}"}
+        events.append({"ph": "M", "name": "process_name", **place, "args": title})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(timeline: Timeline, path: str | Path) -> None:
+    """Writes the trace to a JSON file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    Path(path).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+
+
+def _rank_and_name(lane: str) -> tuple[int, str]:
+    match = _OF_RANK.fullmatch(lane)
+    return (0, lane) if match is None else (int(match[1]), match[2])
