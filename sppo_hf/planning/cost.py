@@ -108,7 +108,9 @@ class StageCost:
             return 0.0
         key = ("R", self.shape.layers[layer], tokens, saved)
         if key not in self._memo:
-            linear = self._linear_seconds(self.shape.recompute_flops_per_token(layer, saved), tokens)
+            linear = self._linear_seconds(
+                self.shape.recompute_flops_per_token(layer, saved), tokens
+            )
             busy = linear + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
             seconds = max(busy, self.profile.launch_seconds)
             self._memo[key] = seconds * self.correction.backward
@@ -144,16 +146,12 @@ class StageCost:
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """A copy to the host; `both` while another runs the other way."""
-        rate = (
-            self.profile.both_d2h_bytes_per_second if both else self.profile.d2h_bytes_per_second
-        )
+        rate = self.profile.both_d2h_bytes_per_second if both else self.profile.d2h_bytes_per_second
         return num_bytes / rate * self.correction.d2h
 
     def h2d_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """A copy to the device; `both` while another runs the other way."""
-        rate = (
-            self.profile.both_h2d_bytes_per_second if both else self.profile.h2d_bytes_per_second
-        )
+        rate = self.profile.both_h2d_bytes_per_second if both else self.profile.h2d_bytes_per_second
         return num_bytes / rate * self.correction.h2d
 
     def disk_write_seconds(self, num_bytes: float) -> float:

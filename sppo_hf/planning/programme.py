@@ -2,8 +2,8 @@
 
 Time is cut into 2N slots, forward and backward of each chunk. A slot lasts as long as its compute
 (recomputation included) and at least as long as the copies that must go on in it; the sum is
-minimised. Bytes are conserved: what leaves was produced, what comes back is there before its use, no
-more than the look-ahead waits on the device. All of it is linear in the numbers of layers, so the
+minimised. Bytes are conserved: what leaves was produced, what comes back is there before its use,
+no more than the look-ahead waits on the device. All of it is linear in the numbers of layers, so the
 optimum over fractional numbers is found exactly (HiGHS, through SciPy) and bounds every plan of
 this shape from below; rounding to whole layers is `solve`'s.
 

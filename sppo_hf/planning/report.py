@@ -16,14 +16,20 @@ from sppo_hf.planning.plan import Plan
 
 _CAUSES = {
     "weights": ("weights", ""),
+    "lora": ("adapters", ""),
     "gradients": ("gradients", ""),
     "optimizer": ("optimizer", "assumed: AdamW, two float32 states"),
     "kv": ("K/V", ""),
     "dkv": ("dK/dV", "float32 accumulators"),
     "frames": ("frames", "all that backward needs"),
+    "products": ("products", "layer inputs, attention and matrix products"),
     "skeletons": ("skeletons", "layer inputs, attention outputs"),
+    "hidden": ("hidden", "gradients at the loss, embeddings"),
     "logits_tile": ("logits", "of one tile of the loss"),
-    "chunk_workspace": ("live chunk", "temporaries, copies in flight"),
+    "workspace": ("workspace", "the running layer's temporaries"),
+    "copies": ("copies", "on their way between tiers"),
+    "slabs": ("slabs", "rest of the host slabs"),
+    "reserve": ("reserve", "device context, fragmentation"),
 }
 _MOST_LENGTHS_SHOWN = 6
 
@@ -109,9 +115,11 @@ def _all_or_some(answers: set[bool]) -> str:
 def _add_bytes(table: Table, plan: Plan) -> None:
     predicted = plan.estimate
     note = f"predicted peak, at the {predicted.moment}"
-    tiers = [("device", predicted.device, plan.device_budget_bytes, note)]
+    tiers = [("device", predicted.device, plan.budgets.device, note)]
     if predicted.host.total:
-        tiers.append(("host", predicted.host, plan.host_budget_bytes, "predicted, offloaded"))
+        tiers.append(("host", predicted.host, plan.budgets.host, "predicted, offloaded"))
+    if predicted.disk.total:
+        tiers.append(("disk", predicted.disk, plan.budgets.disk, "predicted, offloaded"))
     for tier, amounts, budget_bytes, note in tiers:
         size = format_bytes(amounts.total)
         if budget_bytes is not None:

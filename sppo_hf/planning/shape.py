@@ -177,7 +177,9 @@ class ModelShape:
 
     def recompute_flops_per_token(self, layer, saved):
         s = self.layers[layer]
-        return s.linear_flops_per_token - 2 * s.mlp_width * s.hidden_size if saved == "skeleton" else 0
+        return (
+            s.linear_flops_per_token - 2 * s.mlp_width * s.hidden_size if saved == "skeleton" else 0
+        )
 
     def backward_linear_flops_per_token(self, layer):
         return (1 + self.trainable_fraction) * self.linear_flops_per_token(layer)
@@ -186,7 +188,12 @@ class ModelShape:
         if saved == "skeleton":
             return self.skeleton_bytes_per_token(layer)
         if saved == "products":
-            return self.skeleton_bytes_per_token(layer) + self.dtype_bytes * (self.layers[layer].q_elements + self.layers[layer].kv_elements + self.layers[layer].hidden_size + 2 * self.layers[layer].mlp_width)
+            return self.skeleton_bytes_per_token(layer) + self.dtype_bytes * (
+                self.layers[layer].q_elements
+                + self.layers[layer].kv_elements
+                + self.layers[layer].hidden_size
+                + 2 * self.layers[layer].mlp_width
+            )
         return self._whole(layer)
 
     def _whole(self, layer: int) -> int:

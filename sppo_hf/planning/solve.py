@@ -355,9 +355,7 @@ def _with_lookahead(
     return replace(base, layer_modes=modes, leave_bytes=ahead, fetch_bytes=ahead)
 
 
-def _lookahead_bytes(
-    cost: StageCost, base: Decisions, saved: Iterable[Saved], frames: int
-) -> int:
+def _lookahead_bytes(cost: StageCost, base: Decisions, saved: Iterable[Saved], frames: int) -> int:
     longest = max(base.chunk_lengths)
     layers = LayerKinds.of(cost).representative
     sizes = [cost.frame_bytes(i, longest, kind) for i in layers for kind in set(saved)]

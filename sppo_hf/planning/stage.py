@@ -41,9 +41,7 @@ class StageLanes:
 
     def simulate(self) -> Timeline:
         """Runs all lanes."""
-        return simulate(
-            self.lanes, seconds=self.seconds.__getitem__, after=self.after.__getitem__
-        )
+        return simulate(self.lanes, seconds=self.seconds.__getitem__, after=self.after.__getitem__)
 
 
 def lower(decisions: Decisions, cost: StageCost) -> StageLanes:
