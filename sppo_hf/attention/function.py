@@ -2,6 +2,7 @@
 
 The node owns the mathematics of a (layer, chunk): it stores the chunk's keys and values, runs a
 backend over the pieces of the chunk, and in backward adds dK/dV of the whole prefix to the store.
+The store may bring the prefix in several blocks; their results are merged by log-sum-exp.
 It knows nothing of models, hooks or offloading; what recomputation needs comes in as a `Stash`.
 
 [Note: why chunks run backward in reverse] dK/dV of chunk i needs the backward of all later
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sppo_hf.attention.backends.base import Backend, CausalBand
-from sppo_hf.attention.kv import Keep, LayerKV
+from sppo_hf.attention.backends.base import Attended, Backend, CausalBand, accumulation_dtype
+from sppo_hf.attention.kv import Keep, Keys, KVStore
+from sppo_hf.attention.merge import merge_into
 from sppo_hf.attention.pieces import Piece
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
@@ -45,7 +47,7 @@ class Stash(Protocol):
 class AttentionCall:
     """Everything about one (layer, chunk) that is not a differentiable tensor."""
 
-    kv: LayerKV
+    kv: KVStore
     chunk: int
     chunk_start: int
     pieces: tuple[Piece, ...]
@@ -136,25 +138,41 @@ def _attend(
     q_BNCH: Tensor, sinks_N: Tensor | None, v_head_size: int, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
     call.counters["attention_forwards"] = call.counters.get("attention_forwards", 0) + 1
-    whole = len(call.pieces) == 1 and _is_whole(call.pieces[0], q_BNCH, call)
-    B, N, C, _ = q_BNCH.shape
-    if whole:
-        out_BNCH, lse_BNC = _piece_forward(q_BNCH, call.pieces[0], call)
-    else:
-        lse_dtype = torch.promote_types(q_BNCH.dtype, torch.float32)
-        out_BNCH = q_BNCH.new_zeros(B, N, C, v_head_size)
-        lse_BNC = torch.full((B, N, C), float("-inf"), dtype=lse_dtype, device=q_BNCH.device)
-        for piece in call.pieces:
-            rows, tokens = _where(piece, call)
-            out, lse = _piece_forward(q_BNCH[rows, :, tokens], piece, call)
-            out_BNCH[rows, :, tokens] = out
-            lse_BNC[rows, :, tokens] = lse
+    out_BNCH, lse_BNC = _attend_to_keys(q_BNCH, v_head_size, call)
     if sinks_N is None:
-        return out_BNCH, lse_BNC
+        return out_BNCH.to(q_BNCH.dtype), lse_BNC
     # A sink is one more key with value zero: it joins the normaliser and nothing else.
     merged_BNC = torch.logaddexp(lse_BNC, sinks_N.to(lse_BNC.dtype)[None, :, None])
     keep = torch.exp(lse_BNC - merged_BNC)[..., None]
-    return (out_BNCH.to(keep.dtype) * keep).to(out_BNCH.dtype), merged_BNC
+    return (out_BNCH.to(keep.dtype) * keep).to(q_BNCH.dtype), merged_BNC
+
+
+def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> Attended:
+    """Attention to all keys so far; the output is still in float32 where it was merged."""
+    blocks = call.kv.blocks(call.pieces, window=call.window)
+    merging = len(blocks) > 1
+    sums_dtype = accumulation_dtype(q_BNCH.dtype)
+    attended: Attended | None = None
+    if merging or not _is_whole(q_BNCH, call):
+        out_dtype = sums_dtype if merging else q_BNCH.dtype
+        attended = Attended(
+            q_BNCH.new_zeros(*q_BNCH.shape[:3], v_head_size, dtype=out_dtype),
+            q_BNCH.new_full(q_BNCH.shape[:3], float("-inf"), dtype=sums_dtype),
+        )
+    for keys in call.kv.walk(call.chunk, blocks):
+        for piece in keys.block.cut(call.pieces):
+            rows, tokens = _where(piece, call)
+            part = _piece_forward(q_BNCH[rows, :, tokens], piece, keys, call)
+            if attended is None:
+                attended = part
+            elif merging:
+                out_BNCH, lse_BNC = attended
+                merge_into(out_BNCH[rows, :, tokens], lse_BNC[rows, :, tokens], part)
+            else:
+                attended.out_BNCH[rows, :, tokens] = part.out_BNCH
+                attended.lse_BNC[rows, :, tokens] = part.lse_BNC
+    assert attended is not None, "a piece that is the whole chunk sees keys"
+    return attended
 
 
 def _attend_backward(
@@ -165,36 +183,59 @@ def _attend_backward(
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:
-    whole = len(call.pieces) == 1 and _is_whole(call.pieces[0], q_BNCH, call)
-    dq_BNCH = None if whole else torch.zeros_like(q_BNCH)
-    for piece in call.pieces:
-        rows, tokens = _where(piece, call)
-        k_BKTH, v_BKTH = call.kv.run(piece.k_start, piece.k_end, piece.row)
-        dq, dk, dv = call.backend.backward(
-            dout_BNCH[rows, :, tokens],
-            q_BNCH[rows, :, tokens],
-            k_BKTH,
-            v_BKTH,
-            out_BNCH[rows, :, tokens],
-            lse_BNC[rows, :, tokens],
-            band=_band(piece, call),
-            scale=call.scale,
-            softcap=call.softcap,
-        )
-        if dq_BNCH is None:
-            dq_BNCH = dq
-        else:
-            dq_BNCH[rows, :, tokens] = dq
-        if needs_kv:
-            call.kv.add_gradient(piece.k_start, dk, dv, piece.row)
-    return torch.zeros_like(q_BNCH) if dq_BNCH is None else dq_BNCH
+    blocks = call.kv.blocks(call.pieces, window=call.window)
+    merging = len(blocks) > 1
+    dq_BNCH: Tensor | None = None
+    if merging:
+        dq_BNCH = torch.zeros_like(q_BNCH, dtype=accumulation_dtype(q_BNCH.dtype))
+    elif not _is_whole(q_BNCH, call):
+        dq_BNCH = torch.zeros_like(q_BNCH)
+    for keys in call.kv.walk_back(call.chunk, blocks):
+        for piece in keys.block.cut(call.pieces):
+            rows, tokens = _where(piece, call)
+            attended = Attended(out_BNCH[rows, :, tokens], lse_BNC[rows, :, tokens])
+            dout, q = dout_BNCH[rows, :, tokens], q_BNCH[rows, :, tokens]
+            dq = _piece_backward(dout, q, attended, piece, keys, call, needs_kv)
+            if dq_BNCH is None:
+                dq_BNCH = dq
+            elif merging:
+                dq_BNCH[rows, :, tokens] += dq
+            else:
+                dq_BNCH[rows, :, tokens] = dq
+    assert dq_BNCH is not None, "a piece that is the whole chunk sees keys"
+    return dq_BNCH.to(q_BNCH.dtype)
 
 
-def _piece_forward(q_BNCH: Tensor, piece: Piece, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    k_BKTH, v_BKTH = call.kv.run(piece.k_start, piece.k_end, piece.row)
+def _piece_forward(q_BNCH: Tensor, piece: Piece, keys: Keys, call: AttentionCall) -> Attended:
+    k_BKTH, v_BKTH = keys.run(piece.k_start, piece.k_end, piece.row)
     return call.backend.forward(
         q_BNCH, k_BKTH, v_BKTH, band=_band(piece, call), scale=call.scale, softcap=call.softcap
     )
+
+
+def _piece_backward(
+    dout_BNCH: Tensor,
+    q_BNCH: Tensor,
+    attended: Attended,
+    piece: Piece,
+    keys: Keys,
+    call: AttentionCall,
+    needs_kv: bool,
+) -> Tensor:
+    k_BKTH, v_BKTH = keys.run(piece.k_start, piece.k_end, piece.row)
+    dq_BNCH, dk_BKTH, dv_BKTH = call.backend.backward(
+        dout_BNCH,
+        q_BNCH,
+        k_BKTH,
+        v_BKTH,
+        *attended,
+        band=_band(piece, call),
+        scale=call.scale,
+        softcap=call.softcap,
+    )
+    if needs_kv:
+        keys.add_gradient(piece.k_start, dk_BKTH, dv_BKTH, piece.row)
+    return dq_BNCH
 
 
 def _band(piece: Piece, call: AttentionCall) -> CausalBand:
@@ -206,7 +247,10 @@ def _where(piece: Piece, call: AttentionCall) -> tuple[slice, slice]:
     return rows, slice(piece.q_start - call.chunk_start, piece.q_end - call.chunk_start)
 
 
-def _is_whole(piece: Piece, q_BNCH: Tensor, call: AttentionCall) -> bool:
+def _is_whole(q_BNCH: Tensor, call: AttentionCall) -> bool:
+    if len(call.pieces) != 1:
+        return False
+    (piece,) = call.pieces
     return piece.row is None and piece.q_end - piece.q_start == q_BNCH.shape[2]
 
 

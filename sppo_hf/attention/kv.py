@@ -11,16 +11,20 @@ wait for that. Here it means: `add_gradient` may be called for chunks up to the 
 backward now, and `take_gradient(i)` ends the life of chunk i's entry. Sums are kept in float32
 (or the keys' own type when that is wider), because up to N - 1 contributions meet in one element.
 
-Knows nothing of layers, models, streams or where the bytes live.
+`LayerKV` keeps everything on the device; `sppo_hf.attention.streamed` has the store for keys that
+wait elsewhere. `KVStore` is what both are to attention. Knows nothing of layers, models or streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sppo_hf.attention.blocks import Block, Bounds, whole_sequence
+from sppo_hf.attention.pieces import Piece
 from sppo_hf.errors import SPPOError
 
 # B batch rows, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H head size.
@@ -29,16 +33,61 @@ Keep = Callable[[str, Tensor], Tensor]
 """Gives a tensor of a kind a place to stay; returns what is there."""
 
 
-class LayerKV:
-    """Keys and values of one layer, chunk by chunk, with their gradient sums."""
+class Keys(Protocol):
+    """Keys and values of one block, on the device."""
 
-    def __init__(self, bounds: tuple[tuple[int, int], ...]) -> None:
+    @property
+    def block(self) -> Block:
+        """Which tokens are here."""
+        ...
+
+    def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `[start, end)` of `row` (all rows if None), each BKTH."""
+        ...
+
+    def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
+        """Add gradients of tokens `[start, start + T)` of `row`; gives the tensors away."""
+        ...
+
+
+class KVStore(Protocol):
+    """Keys and values of one layer for one sequence, wherever they are."""
+
+    def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
+        """Take keys and values of `chunk`, which is about to attend."""
+        ...
+
+    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
+        """The blocks in which `pieces` (of a layer with this window) can be read."""
+        ...
+
+    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+        """Bring the blocks that `chunk` attends to in forward, one after the other.
+
+        A block is on the device until the next is asked for, so the walk must be finished.
+        """
+        ...
+
+    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+        """The same in backward, where each block takes its gradients."""
+        ...
+
+    def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
+        ...
+
+
+class LayerKV:
+    """Keys and values of one layer on the device, chunk by chunk, with their gradient sums."""
+
+    def __init__(self, bounds: Bounds) -> None:
         """Prepare an empty store.
 
         Args:
             bounds: `(start, end)` of every chunk, in tokens; they cover the sequence.
         """
         self._bounds = bounds
+        self.block = whole_sequence(bounds)
         self._keys: dict[int, tuple[Tensor, Tensor]] = {}
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken: set[int] = set()
@@ -55,13 +104,21 @@ class LayerKV:
         start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
         if keep is None:
-            self._keys[chunk] = (_dense(k_BKCH), _dense(v_BKCH))
+            self._keys[chunk] = (dense(k_BKCH), dense(v_BKCH))
         else:
             self._keys[chunk] = (keep("keys", k_BKCH), keep("values", v_BKCH))
 
-    def has(self, chunk: int) -> bool:
-        """Whether keys and values of `chunk` are here."""
-        return chunk in self._keys
+    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
+        """One block: everything is here."""
+        return (self.block,)
+
+    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+        """See `KVStore.walk`."""
+        yield self
+
+    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+        """See `KVStore.walk_back`."""
+        yield self
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens `[start, end)` of `row` (all rows if None), each BKTH.
@@ -72,14 +129,10 @@ class LayerKV:
         ks, vs = [], []
         for chunk, inner, _ in self._overlaps(start, end):
             if chunk not in self._keys:
-                raise SPPOError(
-                    f"keys of chunk {chunk} are gone: backward ran already and freed them. "
-                    "Chunked sequences allow one backward per forward (retain_graph=True is not "
-                    "supported); run the forward again."
-                )
+                raise gone(chunk)
             k_BKCH, v_BKCH = self._keys[chunk]
-            ks.append(_rows(k_BKCH, row)[:, :, inner])
-            vs.append(_rows(v_BKCH, row)[:, :, inner])
+            ks.append(rows_of(k_BKCH, row)[:, :, inner])
+            vs.append(rows_of(v_BKCH, row)[:, :, inner])
         if len(ks) == 1:
             return ks[0], vs[0]
         return torch.cat(ks, dim=2), torch.cat(vs, dim=2)
@@ -92,12 +145,12 @@ class LayerKV:
             if chunk not in self._grads:
                 k, v = self._keys[chunk]
                 if dk.shape == k.shape:
-                    self._grads[chunk] = (_sum_copy(dk), _sum_copy(dv))
+                    self._grads[chunk] = (sum_copy(dk), sum_copy(dv))
                     continue
-                self._grads[chunk] = (_sum_zeros(k), _sum_zeros(v))
+                self._grads[chunk] = (sum_zeros(k), sum_zeros(v))
             sum_k, sum_v = self._grads[chunk]
-            _rows(sum_k, row)[:, :, inner] += dk
-            _rows(sum_v, row)[:, :, inner] += dv
+            rows_of(sum_k, row)[:, :, inner] += dk
+            rows_of(sum_v, row)[:, :, inner] += dv
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
@@ -127,12 +180,25 @@ class LayerKV:
                 yield chunk, inner, slice(low - start, high - start)
 
 
-def _rows(x: Tensor, row: int | None) -> Tensor:
+def gone(chunk: int) -> SPPOError:
+    """The error of reading keys that backward has freed."""
+    return SPPOError(
+        f"keys of chunk {chunk} are gone: backward ran already and freed them. "
+        "Chunked sequences allow one backward per forward (retain_graph=True is not "
+        "supported); run the forward again."
+    )
+
+
+def rows_of(x: Tensor, row: int | None) -> Tensor:
+    """Row `row` of `x`, or all of them."""
     return x if row is None else x[row : row + 1]
 
 
-def _dense(x: Tensor) -> Tensor:
-    # A view into a larger tensor (a fused q/k/v projection) would keep all of it alive.
+def dense(x: Tensor) -> Tensor:
+    """`x` without gradient, in a storage of its own size.
+
+    A view into a larger tensor (a fused q/k/v projection) would keep all of that alive.
+    """
     x = x.detach()
     return (
         x
@@ -141,16 +207,19 @@ def _dense(x: Tensor) -> Tensor:
     )
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
+def sum_copy(x: Tensor) -> Tensor:
+    """A dense copy of `x` that gradients can be summed in."""
+    return x.to(sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
+
+
+def sum_zeros(x: Tensor) -> Tensor:
+    """Zeros like `x` that gradients can be summed in."""
+    return torch.zeros(x.shape, dtype=sum_dtype(x), device=x.device)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of gradient sums: float32, or that of `x` if wider."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _sum_copy(x: Tensor) -> Tensor:
-    return x.to(_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
-
-
-def _sum_zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=_sum_dtype(x), device=x.device)
 
 
 def _bytes(x: Tensor) -> int:

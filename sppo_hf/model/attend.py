@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from sppo_hf.attention.backends.base import Backend, Requirement
 from sppo_hf.attention.function import AttentionCall, Stash, chunk_attention
-from sppo_hf.attention.kv import Keep, LayerKV
+from sppo_hf.attention.kv import Keep, KVStore
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
@@ -39,7 +39,7 @@ class LayerCall:
     start: int
     end: int
     rows: tuple[RowSpans, ...] | None
-    kv: LayerKV
+    kv: KVStore
     choose_backend: ChooseBackend
     counters: dict[str, int]
     link: Tensor | None = None

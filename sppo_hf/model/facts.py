@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.planning.machine import (
+    host_memory_bytes,
+    nvidia_driver_version,
+    pci_numa_node,
+    processor_name,
+)
 from sppo_hf.planning.plan import DeviceFacts
 from sppo_hf.planning.shape import ModelShape
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -30,23 +32,32 @@ def device_facts(device: torch.device) -> DeviceFacts:
         )
     return DeviceFacts(
         kind=device.type,
-        name=platform.processor() or platform.machine(),
+        name=processor_name(),
         device_memory_bytes=host_bytes,
         host_memory_bytes=host_bytes,
     )
 
 
-def host_memory_bytes() -> int:
-    """Host memory this process may use: the machine's, or its control group's limit if lower."""
-    total = psutil.virtual_memory().total
-    for path in _CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
+def device_versions(device: torch.device) -> dict[str, str]:
+    """What a measured speed of `device` hangs on besides the device: versions, and threads.
+
+    A hardware profile is reused only where all of it agrees; see `profile_for`.
+    """
+    versions = {"torch": torch.__version__}
+    if device.type == "cuda":
+        toolkit = torch.version.cuda or getattr(torch.version, "hip", None)
+        return {**versions, "cuda": toolkit or "unknown", "driver": nvidia_driver_version()}
+    return {**versions, "threads": str(torch.get_num_threads())}
+
+
+def device_numa_node(device: torch.device) -> int | None:
+    """NUMA node that a CUDA device hangs on; None for others, and where it is not known."""
+    if device.type != "cuda":
+        return None
+    # By the bus, because the numbers of devices change with CUDA_VISIBLE_DEVICES.
+    properties: Any = torch.cuda.get_device_properties(device)
+    domain, bus = properties.pci_domain_id, properties.pci_bus_id
+    return pci_numa_node(f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0")
 
 
 def model_shape(parts: ModelParts) -> ModelShape:

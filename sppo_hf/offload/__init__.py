@@ -1,8 +1,9 @@
 """Frames, pinned pool and copies between tiers; must not know schedules, attention or models.
 
 The files, lowest first: `lanes` starts copies and orders them, `pool` sub-allocates host slabs,
-`handles` describes one storage's stay on the host, `tape` is the order in which frames come back,
-`engine` owns all of it, `frames` hooks it to what autograd saves.
+`handles` describes one storage's stay on the host, `leaving` and `origins` are the engine's lists
+of what is on its way out and of what has moved already, `tape` is the order in which frames come
+back, `engine` owns all of it, `frames` hooks it to what autograd saves.
 
 [Note: offload lifetimes]
 
@@ -21,15 +22,18 @@ vector clocks.
    program fixes and not at one that timing decides.
 3. *Few sources wait at a time.* The host may enqueue a whole forward before the first copy ends;
    polling alone would then keep every source alive. So when a frame closes, the compute stream
-   waits for the copies of the frame before it, and those sources are freed. In backward, before
-   bytes come back, the compute stream waits for copies whose tensors nobody wants any more. The
-   device holds two frames, no more, however far the host is ahead: the one in work and the one
-   leaving, or the one in work and the one ahead. A slow bus shows as stall seconds.
+   waits for the oldest copies until at most `leave_bytes` are on their way, and those sources are
+   freed. In backward the tape asks for frames only while at most `fetch_bytes` of them are ahead of
+   their use (and for the next one always), and before bytes come back, the compute stream waits
+   for copies whose tensors nobody wants any more. So the device holds the frame in work and one
+   window, no more, however far the host is ahead; a window is one frame where none is given. A
+   slow bus shows as stall seconds. Which copies compute waits for follows from sizes alone.
 4. *A destination is free before it is written.* `StreamCopier.start_h2d` allocates it on the
    compute stream and makes the H2D lane wait for an event recorded there after the allocation, so
    earlier users of the block are through. It also waits for the D2H copy that filled the host
    bytes. `OffloadEngine.wait_for` makes the compute stream wait for the H2D copy before anyone
-   sees the tensor, hence its block can be freed like any other afterwards.
+   sees the tensor, hence its block can be freed like any other afterwards. `evict` frees it while
+   the host bytes stay, and makes the compute stream wait first where nobody did.
 5. *Host bytes are reused only after their last copy.* A region goes back to the pool when all its
    tickets are ordered. A later D2H into it waits for the compute stream (rule 1), which stands
    behind those copies, or is enqueued by a host that saw them end. What is dropped in between (a
@@ -46,11 +50,12 @@ in its own thread on CUDA. Work of one engine is assumed to be on one compute st
 stream changes, the new one first waits for the old one, and the six rules hold for it as well.
 """
 
-from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
+from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.lanes import Copier, HostCopier, StreamCopier, Ticket
 from sppo_hf.offload.pool import HostPool, Region
+from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.tape import Frame, Tape
 
 __all__ = [

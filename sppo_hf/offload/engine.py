@@ -13,44 +13,19 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.handles import MODIFIED, Cargo, OffloadedTensor, Owner, Span, bytes_of
 from sppo_hf.offload.lanes import Copier, CudaRuntime, HostCopier, StreamCopier
+from sppo_hf.offload.leaving import Leaving
+from sppo_hf.offload.origins import Origins
 from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool, Region
+from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.tape import Tape
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStats:
-    """What an engine has moved and holds."""
-
-    d2h_bytes: int
-    h2d_bytes: int
-    stall_seconds: float
-    """Compute standing still for copies; on an accelerator, of the waits passed so far."""
-    pinned_bytes: int
-    """Page-locked bytes reserved now."""
-    host_bytes: int
-    """Bytes of host slabs reserved now, pinned or not."""
-    host_used_bytes: int
-    """Bytes of host slabs in use now."""
-    live_handles: int
-    """Moved storages that a handle still owns now."""
-
-
-@dataclass(slots=True)
-class _Origin:
-    """The moves that started from one storage, and what keeps its identity from being reused."""
-
-    storage: StorageWeakRef
-    owners: list[weakref.ref[Owner]]
 
 
 class OffloadEngine:
@@ -70,9 +45,8 @@ class OffloadEngine:
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
         self._live: set[Cargo] = set()
-        self._origins: dict[int, _Origin] = {}
-        # Sources by frame, newest last; the last entry is the frame that is still open.
-        self._leaving: deque[deque[Cargo]] = deque([deque()])
+        self._origins = Origins()
+        self._leaving = Leaving()
         # Filled by finalizers at any moment, hence only appended to; see rule 6 of the note.
         self._retired: deque[Cargo] = deque()
         self._limbo: list[Cargo] = []
@@ -85,9 +59,17 @@ class OffloadEngine:
         """The device whose tensors move."""
         return self._copier.device
 
-    def new_tape(self) -> Tape:
-        """A tape for one sequence; its `record` is this engine's frame boundary."""
-        return Tape(self.close_frame)
+    def new_tape(self, *, leave_bytes: int | None = None, fetch_bytes: int | None = None) -> Tape:
+        """A tape for one sequence; its `record` is this engine's frame boundary.
+
+        Args:
+            leave_bytes: when a frame closes, compute waits until no more than these device bytes
+                are on their way out. The engine's, whichever tape or K/V store they are from: the
+                device's memory is one. None: until only the frame that closes is on its way.
+            fetch_bytes: the most bytes of this tape's frames that are prefetched and not yet in
+                use, but for the next frame, which always is. None: that one alone.
+        """
+        return Tape(self, leave_bytes=leave_bytes, fetch_bytes=fetch_bytes or 0)
 
     def can_move(self, tensor: Tensor) -> bool:
         """Whether `start_offload` would move `tensor` rather than keep it in the handle."""
@@ -122,7 +104,7 @@ class OffloadEngine:
             self._collect()
             if not self.can_move(tensor):
                 return OffloadedTensor.stayed(tensor, label)
-            owner = self._owner_of(tensor) or self._move(tensor)
+            owner = self._origins.owner_of(tensor) or self._move(tensor)
             return OffloadedTensor.moved(tensor, owner, label)
 
     @torch.no_grad()
@@ -171,18 +153,37 @@ class OffloadEngine:
             handle.forget()
             self._collect()
 
-    def close_frame(self) -> None:
-        """Mark a frame boundary: compute waits for the copies of the frame before this one.
+    def bytes_to_fetch(self, handles: Iterable[OffloadedTensor]) -> int:
+        """Device bytes that a prefetch of all `handles` would take; aliases count once."""
+        with self._lock:
+            cargoes = {handle.cargo() for handle in handles if handle.is_away}
+            return sum(cargo.span.num_bytes for cargo in cargoes if cargo.on_device is None)
 
-        So at most two frames wait on the device for their copies; see rule 3 of the note.
+    def evict(self, handle: OffloadedTensor) -> None:
+        """Free the device bytes, keep the others: the handle can be prefetched again.
+
+        All handles of one storage share its device bytes, so they lose them together; whichever
+        is used next brings them back for all. Tensors from `wait_for` stay valid as long as they
+        are referenced. If the source has not left yet, it leaves as it would have. Compute waits
+        for a copy back that nobody waited for. Does nothing for what stayed.
+
+        Raises:
+            OffloadError: the handle was released or abandoned.
         """
         with self._lock:
             self._collect()
-            self._leaving.append(deque())
-            while len(self._leaving) > 2:
-                for cargo in self._leaving.popleft():
-                    cargo.out_ticket.wait()
-                    cargo.drop_source()
+            if handle.is_moved:
+                handle.cargo().evict()
+
+    def close_frame(self, leave_bytes: int | None = None) -> None:
+        """Mark a frame boundary: compute waits until few enough bytes are on their way out.
+
+        With `leave_bytes` None, until no frame but this one is, so that at most two frames wait on
+        the device for their copies; see rule 3 of the note.
+        """
+        with self._lock:
+            self._collect()
+            self._leaving.close_frame(leave_bytes)
 
     def abandon(self) -> None:
         """Give up everything that is away, after an exception; its handles raise from now on.
@@ -193,7 +194,7 @@ class OffloadEngine:
             for cargo in self._live:
                 cargo.abandoned = True
                 self._retired.append(cargo)
-            self._leaving = deque([deque()])
+            self._leaving.forget()
             self._collect()
 
     def close(self) -> None:
@@ -245,32 +246,11 @@ class OffloadEngine:
         with self._lock:
             now, last = self.stats(), self._last_stats
             self._last_stats = now
-            return OffloadStats(
-                d2h_bytes=now.d2h_bytes - last.d2h_bytes,
-                h2d_bytes=now.h2d_bytes - last.h2d_bytes,
-                stall_seconds=now.stall_seconds - last.stall_seconds,
-                pinned_bytes=now.pinned_bytes,
-                host_bytes=now.host_bytes,
-                host_used_bytes=now.host_used_bytes,
-                live_handles=now.live_handles,
-            )
-
-    def _owner_of(self, tensor: Tensor) -> Owner | None:
-        """The owner of a move that already holds all bytes of `tensor` in their present version."""
-        origin = self._origins.get(tensor.untyped_storage()._cdata)
-        if origin is None:
-            return None
-        span = Span.of(tensor)
-        for owner in _alive(origin):
-            cargo = owner.cargo
-            if cargo.version == tensor._version and cargo.span.contains(span):
-                return owner
-        return None
+            return now.since(last)
 
     def _move(self, tensor: Tensor) -> Owner:
         span = Span.to_move(tensor)
         source = bytes_of(tensor, span)
-        storage = StorageWeakRef(tensor.untyped_storage())
         region = self._allocate(span.num_bytes)
         try:
             ticket = self._copier.start_d2h(source, region.memory)
@@ -280,7 +260,7 @@ class OffloadEngine:
         self._d2h_bytes += span.num_bytes
         cargo = Cargo(
             span=span,
-            storage_key=storage.cdata,
+            storage_key=tensor.untyped_storage()._cdata,
             region=region,
             out_ticket=ticket,
             source=source,
@@ -290,9 +270,8 @@ class OffloadEngine:
         owner = Owner(cargo)
         weakref.finalize(owner, self._retired.append, cargo).atexit = False
         self._live.add(cargo)
-        self._leaving[-1].append(cargo)
-        origin = self._origins.setdefault(storage.cdata, _Origin(storage, []))
-        origin.owners.append(weakref.ref(owner))
+        self._leaving.add(cargo)
+        self._origins.add(tensor, owner)
         return owner
 
     def _allocate(self, num_bytes: int) -> Region:
@@ -317,18 +296,13 @@ class OffloadEngine:
 
     def _collect(self) -> None:
         """Free what no copy touches any more; polls, never blocks."""
-        for frame in self._leaving:
-            # One lane copies in order, so nothing behind the first copy under way is done.
-            while frame and frame[0].out_ticket.ordered:
-                frame.popleft().drop_source()
-            if frame:
-                break
+        self._leaving.poll()
         while self._retired:
             cargo = self._retired.popleft()
             if not cargo.retired:
                 cargo.retired = True
                 self._live.discard(cargo)
-                self._forget_origin(cargo)
+                self._origins.forget(cargo)
                 self._limbo.append(cargo)
         limbo, self._limbo = self._limbo, []
         for cargo in limbo:
@@ -343,21 +317,6 @@ class OffloadEngine:
         for cargo in self._limbo:
             cargo.order()
         self._collect()
-
-    def _forget_origin(self, cargo: Cargo) -> None:
-        origin = self._origins.get(cargo.storage_key)
-        if origin is None:
-            return
-        origin.owners = [weakref.ref(owner) for owner in _alive(origin)]
-        if not origin.owners:
-            del self._origins[cargo.storage_key]
-
-
-def _alive(origin: _Origin) -> Iterator[Owner]:
-    for reference in origin.owners:
-        owner = reference()
-        if owner is not None and not owner.cargo.abandoned:
-            yield owner
 
 
 def make_engine(

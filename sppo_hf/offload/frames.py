@@ -10,7 +10,7 @@ what the frame saves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -85,13 +85,13 @@ class OffloadFrame:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(None, None, None)
 
-    def prefetch(self) -> None:
-        """Start bringing back all tensors of the frame that the graph still holds."""
+    def handles(self) -> Iterator[OffloadedTensor]:
+        """Those of the moved tensors that the graph still holds."""
         # Backward needs first what was saved last.
         for reference in reversed(self._handles):
             handle = reference()
             if handle is not None:
-                self._engine.prefetch(handle)
+                yield handle
 
     def __enter__(self) -> OffloadFrame:
         self.open()

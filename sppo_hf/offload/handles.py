@@ -121,6 +121,21 @@ class Cargo:
             self.watched = None
         self.source = None
 
+    def order_source(self) -> None:
+        """Let compute wait for the copy out, and free its source."""
+        self.out_ticket.wait()
+        self.drop_source()
+
+    def evict(self) -> None:
+        """Free the device bytes for backward; those on the host stay, and a source on its way."""
+        if self.in_ticket is not None:
+            # Compute takes the freed block next, and the copy into it may only be under way.
+            self.in_ticket.wait()
+            self.in_ticket = None
+        self.on_device = None
+        if self.source is None:
+            self.watched = None  # nobody reads the source any more
+
     def drop_device_bytes(self) -> None:
         """Free everything on the device; all copies are ordered."""
         self.source = self.watched = self.on_device = None
@@ -162,6 +177,11 @@ class OffloadedTensor:
     def is_moved(self) -> bool:
         """Whether the bytes go to the host (else the tensor stays on the device)."""
         return self._stayed is None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensor was moved and can still be had."""
+        return self._owner is not None and not self._owner.cargo.abandoned
 
     @property
     def is_released(self) -> bool:

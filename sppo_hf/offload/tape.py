@@ -1,68 +1,117 @@
-"""The order in which frames closed in forward, read backward to bring each back one ahead of use.
+"""The order in which frames closed in forward, read backward to bring each back ahead of its use.
 
-Knows nothing of tensors: a frame is anything with `prefetch()`. The tape looks at frames weakly:
-autograd's graph owns them, so a dropped graph takes its frames and their bytes with it at once.
+Knows nothing of tensors: a frame is anything that names its handles. The tape looks at frames
+weakly: autograd's graph owns them, so a dropped graph takes its frames and their bytes with it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Protocol
+
+from sppo_hf.offload.handles import OffloadedTensor
 
 
 class Frame(Protocol):
     """All that backward needs of one (layer, chunk), as far as the tape must know it."""
 
-    def prefetch(self) -> None:
-        """Start bringing the frame's bytes back to the device; cheap where there are none."""
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """The handles of what backward still needs, first needed first; none if all was kept."""
+        ...
+
+
+class Mover(Protocol):
+    """The engine's side of a tape."""
+
+    def close_frame(self, leave_bytes: int | None = None) -> None:
+        """Let compute wait until at most `leave_bytes` are on their way out."""
+        ...
+
+    def bytes_to_fetch(self, handles: Iterable[OffloadedTensor]) -> int:
+        """Device bytes that a prefetch of all `handles` would take."""
+        ...
+
+    def prefetch(self, handle: OffloadedTensor) -> None:
+        """Start bringing the tensor back to the device."""
         ...
 
 
 class Tape:
     """The frames of one sequence, made by `OffloadEngine.new_tape`.
 
+    The look-ahead is counted per tape, since only the frames of one tape have an order among
+    them; autograd reads the tapes of several forwards one after another.
+
     Args:
-        on_close: called at each `record`, at the frame boundary.
-        frames_ahead: how many frames before the one in use are prefetched.
+        mover: moves what the frames' handles stand for.
+        leave_bytes: what may be on its way out when a frame has closed; None for one frame.
+        fetch_bytes: the most bytes of frames that are prefetched and not yet used. The next frame
+            that has bytes is always prefetched, whatever its size.
     """
 
-    def __init__(self, on_close: Callable[[], None], *, frames_ahead: int = 1) -> None:
-        assert frames_ahead >= 0, "a tape cannot look back"
-        self._on_close = on_close
-        self._frames_ahead = frames_ahead
+    def __init__(
+        self, mover: Mover, *, leave_bytes: int | None = None, fetch_bytes: int = 0
+    ) -> None:
+        assert leave_bytes is None or leave_bytes >= 0, "a bound on bytes is not negative"
+        assert fetch_bytes >= 0, "a tape cannot look back"
+        self._mover = mover
+        self._leave_bytes = leave_bytes
+        self._fetch_bytes = fetch_bytes
         self._frames: list[weakref.ref[Frame]] = []
         self._index_of: weakref.WeakKeyDictionary[Frame, int] = weakref.WeakKeyDictionary()
-        self._started: set[int] = set()
+        # Backward is at frame `_at`; all between it and `_next` has been asked for.
+        self._at = self._next = -1
+        self._ahead: dict[int, int] = {}
+        """Bytes of frames by index that were prefetched and not yet used."""
 
     def __len__(self) -> int:
         return len(self._frames)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of frames that are prefetched, not yet used and still wanted."""
+        for index in [index for index in self._ahead if self._frames[index]() is None]:
+            del self._ahead[index]  # this part of the graph was dropped
+        return sum(self._ahead.values())
 
     def record(self, frame: Frame) -> None:
         """Append `frame` (weakly referenced, hashed by identity) when it closes."""
         assert frame not in self._index_of, "a frame closes once"
         self._index_of[frame] = len(self._frames)
         self._frames.append(weakref.ref(frame))
-        self._on_close()
+        self._mover.close_frame(self._leave_bytes)
 
     def on_backward(self, frame: Frame) -> None:
-        """Prefetch `frame` and those before it; call at its first use in backward.
+        """Prefetch `frame` and those before it within the window; call at its first use.
 
-        Cheap when called again: each frame is started once, the one in use first.
+        Cheap when called again: what is there or under way is not asked for twice.
         """
         assert frame in self._index_of, "a frame is used in backward after it has closed"
         index = self._index_of[frame]
-        for ahead in range(index, max(index - self._frames_ahead, 0) - 1, -1):
-            self._start(ahead)
+        self._ahead.pop(index, None)
+        for handle in frame.handles():
+            self._mover.prefetch(handle)
+        self._look_ahead_of(index)
 
     def start_backward(self) -> None:
-        """Prefetch the last frame; worth calling where the loss's own backward runs before it."""
-        if self._frames:
-            self._start(len(self._frames) - 1)
+        """Prefetch the last frames; worth calling where the loss's own backward runs before."""
+        self._look_ahead_of(len(self._frames))
 
-    def _start(self, index: int) -> None:
-        if index not in self._started:
-            self._started.add(index)
-            frame = self._frames[index]()
-            if frame is not None:
-                frame.prefetch()
+    def _look_ahead_of(self, index: int) -> None:
+        if index <= self._next or index > self._at:  # backward has jumped
+            self._next = index - 1
+        self._at = index
+        while self._next >= 0:
+            frame = self._frames[self._next]()
+            handles = tuple(frame.handles()) if frame is not None else ()
+            # A frame without bytes (kept, dropped, or back already) is no frame to stop at.
+            num_bytes = self._mover.bytes_to_fetch(handles)
+            if num_bytes > 0:
+                ahead_bytes = self.ahead_bytes
+                if ahead_bytes > 0 and ahead_bytes + num_bytes > self._fetch_bytes:
+                    return
+                self._ahead[self._next] = num_bytes
+                for handle in handles:
+                    self._mover.prefetch(handle)
+            self._next -= 1

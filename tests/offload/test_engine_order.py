@@ -15,6 +15,7 @@ from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import Cargo, OffloadedTensor
 from sppo_hf.offload.lanes import StreamCopier, StreamTicket
+from sppo_hf.offload.leaving import Leaving
 from sppo_hf.offload.pool import HostPool
 from sppo_hf.offload.tape import Tape
 from tests.fakes.device import FakeDevice, RaceError
@@ -41,11 +42,10 @@ class _Frame:
     def __init__(self, engine: OffloadEngine, tape: Tape, handles: list[OffloadedTensor]) -> None:
         self.engine = engine
         self.tape = tape
-        self.handles = handles
+        self.held = handles
 
-    def prefetch(self) -> None:
-        for handle in reversed(self.handles):
-            self.engine.prefetch(handle)
+    def handles(self) -> list[OffloadedTensor]:
+        return self.held[::-1]
 
 
 class _Training:
@@ -78,11 +78,11 @@ class _Training:
     ) -> None:
         for frame in reversed(frames):
             if not keep():
-                frame.handles.clear()  # this part of the graph was dropped
+                frame.held.clear()  # this part of the graph was dropped
                 continue
             frame.tape.on_backward(frame)
-            while frame.handles:
-                handle = frame.handles.pop()
+            while frame.held:
+                handle = frame.held.pop()
                 tensor = self.engine.wait_for(handle)
                 self.device.kernel(reads=[tensor], seconds=compute_seconds())
                 assert torch.equal(tensor, self.values.pop(id(handle)))
@@ -147,10 +147,10 @@ def test_the_device_never_holds_more_than_two_frames(
         tape.record(frames[-1])
     for frame in reversed(frames):
         tape.on_backward(frame)
-        tensor = engine.wait_for(frame.handles[0])
+        tensor = engine.wait_for(frame.held[0])
         device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
         del tensor
-        frame.handles.clear()
+        frame.held.clear()
     engine.close()
     device.look_for_freed()
     assert device.device_bytes == 0
@@ -207,6 +207,14 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
         assert torch.equal(tensor, expected)
 
     @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def evict(self, which: int) -> None:
+        handle, _ = self.held[which % len(self.held)]
+        self.engine.evict(handle)
+        if handle.is_moved:
+            assert self.engine.bytes_to_fetch([handle, handle]) == handle.cargo().span.num_bytes
+
+    @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), by_dropping=st.booleans())
     def let_go(self, which: int, by_dropping: bool) -> None:
         handle, _ = self.held.pop(which % len(self.held))
@@ -258,29 +266,36 @@ def _one_training(device: FakeDevice) -> None:
     for _ in range(2):
         frames = training.forward([[900], [900, 50], [900]], lambda: 1.0)
         training.backward(frames, lambda: 1.0)
+    evicted = training.forward([[900]], lambda: 1.0)[0].held[-1]
+    device.finish()
+    engine.prefetch(evicted)
+    engine.evict(evicted)  # its copy back is under way, and nobody waited for it
     dropped = training.forward([[900], [900]], lambda: 1.0)
     for frame in dropped:
-        frame.prefetch()
-        frame.handles.clear()
+        for handle in frame.handles():
+            engine.prefetch(handle)
+        frame.held.clear()
     training.forward([[900]], lambda: 1.0)
     del dropped
 
 
-def _forget_source(engine: OffloadEngine) -> None:
-    for frame in engine._leaving:
-        for cargo in frame:
-            cargo.source = cargo.watched = None
+def _forget_source(leaving: Leaving, leave_bytes: int | None) -> None:
+    for _, cargo in leaving._queue:
+        cargo.source = cargo.watched = None
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a source is freed without waiting for its copy": lambda patch: patch.setattr(
-        OffloadEngine, "close_frame", _forget_source
+        Leaving, "close_frame", _forget_source
     ),
     "a copy counts as ordered from the start": lambda patch: patch.setattr(
         StreamTicket, "ordered", property(lambda self: True)
     ),
     "compute does not wait for the copy back": lambda patch: patch.setattr(
         StreamTicket, "wait", lambda self: None
+    ),
+    "device bytes are evicted under the copy into them": lambda patch: patch.setattr(
+        Cargo, "evict", lambda self: setattr(self, "on_device", None)
     ),
     "regions and device bytes are given back under their copies": lambda patch: patch.setattr(
         Cargo, "ordered", property(lambda self: True)

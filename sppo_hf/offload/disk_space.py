@@ -1,0 +1,171 @@
+"""Who owns which bytes of the disk tier: slab files within a budget, sub-allocated.
+
+The disk's counterpart of `pool`. Knows nothing of transfers or threads: who gives an extent back
+vouches that no transfer touches it, and the store calls all of this under its lock.
+"""
+
+from __future__ import annotations
+
+import errno
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.disk_files import BLOCK_BYTES, SlabFile, round_up
+from sppo_hf.offload.disk_folder import StoreFolder
+from sppo_hf.offload.holes import Holes
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(slots=True, eq=False)
+class DiskSlab:
+    """One file and what is free of it."""
+
+    file: SlabFile
+    holes: Holes
+
+
+@dataclass(slots=True, eq=False)
+class DiskExtent:
+    """A run of bytes on the disk, lent by a `DiskStore`; opaque to who holds it."""
+
+    slab: DiskSlab = field(repr=False)
+    offset: int
+    """First byte within the file."""
+    num_bytes: int
+    """Bytes asked for."""
+    reserved_bytes: int
+    """Bytes taken from the file: `num_bytes` rounded up to whole blocks."""
+    transfers: int = 0
+    """Writes and reads that are not over."""
+    released: bool = False
+    written: Future[None] | None = field(default=None, repr=False)
+    """The write that fills the extent."""
+    checksum: int | None = None
+    """CRC-32 of what was written, if the store checks."""
+    failure: OffloadError | None = field(default=None, repr=False)
+    """Why the bytes cannot be had any more."""
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes} bytes at offset {self.offset} of {self.slab.file.path}"
+
+
+class DiskSpace:
+    """Lends extents of files in a folder.
+
+    Args:
+        folder: where the files are.
+        slab_bytes: size of the first files. Later ones grow with what there is, so that a disk
+            full of them needs dozens of open files and not thousands.
+        budget_bytes: the most that all files together may take.
+    """
+
+    def __init__(self, folder: StoreFolder, *, slab_bytes: int, budget_bytes: int) -> None:
+        assert slab_bytes > 0, "a slab holds at least one byte"
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.reserved_bytes = 0
+        self._folder = folder
+        self._slab_bytes = round_up(slab_bytes)
+        self._slabs: list[DiskSlab] = []
+
+    def allocate(self, num_bytes: int) -> DiskExtent:
+        """Lend `num_bytes` (at least 1), adding a file where no hole is large enough.
+
+        Raises:
+            BudgetError: another file would exceed the budget, or the disk has no room for it.
+            OffloadError: the file cannot be made for another reason.
+        """
+        assert num_bytes > 0, "an extent holds at least one byte"
+        size = round_up(num_bytes)
+        extent = self._take(num_bytes, size)
+        if extent is None:
+            self._grow(size)
+            extent = self._take(num_bytes, size)
+            assert extent is not None, "a new file holds the request that it was made for"
+        self.used_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return extent
+
+    def give(self, extent: DiskExtent) -> None:
+        """Take an extent back; no transfer may touch it any more."""
+        extent.slab.holes.give(extent.offset, extent.reserved_bytes)
+        self.used_bytes -= extent.reserved_bytes
+
+    def close(self) -> None:
+        """Close the files; they go with their folder. No transfer may be under way."""
+        for slab in self._slabs:
+            slab.file.close()
+        self._slabs.clear()
+        self.used_bytes = self.reserved_bytes = 0
+
+    def _take(self, num_bytes: int, size: int) -> DiskExtent | None:
+        for slab in self._slabs:
+            offset = slab.holes.take(size)
+            if offset is not None:
+                return DiskExtent(slab, offset, num_bytes, size)
+        return None
+
+    def _grow(self, size: int) -> None:
+        """Add a file of at least `size` bytes."""
+        left_bytes = self.budget_bytes - self.reserved_bytes
+        left_bytes -= left_bytes % BLOCK_BYTES
+        if left_bytes < size:
+            raise BudgetError(self._no_room(size, "its budget is spent"))
+        wanted_bytes = max(size, self._slab_bytes, round_up(self.reserved_bytes // 8))
+        try:
+            slab = self._new_slab(min(wanted_bytes, left_bytes), size)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise BudgetError(self._no_room(size, error.strerror or str(error))) from error
+            raise OffloadError(
+                f"disk tier: a file of {size} bytes could not be made in {self._folder.path}: "
+                f"{error}. Check the disk, or set offload_dir to a folder on another one"
+            ) from error
+        self._slabs.append(slab)
+        self.reserved_bytes += slab.file.num_bytes
+
+    def _new_slab(self, wanted_bytes: int, least_bytes: int) -> DiskSlab:
+        """Make a file of the wanted size, or of the least if the disk is nearly full."""
+        path = self._folder.path / f"slab-{len(self._slabs):04}.bin"
+        try:
+            return DiskSlab(SlabFile(path, wanted_bytes), Holes(wanted_bytes))
+        except OSError as error:
+            if error.errno not in _NO_ROOM or wanted_bytes == least_bytes:
+                raise
+        return DiskSlab(SlabFile(path, least_bytes), Holes(least_bytes))
+
+    def _no_room(self, size: int, reason: str) -> str:
+        free_bytes = sum(slab.holes.free_bytes for slab in self._slabs)
+        return (
+            f"disk tier: {size} bytes more are needed in one piece in {self._folder.path}, but "
+            f"{reason}: {self.reserved_bytes} of {self.budget_bytes} bytes are reserved, "
+            f"{free_bytes} of them free in smaller pieces, and the disk has "
+            f"{self._folder.free_bytes} bytes free. Free some or raise disk_memory, set "
+            "offload_dir to a folder on a larger disk, or use shorter sequences"
+        )
+
+
+def describe(action: str, extent: DiskExtent, error: OSError, folder: StoreFolder) -> str:
+    """Say what became of a transfer that the disk refused.
+
+    Args:
+        action: "writing" or "reading".
+        extent: what was to be moved.
+        error: what the system said.
+        folder: where the file is.
+    """
+    reason = f"{errno.errorcode.get(error.errno or 0, 'error')}, {error.strerror or error}"
+    if error.errno in _NO_ROOM:
+        remedy = (
+            f"The disk has {folder.free_bytes} bytes free; free some, lower disk_memory, or set "
+            "offload_dir to a folder on a larger disk"
+        )
+    else:
+        remedy = (
+            "The step cannot be finished; check the disk (the system's log names bad blocks) or "
+            "set offload_dir to a folder on another one"
+        )
+    return f"disk tier: {action} {extent} failed: {reason}. {remedy}"

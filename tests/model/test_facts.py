@@ -1,0 +1,48 @@
+"""Facts of this machine and of devices, as the planner gets them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sppo_hf.model import facts
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
+
+
+def test_a_processor_has_a_name_and_the_hosts_memory() -> None:
+    found = facts.device_facts(CPU)
+    assert found.kind == "cpu"
+    assert found.name
+    assert found.device_memory_bytes == found.host_memory_bytes == facts.host_memory_bytes()
+
+
+def test_versions_of_a_processor_count_its_threads() -> None:
+    threads = torch.get_num_threads()
+    assert facts.device_versions(CPU) == {"torch": torch.__version__, "threads": str(threads)}
+
+
+def test_versions_of_cuda_name_toolkit_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(facts, "nvidia_driver_version", lambda: "580.95.05")
+    assert facts.device_versions(GPU) == {
+        "torch": torch.__version__,
+        "cuda": "13.0",
+        "driver": "580.95.05",
+    }
+
+
+def test_the_numa_node_is_asked_for_by_bus_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def node(address: str) -> int:
+        asked.append(address)
+        return 1
+
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(facts, "pci_numa_node", node)
+    assert facts.device_numa_node(GPU) == 1
+    assert asked == ["0000:1b:00.0"]
+    assert facts.device_numa_node(CPU) is None
+    assert len(asked) == 1

@@ -1,0 +1,205 @@
+"""Bytes in windows: what leaves, what comes back ahead of use, and what is evicted in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo_hf.errors import OffloadError
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.offload.lanes import StreamCopier
+from sppo_hf.offload.pool import HostPool
+from tests.fakes.device import FakeDevice
+
+SLAB_BYTES = 2**14
+DURATIONS = st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0])
+WINDOWS = st.one_of(st.none(), st.integers(0, 30_000))
+
+
+class _Frame:
+    def __init__(self, *handles: OffloadedTensor) -> None:
+        self.held = list(handles)
+
+    def handles(self) -> list[OffloadedTensor]:
+        return self.held
+
+
+def _engine(device: FakeDevice) -> OffloadEngine:
+    return OffloadEngine(StreamCopier(device), HostPool(SLAB_BYTES), min_offload_elements=1)
+
+
+def _slow_device(seconds: float = 10.0) -> FakeDevice:
+    return FakeDevice(lambda stream, num_bytes: seconds)
+
+
+def _leaving_bytes(engine: OffloadEngine) -> int:
+    return sum(cargo.span.num_bytes for cargo in engine._live if not cargo.out_ticket.ordered)
+
+
+@settings(max_examples=150)
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    lane_seconds=st.tuples(DURATIONS, DURATIONS),
+    leave_bytes=WINDOWS,
+    fetch_bytes=WINDOWS,
+    data=st.data(),
+)
+def test_the_device_holds_the_frame_in_work_and_one_window(
+    sizes: list[int],
+    lane_seconds: tuple[float, float],
+    leave_bytes: int | None,
+    fetch_bytes: int | None,
+    data: st.DataObject,
+) -> None:
+    # Half of the runs never look at the clock: the host is ahead of the device without limit.
+    device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
+    engine = _engine(device)
+    tape, frames = engine.new_tape(leave_bytes=leave_bytes, fetch_bytes=fetch_bytes), []
+    sizes_bytes = [4 * size for size in sizes]
+    largest_bytes = max(sizes_bytes)
+    passes = data.draw(st.booleans())
+    for size in sizes:
+        tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
+        frames.append(_Frame(engine.start_offload(tensor)))
+        del tensor
+        window_bytes = largest_bytes if leave_bytes is None else leave_bytes
+        assert _leaving_bytes(engine) <= window_bytes + 4 * size
+        tape.record(frames[-1])
+        assert _leaving_bytes(engine) <= window_bytes
+        device.advance(data.draw(DURATIONS) if passes else 0.0)
+    while frames:
+        frame = frames.pop()
+        tape.on_backward(frame)
+        tensor = engine.wait_for(frame.held[0])
+        device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
+        ahead = [one.held[0].cargo() for one in frames]
+        ahead_bytes = sum(one.span.num_bytes for one in ahead if one.on_device is not None)
+        assert ahead_bytes == tape.ahead_bytes <= max(fetch_bytes or 0, largest_bytes)
+        assert not frames or ahead[-1].on_device is not None, "the next frame is on its way"
+        del tensor, frame, ahead
+        device.advance(data.draw(DURATIONS) if passes else 0.0)
+    engine.assert_drained()
+    engine.close()
+    device.look_for_freed()
+    assert device.device_bytes == 0
+    # The frame in work, what is ahead of it, and what forward left on its way out.
+    left_bytes = largest_bytes if leave_bytes is None else leave_bytes
+    bound_bytes = largest_bytes + max(fetch_bytes or 0, largest_bytes) + left_bytes
+    assert device.peak_device_bytes <= bound_bytes
+
+
+def test_what_leaves_is_bounded_for_all_tapes_together() -> None:
+    engine = _engine(_slow_device())
+    tapes = [engine.new_tape(leave_bytes=800) for _ in range(2)]
+    held = []
+    for _ in range(4):
+        for tape in tapes:
+            held.append(_Frame(engine.start_offload(torch.rand(100))))
+            tape.record(held[-1])
+    assert _leaving_bytes(engine) == 800
+
+
+def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
+    engine = _engine(_slow_device())
+    tape = engine.new_tape()
+    held = [engine.start_offload(torch.rand(500)), engine.start_offload(torch.rand(100))]
+    tape.record(_Frame(*held))
+    assert _leaving_bytes(engine) == 2400
+    held.append(engine.start_offload(torch.rand(100)))
+    tape.record(_Frame(held[-1]))
+    assert _leaving_bytes(engine) == 400
+
+
+def test_frames_that_were_kept_are_passed_over() -> None:
+    engine = _engine(_slow_device())
+    tape = engine.new_tape(leave_bytes=0)
+    frames = [
+        _Frame(engine.start_offload(torch.rand(100))),
+        _Frame(),
+        _Frame(OffloadedTensor.stayed(torch.rand(100), None)),
+        _Frame(engine.start_offload(torch.rand(100))),
+    ]
+    for frame in frames:
+        tape.record(frame)
+    tape.on_backward(frames[3])
+    assert engine.stats().h2d_bytes == 800
+    assert tape.ahead_bytes == 400
+
+
+def test_bytes_to_fetch_count_aliases_once_and_nothing_twice() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    whole = device.tensor(torch.rand(20, 30))
+    handles = [engine.start_offload(part) for part in (whole, *whole.split(10, dim=1))]
+    handles.append(OffloadedTensor.stayed(whole, None))
+    assert engine.bytes_to_fetch(handles) == 2400
+    engine.prefetch(handles[1])
+    assert engine.bytes_to_fetch(handles) == 0
+    engine.evict(handles[2])
+    assert engine.bytes_to_fetch(handles) == 2400
+    engine.abandon()
+    assert engine.bytes_to_fetch(handles) == 0
+
+
+def test_an_evicted_tensor_comes_back_as_often_as_it_is_wanted() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    values = torch.rand(100)
+    handle = engine.start_offload(device.tensor(values))
+    engine.close_frame(0)
+    for _ in range(3):
+        engine.prefetch(handle)
+        tensor = engine.wait_for(handle)
+        device.kernel(reads=[tensor], seconds=1.0)
+        assert torch.equal(tensor, values)
+        del tensor
+        engine.evict(handle)
+        engine.evict(handle)
+        device.look_for_freed()
+        assert device.device_bytes == 0
+    assert engine.stats().d2h_bytes == 400
+    assert engine.stats().h2d_bytes == 3 * 400
+    assert device.now == 0.0, "the host waited for nothing"
+
+
+def test_evicting_before_the_source_has_left_lets_it_leave() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    handle = engine.start_offload(device.tensor(torch.rand(100)))
+    tensor = engine.wait_for(handle)  # the source itself
+    engine.evict(handle)
+    del tensor
+    device.look_for_freed()
+    assert device.device_bytes == 400, "its copy has not ended"
+    device.finish()
+    engine.stats()
+    device.look_for_freed()
+    assert device.device_bytes == 0
+    engine.wait_for(handle)
+    assert engine.stats().h2d_bytes == 400
+
+
+def test_evicting_the_source_that_served_after_it_had_left() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    handle = engine.start_offload(device.tensor(torch.rand(100)))
+    engine.prefetch(handle)
+    device.finish()
+    engine.evict(handle)
+    device.look_for_freed()
+    assert device.device_bytes == 0
+    assert engine.bytes_to_fetch([handle]) == 400
+
+
+def test_evict_does_nothing_for_what_stayed_and_refuses_what_is_gone() -> None:
+    engine = _engine(_slow_device())
+    small = OffloadedTensor.stayed(torch.rand(3), None)
+    engine.evict(small)
+    assert engine.wait_for(small).shape == (3,)
+    handle = engine.start_offload(torch.rand(100))
+    engine.release(handle)
+    with pytest.raises(OffloadError, match="was released"):
+        engine.evict(handle)
