@@ -26,7 +26,7 @@ from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.calls import ForwardCall, read_call
-from sppo_hf.model.facts import device_facts, model_shape, new_offload_engine
+from sppo_hf.model.facts import device_facts, dtype_name, model_shape, new_offload_engine
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout, read_layout
@@ -185,7 +185,7 @@ class Engine:
             last_position=positions.max().view(1, 1),
             choose_backend=self.choose_backend,
             counters=self.counters,
-            offload=self.offload(call.device),
+            offload=self.offload(call.device, plan),
         )
         slices = Slices(self._inputs(call), positions, call.constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
@@ -247,12 +247,13 @@ class Engine:
             plan = make_plan(
                 self.config,
                 shape,
-                device=device_facts(device),
+                device=device_facts(device, self.config),
                 backend_name=name,
                 backend_reason=reason,
                 batch_rows=batch_rows,
                 total_tokens=total_tokens,
                 training=training,
+                dtype_name=dtype_name(self.parts),
             )
             for warning in plan.warnings:
                 self._warn_once(warning, warning)
@@ -297,10 +298,11 @@ class Engine:
         selection = select_backend(self.config.attention_backend, requirement)
         return selection.backend.name, selection.reason
 
-    def offload(self, device: torch.device) -> OffloadEngine:
-        """The offload engine, made when first needed."""
+    def offload(self, device: torch.device, plan: Plan | None = None) -> OffloadEngine:
+        """The offload engine, made for the first plan that comes."""
         if self._offload is None:
-            self._offload = new_offload_engine(self.config, device)
+            assert plan is not None, "the first plan says how large the offload engine may be"
+            self._offload = new_offload_engine(self.config, device, plan)
         return self._offload
 
     def last_position(self) -> Tensor | None:

@@ -21,8 +21,8 @@ OPTIMIZER_BYTES_PER_PARAMETER = 8
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
 # head's matrix product is already bound by arithmetic.
 _LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
-# What the driver, cuBLAS and cuDNN take for themselves before the first tensor.
-_CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
+# What the driver, cuBLAS and cuDNN take for themselves before the first tensor: an assumption.
+CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
 # The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
 _FRAGMENTATION = 0.02
 HOST_SLAB_BYTES = 256 * 2**20
@@ -245,7 +245,7 @@ class MemoryModel:
             lora=shape.lora_bytes,
             gradients=shape.gradient_bytes if training else 0,
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
-            reserve=_CONTEXT_BYTES[self._kind] + int(_FRAGMENTATION * sum(moving.values())),
+            reserve=CONTEXT_BYTES[self._kind] + int(_FRAGMENTATION * sum(moving.values())),
             **moving,
         )
 

@@ -3,9 +3,9 @@
 Time is cut into 2N slots, forward and backward of each chunk. A slot lasts as long as its compute
 (recomputation included) and at least as long as the copies that must go on in it; the sum is
 minimised. Bytes are conserved: what leaves was produced, what comes back is there before its use,
-no more than the look-ahead waits on the device. All of it is linear in the numbers of layers, so the
-optimum over fractional numbers is found exactly (HiGHS, through SciPy) and bounds every plan of
-this shape from below; rounding to whole layers is `solve`'s.
+no more than the look-ahead waits on the device. All of it is linear in the numbers of layers, so
+the optimum over fractional numbers is found exactly (HiGHS, through SciPy) and bounds every plan
+of these modes and look-ahead from below; rounding to whole layers is `solve`'s.
 
 Knows nothing of budgets' origin, of rounding or of simulation.
 """
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
+from numpy.typing import NDArray
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.highs import Rows, minimise
 from sppo_hf.planning.memory import MemoryModel
 from sppo_hf.planning.modes import FrameMode
 
@@ -42,7 +42,7 @@ class Budgets:
 class Mix:
     """The optimum over fractional numbers of layers."""
 
-    counts: np.ndarray
+    counts: NDArray[np.float64]
     """[chunk, kind, mode]: layers."""
 
     seconds: float
@@ -64,28 +64,6 @@ class LayerKinds:
             groups.setdefault(layer, []).append(index)
         members = tuple(tuple(group) for group in groups.values())
         return cls(tuple(group[0] for group in members), members)
-
-
-class _Rows:
-    """Constraints `row . x <= bound`, collected sparsely."""
-
-    def __init__(self) -> None:
-        self._data: list[float] = []
-        self._columns: list[int] = []
-        self._starts = [0]
-        self._bounds: list[float] = []
-
-    def add(self, terms: Sequence[tuple[int, float]], bound: float) -> None:
-        for column, value in terms:
-            if value:
-                self._columns.append(column)
-                self._data.append(value)
-        self._starts.append(len(self._data))
-        self._bounds.append(bound)
-
-    def matrix(self, width: int) -> tuple[csr_array, np.ndarray]:
-        shape = (len(self._bounds), width)
-        return csr_array((self._data, self._columns, self._starts), shape), np.array(self._bounds)
 
 
 class Programme:
@@ -114,8 +92,8 @@ class Programme:
         names = ("forward", "backward", "out", "back", "kept", "written", "read", "host", "disk")
         self._column = {name: self._x + i * chunks for i, name in enumerate(names)}
         self._width = self._x + len(names) * chunks
-        self._less = _Rows()
-        self._equal = _Rows()
+        self._less = Rows()
+        self._equal = Rows()
 
     def solve(self) -> Mix | None:
         """Returns the optimum, or None where nothing fits the budgets."""
@@ -134,20 +112,9 @@ class Programme:
         # Of equally fast plans, the one that moves less.
         scale = 1e-3 / max(1.0, float(self._bytes_of_everything()))
         objective[: self._x] = scale * self._moved().ravel()
-        less, less_bounds = self._less.matrix(self._width)
-        equal, equal_bounds = self._equal.matrix(self._width)
-        result = linprog(
-            objective,
-            A_ub=less,
-            b_ub=less_bounds,
-            A_eq=equal,
-            b_eq=equal_bounds,
-            bounds=(0, None),
-            method="highs",
-        )
-        if result.status != 0:
+        values = minimise(objective, self._less, self._equal)
+        if values is None:
             return None
-        values = np.asarray(result.x)
         first = self._column["forward"]
         seconds = float(values[first : first + 2 * chunks].sum())
         return Mix(values[: self._x].reshape(self._shape), seconds)
@@ -183,7 +150,7 @@ class Programme:
     def _bytes_of_everything(self) -> float:
         return float(self._moved().sum()) or 1.0
 
-    def _moved(self) -> np.ndarray:
+    def _moved(self) -> NDArray[np.float64]:
         moved = np.zeros(self._shape)
         for chunk in range(self._what.num_chunks):
             for column, size in self._frame_terms(chunk, _AWAY):

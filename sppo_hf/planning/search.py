@@ -94,7 +94,7 @@ def solve_chunks(
     found_plans = 0
     bases = [batch.decisions(bounds, cost.shape.num_layers) for bounds in cuts]
     for base in sorted(bases, key=lambda base: compute_seconds(base, cost)):
-        if found_plans == _PLANS_COMPARED:
+        if found_plans >= _PLANS_COMPARED:
             break
         found = solve(cost, base, budgets, choices, device_kind=device_kind)
         if isinstance(found, FirstLimit):

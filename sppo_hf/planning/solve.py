@@ -17,7 +17,7 @@ import numpy as np
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions, LayerModes
 from sppo_hf.planning.memory import MemoryEstimate, MemoryModel, estimate
-from sppo_hf.planning.modes import TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.modes import AWAY_TIERS, TIERS, FrameMode, Saved, Tier, mode_of
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
 from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
 from sppo_hf.planning.stage import lower
@@ -155,7 +155,8 @@ def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
             total += len(members) * cost.forward_seconds(layer, start, end)
             if decisions.training:
                 total += len(members) * cost.backward_seconds(layer, start, end)
-                for saved, count in Counter(modes[i].saved for i in members).items():
+                counts: Counter[Saved] = Counter(modes[i].saved for i in members)
+                for saved, count in counts.items():
                     total += count * cost.recompute_seconds(layer, end - start, saved)
     return total
 
@@ -197,7 +198,7 @@ def fixed_policy(
     cost: StageCost, base: Decisions, policy: str, saved: Saved, choices: Choices
 ) -> Decisions | None:
     """Returns one fixed policy, or None where it needs a tier that is not allowed."""
-    away = next((tier for tier in ("host", "disk") if tier in choices.tiers), None)
+    away: Tier | None = next((tier for tier in AWAY_TIERS if tier in choices.tiers), None)
     if policy == "none":
         if "device" not in choices.tiers:
             return None
@@ -246,7 +247,7 @@ def least_memory(
     sizes = [
         sum(cost.frame_bytes(i, end - start, saved) for i in layers) for start, end in base.bounds
     ]
-    order: list[Tier] = [tier for tier in ("host", "disk") if tier in choices.tiers]
+    order: list[Tier] = [tier for tier in AWAY_TIERS if tier in choices.tiers]
     room: dict[Tier, float] = {}
     for tier in order:
         budget = budgets.of(tier)
@@ -258,7 +259,8 @@ def least_memory(
         room["host"] -= base.staging_bytes
     tiers: list[Tier] = []
     for size in reversed(sizes):
-        place: Tier = next((tier for tier in order if room[tier] >= size), "device")
+        free: list[Tier] = [tier for tier in order if room[tier] >= size]
+        place: Tier = free[0] if free else "device"
         if place == "device" and "device" not in choices.tiers:
             place = order[-1]
         if place != "device":
@@ -274,7 +276,7 @@ def _mixed(
     """Yields rounded optima, for look-aheads that suit small frames and large ones."""
     kinds = LayerKinds.of(cost)
     for modes in _mode_sets(choices):
-        away = tuple(mode.saved for mode in modes if mode.offload)
+        away: set[Saved] = {mode.saved for mode in modes if mode.offload}
         ahead = _lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = replace(base, leave_bytes=ahead, fetch_bytes=ahead)
         tight = budgets
@@ -332,7 +334,7 @@ def _settled(
     cost: StageCost, decisions: Decisions, budgets: Budgets, device_kind: str
 ) -> Decisions:
     """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
-    away = {m.saved for row in decisions.layer_modes for m in row if m.offload}
+    away: set[Saved] = {m.saved for row in decisions.layer_modes for m in row if m.offload}
     if not away:
         return replace(decisions, leave_bytes=0, fetch_bytes=0)
     least = _lookahead_bytes(cost, decisions, away, _FRAMES_AHEAD)
@@ -350,7 +352,7 @@ def _settled(
 def _with_lookahead(
     cost: StageCost, base: Decisions, modes: LayerModes, *, frames: int
 ) -> Decisions:
-    away = {m.saved for row in modes for m in row if m.offload}
+    away: set[Saved] = {m.saved for row in modes for m in row if m.offload}
     ahead = _lookahead_bytes(cost, base, away, frames)
     return replace(base, layer_modes=modes, leave_bytes=ahead, fetch_bytes=ahead)
 
