@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from sppo_hf.cli.calibrate import calibrate
 from sppo_hf.cli.check import check
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(calibrate)
 app.command()(check)
 
 

@@ -11,14 +11,17 @@ recorder is paused while it runs, and in the second forward it does not run.
 [Note: which products are kept]
 1. *Thick* ones. A product that sums over at most an eighth of the layer's width (LoRA's second
    factor, say) costs little more than writing its output, so it is computed again.
-2. Those that a saved tensor depends on, otherwise than through another kept product or through
-   attention. Key and value projections serve attention alone, and the last projection of a layer
-   serves the next layer, so their outputs are not kept (a key norm, which saves its input, changes
-   that). In the second forward zeros stand for them.
+2. Those of activations. A product of weights alone (an adapter merged on the fly) is as large as a
+   weight, so it is computed again too.
+3. Those that a saved tensor, or a value that Python asks for, depends on otherwise than through
+   another product or through attention. Key and value projections serve attention alone, and the
+   last projection of a layer serves the next layer, so their outputs are not kept (a key norm,
+   which saves its input, changes that). In the second forward zeros stand for them.
 
 What depends on what is followed from operation to operation, by storage. A kernel that torch does
 not see (Triton's) leaves no trace, but it writes into memory that torch has allocated; so whatever
-is in freshly allocated memory is taken to depend on all products so far.
+is in freshly allocated memory is taken to depend on all products so far. Memory filled with a
+constant stops being suspect when torch itself writes into it, as scattering into zeros does.
 
 [Note: writing into a product]
 A kept product must be what the product returned, and not what became of it. If an operation is
@@ -29,9 +32,8 @@ compares in the end; where something has changed, all recorders of that layer co
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,45 +44,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.errors import SPPOError
 from sppo_hf.model.holders import Holder
+from sppo_hf.model.operations import Operation, operation, storage_key, tensors_in
 
-__all__ = ["THIN", "Product", "ProductPlayer", "ProductRecorder"]
+__all__ = ["Product", "ProductPlayer", "ProductRecorder"]
 
-THIN = 8
-"""A product is thin if it sums over at most the layer's width divided by this."""
-
-_LEFT_FACTOR = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::linear", "aten::matmul"), 0),
-    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv"), 1),
-    **dict.fromkeys(("aten::_grouped_mm", "transformers::grouped_mm_fallback"), 0),
-    **dict.fromkeys(("aten::_scaled_mm", "aten::_scaled_mm_v2"), 0),
-    **dict.fromkeys(("aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"), 0),
-    **dict.fromkeys(("aten::_int_mm", "aten::_mixed_dtypes_linear"), 0),
-    **dict.fromkeys(("aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm"), 0),
-    **dict.fromkeys(("bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_linear_matmul"), 0),
-    **dict.fromkeys(("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"), 0),
-}
-"""Matrix products, by the position of the argument over whose last dim they sum."""
-
-_BLANK = frozenset(
-    f"aten::{prefix}{name}"
-    for name in ("empty", "zeros", "ones", "full")
-    for prefix in ("", "new_")
-) | frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like"),
-        *("empty_strided", "new_empty_strided", "empty_permuted"),
-    )
-)
-"""Memory that anybody may write into."""
-
-_REDRAWN = frozenset(
-    f"aten::{name}_" for name in ("bernoulli", "uniform", "normal", "random", "exponential", "copy")
-)
-"""Operations that give all elements new values, whatever was there."""
-
+# Sets of products are bits of an integer: a union is one operation, for 400 products too. The
+# lowest bit stands for the layer's input and for attention's output, product n for bit n + 1.
+_ACTIVATION = 1
 _EVERYTHING = -1
-"""In place of a set of products: all that were recorded when it is read."""
+"""In place of a set: all products recorded when it is read."""
+_CONSTANT = -2
+"""The same, until torch writes into it."""
+
+_ALLOCATED = {"empty": _EVERYTHING, "constant": _CONSTANT}
 
 _written_unseen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 """By layer: whether something torch does not see writes into products; see the note."""
@@ -98,6 +74,8 @@ class Product:
     """Makes zeros of the output's layout."""
     holder: Holder | None = None
     """The output, if it is needed again."""
+    of_weights: bool = False
+    """Whether no activation took part: computed again."""
 
 
 @dataclass(slots=True)
@@ -117,29 +95,29 @@ class ProductRecorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, layer: nn.Module, *, width: int, hold: Callable[[str, Tensor], Holder]
+        self, layer: nn.Module, hidden: Tensor, *, hold: Callable[[str, Tensor], Holder]
     ) -> None:
         """Prepare.
 
         Args:
             layer: What runs; only remembered, see [Note: writing into a product].
-            width: Size of the layer's input, against which products are thin.
+            hidden: The layer's input `[..., D]`.
             hold: Gives an output its place until backward; called with a name that is the same
                 in every layer of the same kind, at most once for a name unless an output is
                 written into.
         """
         super().__init__()
         self._layer = layer
-        self._width = width
+        self._width = hidden.shape[-1]
         self._hold = hold
         self._copies = _written_unseen.get(layer, True)
         self._products: list[Product] = []
         self._fresh: list[_Fresh] = []
         self._index_of: dict[int, int] = {}
-        # Sets of products are bits of an integer: a union is one operation, for 400 products too.
         self._depends: dict[int, int] = {}
         self._needed = 0
         self._running = False
+        self._set(hidden, _ACTIVATION)
 
     # -- what the layer's frame calls --------------------------------------------------------
 
@@ -155,21 +133,19 @@ class ProductRecorder(TorchDispatchMode):
         self.__exit__(None, None, None)
         self._running = False
 
-    def resume(self, *independent: Tensor) -> None:
-        """Go on watching; `independent` come from elsewhere when the layer runs again."""
+    def resume(self, *given: Tensor) -> None:
+        """Go on watching; `given` come from elsewhere when the layer runs again."""
         self.start()
-        for tensor in independent:
-            self._set(tensor, 0)
+        for tensor in given:
+            self._set(tensor, _ACTIVATION)
 
     def saved(self, tensor: Tensor) -> None:
         """Hold the products that `tensor`, which autograd saves, depends on."""
-        depends = self._read(tensor) & ~self._needed
-        if not depends:
-            return
-        self.pause()  # what moves a tensor is not the layer's work
-        for index in _bits(depends):
-            self._keep(index)
-        self.resume()
+        depends = self._read(tensor)
+        if depends >> 1 & ~self._needed:
+            self.pause()  # what moves a tensor is not the layer's work
+            self._need(depends)
+            self.resume()
 
     def stop(self) -> tuple[Product, ...]:
         """Stop watching; returns all products in order."""
@@ -192,54 +168,71 @@ class ProductRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and note which products its results depend on."""
         kwargs = kwargs or {}
-        kind = _kind(func)
+        op = operation(func)
+        if op.writes:
+            return self._write(func, op, args, kwargs)
         depends = 0
-        for tensor in _tensors(args):
+        for tensor in tensors_in((*args, *kwargs.values())):
             depends |= self._read(tensor)
-        for tensor in _tensors(kwargs.values()):
-            depends |= self._read(tensor)
-        if kind.writes:
-            self._before_writing(kind, args, kwargs)
         output = func(*args, **kwargs)
-        if kind.is_product(args, self._width) and isinstance(output, Tensor):
-            self._record(kind.name, args, output)
-        elif kind.writes:
-            self._after_writing(kind, args, kwargs, depends)
+        if op.reveals:  # the layer may do one thing or another because of it
+            self._need(depends)
+        if op.is_product(args, self._width):
+            self._record(op.name, args, output, depends)
         else:
-            for tensor in _tensors((output,)):
-                self._set(tensor, _EVERYTHING if kind.blank else depends)
+            for tensor in tensors_in((output,)):
+                self._set(tensor, _ALLOCATED.get(op.allocates, depends))
         return output
 
-    def _record(self, name: str, args: Sequence[Any], output: Tensor) -> None:
+    def _record(self, name: str, args: Sequence[Any], output: Tensor, depends: int) -> None:
         index = len(self._products)
-        self._products.append(Product(name, _shapes(args), _zeros_like(output)))
+        product = Product(name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
+        self._products.append(product)
+        if product.of_weights:
+            self._fresh.append(_Fresh(output.new_empty(0), None))
+            self._set(output, 0)
+            return
         # Detached: the output itself is about to become part of the graph.
         self._fresh.append(_Fresh(output.detach(), output.clone() if self._copies else None))
-        self._set(output, 1 << index)
-        storage = _storage(output)
+        self._set(output, 2 << index)
+        storage = storage_key(output)
         if storage is not None:
             self._index_of[storage] = index
         if type(output) is not Tensor:
             self._keep(index)  # zeros could not stand for it
 
-    def _before_writing(self, kind: _Kind, args: Any, kwargs: Any) -> None:
-        for tensor in kind.written(args, kwargs):
-            index = self._index_of.get(_storage(tensor) or 0)
-            if index is not None and not self._fresh[index].written:
-                fresh = self._fresh[index]
-                fresh.copy = fresh.output.clone() if fresh.copy is None else fresh.copy
-                fresh.written = True
-                self._keep(index)
-
-    def _after_writing(self, kind: _Kind, args: Any, kwargs: Any, depends: int) -> None:
-        redrawn = kind.redraws and _is_whole(args[0])
-        if redrawn:
-            depends = 0
-            for tensor in _tensors(args[1:]):
+    def _write(self, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
+        written = tuple(op.written(args, kwargs))
+        for tensor in written:
+            self._save_from_writing(tensor)
+        redrawn = op.redraws and _is_whole(args[0])
+        before = [self._depends.get(storage_key(tensor) or 0, 0) for tensor in written]
+        # What a constant, or what is replaced altogether, held before does not count.
+        gone = {
+            storage_key(tensor)
+            for tensor, depends in zip(written, before, strict=True)
+            if redrawn or depends == _CONSTANT
+        }
+        depends = 0
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if storage_key(tensor) not in gone:
                 depends |= self._read(tensor)
-        for tensor in kind.written(args, kwargs):
-            before = self._depends.get(_storage(tensor) or 0, 0)
-            self._set(tensor, before if before == _EVERYTHING and not redrawn else depends)
+        output = func(*args, **kwargs)
+        for tensor, was in zip(written, before, strict=True):
+            self._set(tensor, was if was == _EVERYTHING and not redrawn else depends)
+        return output
+
+    def _save_from_writing(self, tensor: Tensor) -> None:
+        index = self._index_of.get(storage_key(tensor) or 0)
+        if index is not None and not self._fresh[index].written:
+            fresh = self._fresh[index]
+            fresh.copy = fresh.output.clone() if fresh.copy is None else fresh.copy
+            fresh.written = True
+            self._keep(index)
+
+    def _need(self, depends: int) -> None:
+        for index in _bits(depends >> 1 & ~self._needed):
+            self._keep(index)
 
     def _keep(self, index: int) -> None:
         """Hold product `index`, in place of what was held of it before."""
@@ -251,12 +244,12 @@ class ProductRecorder(TorchDispatchMode):
         self._needed |= 1 << index
 
     def _read(self, tensor: Tensor) -> int:
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         depends = _EVERYTHING if storage is None else self._depends.get(storage, 0)
-        return (1 << len(self._products)) - 1 if depends == _EVERYTHING else depends
+        return depends if depends >= 0 else (2 << len(self._products)) - 1
 
     def _set(self, tensor: Tensor, depends: int) -> None:
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         if storage is not None:
             self._depends[storage] = depends
 
@@ -278,83 +271,30 @@ class ProductPlayer(TorchDispatchMode):
         Raises:
             SPPOError: The layer multiplies what it did not multiply in its first forward.
         """
-        kind = _kind(func)
-        if not kind.is_product(args, self._width):
+        op = operation(func)
+        if not op.is_product(args, self._width):
             return func(*args, **(kwargs or {}))
         index, self._next = self._next, self._next + 1
         expected = self._products[index] if index < len(self._products) else None
-        if expected is None or (expected.name, expected.shapes) != (kind.name, _shapes(args)):
+        if expected is None or (expected.name, expected.shapes) != (op.name, _shapes(args)):
             before = f"{expected.name} of {_listed(expected.shapes)}" if expected else "not there"
             raise SPPOError(
                 f"{self._label}: matrix product {index} was {before} in forward, and is "
-                f"{kind.name} of {_listed(_shapes(args))} when recomputed. The layer's forward "
+                f"{op.name} of {_listed(_shapes(args))} when recomputed. The layer's forward "
                 "depends on something that changed in between. Set recompute='none' for this model."
             )
+        if expected.of_weights:
+            return func(*args, **(kwargs or {}))
         # Detached: autograd makes a result its own, and must not meet a view of something else.
         return expected.blank() if expected.holder is None else expected.holder.take().detach()
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What is to be known of an operation."""
-
-    name: str
-    left_factor: int | None
-    writes: tuple[tuple[int, str], ...]
-    """Position and name of arguments that it writes into."""
-    blank: bool
-    redraws: bool
-
-    def is_product(self, args: Sequence[Any], width: int) -> bool:
-        """Whether it is a thick matrix product."""
-        if self.left_factor is None:
-            return False
-        return THIN * args[self.left_factor].shape[-1] > width
-
-    def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-        """The tensors that it writes into."""
-        for position, name in self.writes:
-            value = args[position] if position < len(args) else kwargs.get(name)
-            yield from _tensors((value,))
-
-
-@functools.cache
-def _kind(func: Any) -> _Kind:
-    schema = func._schema
-    writes = tuple(
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    return _Kind(
-        name=schema.name,
-        # A result written into given memory is somebody's else.
-        left_factor=None if writes else _LEFT_FACTOR.get(schema.name),
-        writes=writes,
-        blank=schema.name in _BLANK,
-        redraws=schema.name in _REDRAWN,
-    )
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _shapes(args: Sequence[Any]) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in _tensors(args))
+    return tuple(tensor.shape for tensor in tensors_in(args))
 
 
 def _listed(shapes: Sequence[torch.Size]) -> str:
     return " and ".join(str(tuple(shape)) for shape in shapes)
-
-
-def _storage(tensor: Tensor) -> int | None:
-    """Identity of the tensor's memory; None for sparse tensors and the like."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -108,9 +108,7 @@ class RecomputedFrame:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         if self._mode.saved == "products":
-            self._recorder = ProductRecorder(
-                self._layer, width=hidden.shape[-1], hold=self._hold_product
-            )
+            self._recorder = ProductRecorder(self._layer, hidden, hold=self._hold_product)
             self._recorder.start()
 
     @property

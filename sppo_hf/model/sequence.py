@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv import LayerKV
+from sppo_hf.attention.kv import KVStore, LayerKV
 from sppo_hf.attention.pieces import RowSpans
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.model.arena import ChunkArena
@@ -35,6 +35,7 @@ from sppo_hf.model.attend import (
     end_layer,
 )
 from sppo_hf.model.recompute import RecomputedFrame
+from sppo_hf.model.stream import kv_stream
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
@@ -102,7 +103,7 @@ class Sequence:
             last_position: Largest position of the sequence, `[1, 1]`.
             choose_backend: Picks the attention backend for what a layer asks.
             counters: Receives counts for tests and logs.
-            offload: Moves frames to the host and back.
+            offload: Moves frames, and keys and values where they do not stay, away and back.
         """
         self._parts = parts
         self._plan = plan
@@ -111,7 +112,11 @@ class Sequence:
         self._counters = counters
         self._offload = offload
         self._tape = offload.new_tape()
-        self._stores = [LayerKV(plan.bounds) for _ in parts.layers]
+        self._stream = kv_stream(plan, offload, rows=rows)
+        self._stores: list[KVStore] = [
+            LayerKV(plan.bounds) if self._stream is None else self._stream.add_layer()
+            for _ in parts.layers
+        ]
         self._links: list[Tensor | None] = [None] * len(parts.layers)
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None]] = []
         self._chunk = 0
@@ -130,15 +135,22 @@ class Sequence:
         """
         for chunk, (start, end) in enumerate(self._plan.bounds):
             if start >= stop_token:
-                return
+                break
             self._chunk = chunk
             self._arena = ChunkArena(len(self._parts.layers))
             on_chunk(chunk)
-            with attention_taken_over(self._parts.configs):
-                output = self._parts.base(
-                    **slices.chunk(start, end), use_cache=False, return_dict=True
-                )
+            try:
+                with attention_taken_over(self._parts.configs):
+                    output = self._parts.base(
+                        **slices.chunk(start, end), use_cache=False, return_dict=True
+                    )
+            finally:
+                # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
+                while self._open:
+                    self.after_layer(self._open[-1][0].layer, failed=True)
             yield chunk, output
+        if self._stream is not None:
+            self._stream.end_forward()
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -178,8 +190,11 @@ class Sequence:
             if frame is not None and frame.is_open:
                 frame.cancel()
             return
+        recorded = len(self._tape)
         if frame is not None:
             frame.close()
+        if self._stream is not None and len(self._tape) == recorded:
+            self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
         if not call.attended:
             raise UnsupportedModelError(
                 f"{self._parts.name} cannot run chunk by chunk: layer {call.layer} did not attend "

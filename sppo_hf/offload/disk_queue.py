@@ -158,7 +158,7 @@ class Transfers:
             assert extent.written is not None, "a lent extent has a write"
             lost = extent.failure or self.failure_of(extent.written)
             if lost is not None:
-                raise OffloadError(str(lost)) from lost
+                raise OffloadError(_told(lost)) from lost
             with self._blaming("reading", extent):
                 extent.slab.file.read(target, extent.offset, self._count)
                 self._check(extent, target)
@@ -286,4 +286,11 @@ class DiskTicket:
         failure = self._transfers.failure_of(self._future)
         if failure is not None:
             # A new one each time, since raising adds to an error's traceback.
-            raise OffloadError(str(failure) or repr(failure)) from failure
+            raise OffloadError(_told(failure)) from failure
+
+
+def _told(failure: BaseException) -> str:
+    """What to say of a failed transfer; what is not ours does not say where it comes from."""
+    if isinstance(failure, OffloadError):
+        return str(failure)
+    return f"disk tier: a transfer failed unexpectedly: {failure!r}"

@@ -15,6 +15,8 @@ from sppo_hf.offload.disk_files import BLOCK_BYTES, SlabFile, round_up
 from sppo_hf.offload.disk_folder import StoreFolder
 from sppo_hf.offload.holes import Holes
 
+# Each new file is at most this part of all before it, which is also the most reserved in vain.
+_GROWTH = 8
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -114,7 +116,9 @@ class DiskSpace:
         left_bytes -= left_bytes % BLOCK_BYTES
         if left_bytes < size:
             raise BudgetError(self._no_room(size, "its budget is spent"))
-        wanted_bytes = max(size, self._slab_bytes, round_up(self.reserved_bytes // 8))
+        # Whole slabs, so that extents which fill one without a rest fill a larger one as well.
+        slabs = max(1, self.reserved_bytes // (_GROWTH * self._slab_bytes))
+        wanted_bytes = max(size, slabs * self._slab_bytes)
         try:
             slab = self._new_slab(min(wanted_bytes, left_bytes), size)
         except OSError as error:

@@ -202,7 +202,7 @@ def _deadlock(names: Sequence[str], run: _Run) -> str:
     for lane, name in enumerate(names):
         held = run.ranges[lane]
         if lane not in run.blocked:
-            rows.append(f"  {name:<{width}}  done, {len(held)} actions")
+            rows.append(f"  {name:<{width}}  done: actions {len(held)}")
             continue
         stuck, other = run.blocked[lane]
         first = max(held.start, stuck - _NEIGHBOURS_SHOWN)

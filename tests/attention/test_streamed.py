@@ -223,7 +223,7 @@ def test_a_guess_that_was_wrong_is_evicted():
 
 def test_a_walk_evicts_what_was_guessed_for_another():
     bounds = _even(16, 4)
-    stores, mover, _ = streamed(bounds, layers=1, block_tokens=4)
+    stores, mover, _ = streamed(bounds, layers=2, block_tokens=4)
     Layers(bounds, stores, windows=(4,)).forward(chunks=3)
     assert mover.here_bytes == 4 * BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
     walk = stores[0].walk_back(1, stores[0].blocks(chunk_pieces(4, 8, None, window=4), window=4))

@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 from math import inf, nan
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
@@ -24,6 +24,7 @@ def after(needs: Needs) -> Callable[[Action], Iterable[Action]]:
     return lambda action: lane(needs.get(str(action), ""))
 
 
+@settings(max_examples=40)
 @given(schedules())
 def test_equals_the_reference(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -38,6 +39,7 @@ def test_equals_the_reference(schedule: RandomSchedule) -> None:
     assert timeline.end_seconds == max((end for _, end in times.values()), default=0.0)
 
 
+@settings(max_examples=40)
 @given(schedules())
 def test_no_shorter_than_the_busiest_lane_and_the_longest_path(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -52,6 +54,7 @@ def test_no_shorter_than_the_busiest_lane_and_the_longest_path(schedule: RandomS
     assert timeline.end_seconds <= sum(schedule.seconds.values()) + 1e-9
 
 
+@settings(max_examples=40)
 @given(schedules(), st.data())
 def test_a_slower_action_makes_nothing_earlier(
     schedule: RandomSchedule, data: st.DataObject
@@ -66,6 +69,7 @@ def test_a_slower_action_makes_nothing_earlier(
         assert later.end_seconds >= earlier.end_seconds
 
 
+@settings(max_examples=40)
 @given(schedules(cyclic=True))
 def test_stops_exactly_where_there_is_a_cycle(schedule: RandomSchedule) -> None:
     graph = {action: schedule.needs(action) for action in schedule.seconds}
@@ -105,7 +109,7 @@ def test_lanes_that_wait_for_each_other_are_shown() -> None:
         "2 of 3 lanes never end; each stops where brackets are:\n"
         "  compute  ... 0F1 0F2 0F3 [0B3] 0B2 0B1 0B0 ...  waits for 0H3, step 1 of 'h2d'\n"
         "  h2d      [0H1] 0H3  waits for 0B2, step 5 of 'compute'\n"
-        "  d2h      done, 1 actions\n"
+        "  d2h      done: actions 1\n"
         "An action may wait only for one that is on a lane and can run without it."
     )
 

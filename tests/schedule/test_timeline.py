@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
@@ -104,6 +104,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         timeline.span(Action("B", 0, 9))
 
 
+@settings(max_examples=40)
 @given(schedules())
 def test_a_lane_is_busy_stalled_or_done(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -118,6 +119,7 @@ def test_a_lane_is_busy_stalled_or_done(schedule: RandomSchedule) -> None:
             assert stall.start_seconds + stall.seconds == pytest.approx(waited_until)
 
 
+@settings(max_examples=40)
 @given(schedules())
 def test_bytes_equal_a_plain_sum_at_every_instant(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -140,6 +142,7 @@ def test_bytes_equal_a_plain_sum_at_every_instant(schedule: RandomSchedule) -> N
         assert sum(finals) == curve[-1][1]
 
 
+@settings(max_examples=40)
 @given(schedules())
 def test_all_given_back_is_nothing_left(schedule: RandomSchedule) -> None:
     standing = [Change("device", "weights", 50)]

@@ -1,0 +1,91 @@
+"""Keys and values that wait where the plan says, moved by the offload engine.
+
+The attention room walks over blocks and asks a `Mover` for them; the offload room moves tensors and
+knows no attention. This is the adapter between the two, and knows neither layers nor chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sppo_hf.attention.mover import Mover
+from sppo_hf.attention.pieces import RowSpans
+from sppo_hf.attention.streamed import KVStream
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.planning.modes import Tier
+from sppo_hf.planning.plan import Plan
+
+LABEL = "keys, values or their gradients"
+
+
+class EngineMover(Mover):
+    """An offload engine as the attention room sees it."""
+
+    def __init__(
+        self, engine: OffloadEngine, *, tier: Tier = "host", leave_bytes: int | None = None
+    ) -> None:
+        """Adapt `engine`.
+
+        Args:
+            engine: Moves the tensors.
+            tier: Where they wait, "host" or "disk".
+            leave_bytes: The most device bytes on their way out after `settle`; None lets those of
+                the last block be on their way.
+        """
+        assert tier != "device", "what stays on the device needs no mover"
+        self._engine = engine
+        self._tier = tier
+        self._leave_bytes = leave_bytes
+
+    def send(self, tensor: Tensor) -> OffloadedTensor:
+        """See `Mover.send`."""
+        where: dict[str, Any] = {} if self._tier == "host" else {"tier": self._tier}
+        return self._engine.start_offload(tensor, label=LABEL, **where)
+
+    def prefetch(self, handle: OffloadedTensor) -> None:
+        """See `Mover.prefetch`."""
+        self._engine.prefetch(handle)
+
+    def fetch(self, handle: OffloadedTensor) -> Tensor:
+        """See `Mover.fetch`."""
+        return self._engine.wait_for(handle)
+
+    def evict(self, handle: OffloadedTensor) -> None:
+        """See `Mover.evict`."""
+        self._engine.evict(handle)
+
+    def release(self, handle: OffloadedTensor) -> None:
+        """See `Mover.release`."""
+        self._engine.release(handle)
+
+    def settle(self) -> None:
+        """Let compute wait until few enough bytes are on their way out."""
+        self._engine.close_frame(self._leave_bytes)
+
+
+def kv_stream(
+    plan: Plan,
+    engine: OffloadEngine,
+    *,
+    rows: tuple[RowSpans, ...] | None,
+    leave_bytes: int | None = None,
+) -> KVStream | None:
+    """The stream for one sequence under `plan`; None where keys and values stay on the device.
+
+    Args:
+        plan: Bounds of the chunks, tier and block size of keys and values.
+        engine: Moves them.
+        rows: Documents and padding per row, or None for plain causal rows.
+        leave_bytes: See `EngineMover`.
+    """
+    if plan.kv_tier == "device":
+        return None
+    return KVStream(
+        EngineMover(engine, tier=plan.kv_tier, leave_bytes=leave_bytes),
+        plan.bounds,
+        rows=rows,
+        block_tokens=plan.kv_block_tokens,
+    )

@@ -1,0 +1,77 @@
+"""A disk that is slow, partial or broken on demand: between the disk tier and the system."""
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from sppo_hf.offload.disk_files import round_up
+
+PATIENCE_SECONDS = 30.0
+"""When a held transfer gives up, so that a failing test ends."""
+
+
+class FaultyDisk:
+    """Stands in for os.pwritev and os.preadv.
+
+    Args:
+        monkeypatch: undoes it after the test.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writes_flow = threading.Event()
+        """Cleared, it holds every write at its start."""
+        self.reads_flow = threading.Event()
+        """As `writes_flow`, for reads."""
+        self.write_begun = threading.Semaphore(0)
+        """Counts the system calls that write, those held included."""
+        self.read_begun = threading.Semaphore(0)
+        """As `write_begun`, for reads."""
+        self.errors: list[BaseException] = []
+        """What the next calls raise, first to last."""
+        self.most_bytes: int | None = None
+        """What one call moves at most; past the page cache, where it must be, whole blocks."""
+        self.writes: list[tuple[int, int]] = []
+        """Offset and bytes of every write that was made."""
+        self.resume()
+        write, read = os.pwritev, os.preadv
+        monkeypatch.setattr(os, "pwritev", self._wrap(write, is_write=True))
+        monkeypatch.setattr(os, "preadv", self._wrap(read, is_write=False))
+
+    def resume(self) -> None:
+        """Let everything flow."""
+        self.writes_flow.set()
+        self.reads_flow.set()
+
+    def await_write(self) -> None:
+        """Wait until a thread is about to write (once for each call)."""
+        assert self.write_begun.acquire(timeout=PATIENCE_SECONDS)
+
+    def await_read(self) -> None:
+        """Wait until a thread is about to read (once for each call)."""
+        assert self.read_begun.acquire(timeout=PATIENCE_SECONDS)
+
+    def _wrap(
+        self, call: Callable[[int, list[memoryview], int], int], *, is_write: bool
+    ) -> Callable[[int, list[memoryview], int], int]:
+        flow = self.writes_flow if is_write else self.reads_flow
+        begun = self.write_begun if is_write else self.read_begun
+
+        def faulty(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            begun.release()
+            assert flow.wait(PATIENCE_SECONDS), "a test held a transfer for too long"
+            if self.errors:
+                raise self.errors.pop(0)
+            (memory,) = buffers
+            most_bytes = self.most_bytes
+            if most_bytes is not None and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                most_bytes = round_up(most_bytes)
+            memory = memory[:most_bytes]
+            moved = call(descriptor, [memory], offset)
+            if is_write:
+                self.writes.append((offset, moved))
+            return moved
+
+        return faulty

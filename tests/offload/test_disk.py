@@ -1,0 +1,392 @@
+"""The disk store returns what it was given, within its budget, in order, and cleans up behind."""
+
+import copy
+import gc
+import pickle
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.disk import DiskStore, DiskWrite
+from sppo_hf.offload.disk_files import BLOCK_BYTES, aligned_bytes
+from tests.offload.faulty_disk import PATIENCE_SECONDS, FaultyDisk
+
+SLAB_BYTES = 8 * BLOCK_BYTES
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDisk]:
+    disk = FaultyDisk(monkeypatch)
+    yield disk
+    disk.resume()
+
+
+def make_store(directory: Path, **settings: int | bool | None) -> DiskStore:
+    return DiskStore(directory, **{"slab_bytes": SLAB_BYTES, "threads": 1, **settings})  # pyright: ignore
+
+
+def host_bytes(num_bytes: int, seed: int = 0, *, shift: int = 0) -> Tensor:
+    """Random bytes, `shift` bytes behind an aligned address."""
+    memory = torch.from_numpy(aligned_bytes(num_bytes + shift))[shift:]
+    generator = torch.Generator().manual_seed(seed)
+    return memory.copy_(torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator))
+
+
+def read_back(store: DiskStore, write: DiskWrite) -> Tensor:
+    memory = torch.zeros(write.extent.num_bytes, dtype=torch.uint8)
+    store.start_read(write.extent, memory).wait()
+    return memory
+
+
+@settings(max_examples=40)
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(("write", "write", "read", "release")),
+            st.one_of(st.integers(1, 3 * SLAB_BYTES), st.sampled_from((1, BLOCK_BYTES, 8191))),
+            st.sampled_from((0, 512, 3)),
+        ),
+        max_size=25,
+    ),
+    budget=st.one_of(st.none(), st.integers(0, 12 * SLAB_BYTES)),
+    threads=st.integers(1, 3),
+    checksum=st.booleans(),
+)
+def test_any_sequence_of_writes_reads_and_releases(
+    actions: list[tuple[str, int, int]], budget: int | None, threads: int, checksum: bool
+) -> None:
+    held: list[tuple[DiskWrite, Tensor]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        store = make_store(
+            Path(directory),
+            **{"budget_bytes": budget, "threads": threads, "checksum": checksum},
+            max_queued_bytes=SLAB_BYTES,
+        )
+        for number, (action, value, shift) in enumerate(actions):
+            if action == "write":
+                source = host_bytes(value, number, shift=shift)
+                try:
+                    held.append((store.start_write(source), source))
+                except BudgetError:
+                    assert budget is not None
+            elif held and action == "read":
+                write, source = held[value % len(held)]
+                assert torch.equal(read_back(store, write), source)
+            elif held:
+                store.release(held.pop(value % len(held))[0].extent)
+            assert store.used_bytes <= store.peak_bytes <= store.reserved_bytes
+            assert store.reserved_bytes <= store.budget_bytes
+        for write, source in held:
+            write.ticket.wait()
+            assert torch.equal(read_back(store, write), source)
+        for write, _ in held:
+            store.release(write.extent)
+        await_empty(store)
+        store.close()
+        assert not list(Path(directory).iterdir())
+
+
+def await_empty(store: DiskStore) -> None:
+    """Wait for what was released under way."""
+    deadline_seconds = time.monotonic() + PATIENCE_SECONDS
+    while store.used_bytes and time.monotonic() < deadline_seconds:
+        time.sleep(0.001)
+    assert store.used_bytes == store.queued_bytes == 0
+
+
+def test_it_counts_what_moved(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write = store.start_write(host_bytes(5000))
+    write.ticket.wait()
+    assert (store.write_bytes, store.read_bytes) == (5000, 0)
+    assert store.used_bytes == store.peak_bytes == 2 * BLOCK_BYTES
+    assert store.reserved_bytes == SLAB_BYTES
+    read_back(store, write)
+    read_back(store, write)
+    assert store.read_bytes == 10000
+    store.release(write.extent)
+    assert (store.used_bytes, store.peak_bytes) == (0, 2 * BLOCK_BYTES)
+    store.close()
+
+
+def test_many_threads_may_use_it_at_once(tmp_path: Path) -> None:
+    store = make_store(tmp_path, threads=2, max_queued_bytes=4 * BLOCK_BYTES)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(25):
+            source = host_bytes(1 + 500 * turn, 100 * number + turn, shift=number)
+            write = store.start_write(source)
+            if not torch.equal(read_back(store, write), source):
+                wrong.append(number)
+            store.release(write.extent)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(PATIENCE_SECONDS)
+    assert not wrong
+    assert store.used_bytes == 0
+    assert store.write_bytes == store.read_bytes == 4 * sum(1 + 500 * turn for turn in range(25))
+    store.close()
+
+
+def test_released_bytes_are_reused_and_files_are_not_added_for_them(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for turn in range(30):
+        writes = [store.start_write(host_bytes(BLOCK_BYTES, turn)) for _ in range(8)]
+        for write in writes:
+            write.ticket.wait()
+            store.release(write.extent)
+    assert store.reserved_bytes == store.peak_bytes == SLAB_BYTES
+    store.close()
+
+
+def test_a_read_waits_for_its_own_write(tmp_path: Path, faulty: FaultyDisk) -> None:
+    store = make_store(tmp_path)
+    faulty.writes_flow.clear()
+    source, target = host_bytes(9000), torch.zeros(9000, dtype=torch.uint8)
+    write = store.start_write(source)
+    faulty.await_write()
+    ticket = store.start_read(write.extent, target)
+    assert not write.ticket.done()
+    assert not ticket.done()
+    assert not faulty.read_begun.acquire(timeout=0.05)
+    faulty.resume()
+    ticket.wait()
+    assert write.ticket.done()
+    assert ticket.done()
+    assert torch.equal(target, source)
+    store.close()
+
+
+def test_reads_pass_writes_that_are_stuck(tmp_path: Path, faulty: FaultyDisk) -> None:
+    store = make_store(tmp_path)
+    source = host_bytes(9000)
+    first = store.start_write(source)
+    first.ticket.wait()
+    faulty.writes_flow.clear()
+    second = store.start_write(source)
+    assert torch.equal(read_back(store, first), source)
+    assert not second.ticket.done()
+    faulty.resume()
+    store.close()
+
+
+def test_releasing_a_write_that_has_not_begun_calls_it_off(
+    tmp_path: Path, faulty: FaultyDisk
+) -> None:
+    store = make_store(tmp_path)
+    faulty.writes_flow.clear()
+    running = store.start_write(host_bytes(BLOCK_BYTES))
+    waiting = store.start_write(host_bytes(3 * BLOCK_BYTES))
+    faulty.await_write()
+    store.release(waiting.extent)
+    assert waiting.ticket.done()
+    waiting.ticket.wait()
+    assert store.used_bytes == store.queued_bytes == BLOCK_BYTES
+    faulty.resume()
+    running.ticket.wait()
+    store.close()
+    assert faulty.writes == [(0, BLOCK_BYTES)]
+
+
+def test_bytes_released_under_way_are_free_when_it_is_over(
+    tmp_path: Path, faulty: FaultyDisk
+) -> None:
+    store = make_store(tmp_path)
+    faulty.writes_flow.clear()
+    write = store.start_write(host_bytes(BLOCK_BYTES))
+    faulty.await_write()
+    store.release(write.extent)
+    assert store.used_bytes == BLOCK_BYTES
+    assert not write.ticket.done()
+    faulty.resume()
+    write.ticket.wait()
+    assert store.used_bytes == 0
+
+    source, target = host_bytes(BLOCK_BYTES, 7), torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+    write = store.start_write(source)
+    write.ticket.wait()
+    faulty.reads_flow.clear()
+    ticket = store.start_read(write.extent, target)
+    store.release(write.extent)
+    assert store.used_bytes == BLOCK_BYTES
+    faulty.resume()
+    ticket.wait()
+    assert torch.equal(target, source)
+    assert store.used_bytes == 0
+    store.close()
+
+
+def test_a_write_with_a_read_behind_it_is_not_called_off(
+    tmp_path: Path, faulty: FaultyDisk
+) -> None:
+    store = make_store(tmp_path)
+    faulty.writes_flow.clear()
+    store.start_write(host_bytes(BLOCK_BYTES))
+    source, target = host_bytes(100, 3), torch.zeros(100, dtype=torch.uint8)
+    write = store.start_write(source)
+    ticket = store.start_read(write.extent, target)
+    store.release(write.extent)
+    faulty.resume()
+    ticket.wait()
+    assert torch.equal(target, source)
+    store.close()
+
+
+def test_a_full_queue_holds_the_host_back(tmp_path: Path, faulty: FaultyDisk) -> None:
+    store = make_store(tmp_path, max_queued_bytes=3 * BLOCK_BYTES)
+    faulty.writes_flow.clear()
+    started: list[DiskWrite] = []
+    queued_bytes: list[int] = []
+
+    def produce() -> None:
+        for turn in range(12):
+            started.append(store.start_write(host_bytes(BLOCK_BYTES, turn)))
+            queued_bytes.append(store.queued_bytes)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    faulty.await_write()
+    producer.join(0.1)
+    assert producer.is_alive()
+    assert len(started) == 3
+    faulty.resume()
+    producer.join(PATIENCE_SECONDS)
+    assert len(started) == 12
+    assert max(queued_bytes) == 3 * BLOCK_BYTES
+    assert store.wait_seconds > 0.05
+    store.close()
+
+
+def test_what_is_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
+    store = make_store(tmp_path, max_queued_bytes=BLOCK_BYTES)
+    for turn in range(3):
+        source = host_bytes(5 * BLOCK_BYTES, turn)
+        assert torch.equal(read_back(store, store.start_write(source)), source)
+    store.close()
+
+
+def test_a_spent_budget_names_the_folder_and_what_is_missing(tmp_path: Path) -> None:
+    store = make_store(tmp_path, budget_bytes=SLAB_BYTES + 1)
+    store.start_write(host_bytes(SLAB_BYTES)).ticket.wait()
+    with pytest.raises(BudgetError, match=r"disk_memory.*offload_dir") as caught:
+        store.start_write(host_bytes(1))
+    for seen in (str(store.path), f"{BLOCK_BYTES} bytes more", f"{SLAB_BYTES} of {SLAB_BYTES + 1}"):
+        assert seen in str(caught.value)
+    assert store.queued_bytes == 0
+    store.close()
+
+
+def test_a_spent_budget_waits_for_what_is_about_to_be_free(
+    tmp_path: Path, faulty: FaultyDisk
+) -> None:
+    store = make_store(tmp_path, budget_bytes=SLAB_BYTES)
+    faulty.writes_flow.clear()
+    first = store.start_write(host_bytes(SLAB_BYTES))
+    faulty.await_write()
+    store.release(first.extent)
+    timer = threading.Timer(0.05, faulty.resume)
+    timer.start()
+    source = host_bytes(SLAB_BYTES, 5)
+    assert torch.equal(read_back(store, store.start_write(source)), source)
+    timer.join()
+    store.close()
+
+
+def test_by_default_it_leaves_some_of_the_disk_to_others(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, slab_bytes=SLAB_BYTES)
+    free_bytes = store._transfers.folder.free_bytes
+    assert 0 <= store.budget_bytes < max(free_bytes - 2**29, 1)
+    store.close()
+
+
+def test_extents_are_not_released_or_read_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write = store.start_write(host_bytes(10))
+    store.release(write.extent)
+    with pytest.raises(AssertionError, match="twice"):
+        store.release(write.extent)
+    with pytest.raises(AssertionError, match="after its release"):
+        read_back(store, write)
+    store.close()
+
+
+def test_closing_gives_up_what_waits_and_removes_the_files(
+    tmp_path: Path, faulty: FaultyDisk
+) -> None:
+    store = make_store(tmp_path)
+    kept = store.start_write(host_bytes(BLOCK_BYTES))
+    kept.ticket.wait()
+    assert [path.name for path in store.path.iterdir() if path.name != "lock"] == ["slab-0000.bin"]
+    faulty.writes_flow.clear()
+    faulty.reads_flow.clear()
+    memory = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+    running = store.start_write(memory)
+    waiting = store.start_write(memory)
+    reads = [store.start_read(kept.extent, memory.clone()) for _ in range(2)]
+    faulty.await_read()
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    # Only what had begun is held; the rest is given up at once.
+    with pytest.raises(OffloadError, match="closed"):
+        reads[1].wait()
+    waiting.ticket.wait()
+    assert not running.ticket.done()
+    faulty.resume()
+    closer.join(PATIENCE_SECONDS)
+    running.ticket.wait()
+    reads[0].wait()
+    assert not list(tmp_path.iterdir())
+    store.release(kept.extent)
+    store.close()
+    with pytest.raises(OffloadError, match="was closed"):
+        store.start_write(memory)
+    with pytest.raises(OffloadError, match="was closed"):
+        store.start_read(running.extent, memory)
+
+
+def test_a_store_that_is_dropped_cleans_up(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.start_write(host_bytes(BLOCK_BYTES))
+    del store
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_dropped_in_one_of_its_own_threads_cleans_up(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    held, dropped = [store], threading.Event()
+    writers = store._writers
+    del store
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+        dropped.set()
+
+    writers.submit(drop)
+    assert dropped.wait(PATIENCE_SECONDS)
+    helpers = [thread for thread in threading.enumerate() if "_dismantle" in thread.name]
+    for helper in helpers:
+        helper.join(PATIENCE_SECONDS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_cannot_be_pickled_or_copied(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for refused in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"neither pickled nor copied.*make a DiskStore"):
+            refused(store)
+    store.close()

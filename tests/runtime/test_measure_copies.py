@@ -1,0 +1,38 @@
+"""Copies each way alone and at once; the bytes really move."""
+
+import pytest
+import torch
+
+from sppo_hf.runtime.measure_copies import measure_copies
+from sppo_hf.runtime.stopwatch import Stopwatch
+from tests.runtime.fake_time import CPU, FakeClock
+
+
+def test_alone_is_timed_per_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    moved: list[int] = []
+    real = torch.Tensor.copy_
+
+    def slow(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        clock.now += 0.5
+        moved.append(source.nbytes)
+        return real(self, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", slow)
+    speed = measure_copies(clock.watch(most_seconds=0.1), 1000)
+    assert speed.d2h == speed.h2d == 2000
+    assert set(moved) == {1000}
+
+
+def test_at_once_is_timed_by_a_real_clock() -> None:
+    speed = measure_copies(Stopwatch(CPU, repeats=1, most_seconds=0.01), 2**20)
+    assert all(1e6 < rate < 1e13 for rate in speed)
+
+
+@pytest.mark.gpu
+def test_pinned_copies_overlap() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    speed = measure_copies(Stopwatch(device), 2**27)
+    assert speed.d2h > 1e9
+    assert speed.both_d2h > 0.55 * speed.d2h, "the two ways do not take turns"
+    assert speed.both_h2d > 0.55 * speed.h2d
