@@ -185,7 +185,7 @@ class MemoryModel:
         self._like = [first.setdefault(x, i) for i, x in enumerate(shape.layers)]
         self._kv = shape.kv_bytes_per_token() * decisions.batch_rows
         self._dkv = shape.dkv_bytes_per_token() * decisions.batch_rows
-        self._logits = self._logits_bytes()
+        self.logits_bytes = self._logits_bytes()
 
     def estimate(self) -> MemoryEstimate:
         """Returns all moments of the step."""
@@ -236,8 +236,8 @@ class MemoryModel:
             kv=kv,
             dkv=dkv,
             hidden=self._hidden_bytes(chunk, phase),
-            logits_tile=self._logits,
-            workspace=self._workspace_bytes(chunk, phase, modes),
+            logits_tile=self.logits_bytes,
+            workspace=self.workspace_bytes(chunk, phase, modes),
             copies=self._copies_bytes(chunk, modes) if training else 0,
         )
         return TierBytes(
@@ -288,7 +288,7 @@ class MemoryModel:
                 counts = Counter(zip(self._like, self._what.layer_modes[chunk], strict=True))
                 for (layer, mode), count in counts.items():
                     size = count * self.frame_bytes(layer, chunk, mode.saved)
-                    sums[mode.tier][_CAUSES[mode.saved]] += size
+                    sums[mode.tier][CAUSES[mode.saved]] += size
             for tier in TIERS:
                 held[tier].append(dict(sums[tier]))
         return held
@@ -342,7 +342,7 @@ class MemoryModel:
         kept = all_tokens * shape.vocab_size * shape.dtype_bytes if what.return_logits else 0
         return tile * per_token + kept
 
-    def _workspace_bytes(self, chunk: int, phase: str, modes: frozenset[FrameMode]) -> int:
+    def workspace_bytes(self, chunk: int, phase: str, modes: frozenset[FrameMode]) -> int:
         """Temporaries of the busiest layer over one chunk.
 
         The MLP holds about two intermediates in forward and four with their gradients in backward,
@@ -370,7 +370,8 @@ class MemoryModel:
         return most
 
 
-_CAUSES: dict[Saved, str] = {"whole": "frames", "products": "products", "skeleton": "skeletons"}
+CAUSES: dict[Saved, str] = {"whole": "frames", "products": "products", "skeleton": "skeletons"}
+"""The field of `TierBytes` that frames of a kind are counted under."""
 
 
 def check_budget(tier: str, what: str, *, need_bytes: int, have_bytes: int, remedy: str) -> None:

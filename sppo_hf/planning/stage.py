@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.stage_bytes import StageBytes
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import simulate
 from sppo_hf.schedule.timeline import Timeline
@@ -39,9 +40,15 @@ class StageLanes:
         self.after[action] = list(after)
         return action
 
-    def simulate(self) -> Timeline:
-        """Runs all lanes."""
-        return simulate(self.lanes, seconds=self.seconds.__getitem__, after=self.after.__getitem__)
+    def simulate(self, held: StageBytes | None = None) -> Timeline:
+        """Runs all lanes; with the bytes of every tier over time where `held` is given."""
+        return simulate(
+            self.lanes,
+            seconds=self.seconds.__getitem__,
+            after=self.after.__getitem__,
+            changes=None if held is None else held.changes,
+            standing=() if held is None else held.standing(),
+        )
 
 
 def lower(decisions: Decisions, cost: StageCost) -> StageLanes:
@@ -87,6 +94,7 @@ class _Lowering:
         self._out = StageLanes()
         self._streams = decisions.kv_tier != "device"
         self._copy_of: dict[tuple[int, int], Action] = {}
+        self._read = _Leaving(decisions.staging_bytes)
         self._last_streams: list[Action] = []
 
     def lower(self) -> StageLanes:
@@ -134,7 +142,7 @@ class _Lowering:
         leaving.add(copy, num_bytes)
         self._copy_of[chunk, layer] = copy
         if mode.tier == "disk":
-            write = Action("W", 0, chunk, layer)
+            write = Action("S", 0, chunk, layer)
             self._out.add(WRITE, write, cost.disk_write_seconds(num_bytes), [copy])
             staged.add(write, num_bytes)
             self._copy_of[chunk, layer] = write
@@ -191,12 +199,16 @@ class _Lowering:
         num_bytes = cost.frame_bytes(layer, end - start, mode.saved)
         after = [gate, self._copy_of[chunk, layer]]
         if mode.tier == "disk":
-            # Reads run ahead of their copies, as far as staging holds; the lanes' order is enough.
+            # Reads run ahead of their copies, as far as staging holds.
             read = Action("L", 0, chunk, layer)
-            self._out.add(READ, read, cost.disk_read_seconds(num_bytes), [after[1]])
+            copied = self._read.settle()
+            waits = [after[1]] if copied is None else [after[1], copied]
+            self._out.add(READ, read, cost.disk_read_seconds(num_bytes), waits)
             after.append(read)
         seconds = cost.h2d_seconds(num_bytes, both=self._streams)
-        self._out.add(H2D, Action("H", 0, chunk, layer), seconds, after)
+        copy = self._out.add(H2D, Action("H", 0, chunk, layer), seconds, after)
+        if mode.tier == "disk":
+            self._read.add(copy, num_bytes)
 
     # -- keys and values ---------------------------------------------------------------------
 
@@ -241,7 +253,7 @@ class _Lowering:
         copy = Action("O", 0, chunk, layer, part)
         out.add(D2H, copy, cost.d2h_seconds(num_bytes, both=True), [unit])
         if self._what.kv_tier == "disk":
-            write = Action("W", 0, chunk, layer, 1 + part)
+            write = Action("S", 0, chunk, layer, 1 + part)
             out.add(WRITE, write, cost.disk_write_seconds(num_bytes), [copy])
 
     def _visible(self, layer: int, chunk: int, tokens: int) -> int:

@@ -11,9 +11,7 @@ from sppo_hf.planning.modes import FrameMode
 from sppo_hf.planning.plan import Plan
 
 
-def force_modes(
-    monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], FrameMode]
-) -> None:
+def force_modes(monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], FrameMode]) -> None:
     """Let every engine run plans whose mode of (chunk, layer) is `chooser(chunk, layer)`.
 
     All else is as planned; the plan's estimate is still that of its own modes.

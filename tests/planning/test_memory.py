@@ -53,9 +53,7 @@ def decided(
 
 def test_standing_bytes() -> None:
     shape = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=1000)
-    both = [
-        estimate(shape, decided(KEEP, training=training)).device for training in (True, False)
-    ]
+    both = [estimate(shape, decided(KEEP, training=training)).device for training in (True, False)]
     assert [tier.weights for tier in both] == [shape.weight_bytes] * 2
     assert [tier.gradients for tier in both] == [2000, 0]
     assert [tier.optimizer for tier in both] == [8000, 0]
