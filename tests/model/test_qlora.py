@@ -9,24 +9,25 @@ from torch import nn
 from sppo_hf import SPPOConfig
 from sppo_hf.model.convert import convert
 from sppo_hf.model.tiny import add_lora, build_tiny_model
+from sppo_hf.planning.modes import mode_of
+from tests.model.forced_plans import force_modes
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
 
-def _quantise(module):
+def _quantise(module, bits=4):
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            linear = bnb.nn.Linear4bit(
-                child.in_features,
-                child.out_features,
-                bias=child.bias is not None,
-                compute_dtype=torch.float32,
-                quant_type="nf4",
+            sizes = (child.in_features, child.out_features, child.bias is not None)
+            linear = (
+                bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+                if bits == 4
+                else bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
             )
             linear.load_state_dict(child.state_dict())
             setattr(module, name, linear.to("cpu"))
         else:
-            _quantise(child)
+            _quantise(child, bits)
 
 
 @pytest.mark.parametrize("settings", [
@@ -34,9 +35,23 @@ def _quantise(module):
     {"recompute": "none", "offload": "full", "min_offload_size": 1},
 ])  # fmt: skip
 def test_adapters_get_the_gradients_of_the_unmodified_model(settings):
+    _compare(_quantised_model(), **settings)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_get_them_too_where_products_are_kept(monkeypatch, bits, tier):
+    force_modes(monkeypatch, lambda chunk, layer: mode_of("products", tier))
+    _compare(_quantised_model(bits), min_offload_size=1)
+
+
+def _quantised_model(bits=4):
     model = build_tiny_model("llama", dtype=torch.float32, hidden_size=64)
-    _quantise(model.model.layers)
-    model = add_lora(model).train()
+    _quantise(model.model.layers, bits)
+    return add_lora(model).train()
+
+
+def _compare(model, **settings):
     ids = torch.randint(0, 97, (2, 23), generator=torch.Generator().manual_seed(0))
 
     def gradients(model):
