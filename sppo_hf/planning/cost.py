@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sppo_hf.planning.flops import visible_pairs
-from sppo_hf.planning.hardware import Curve, HardwareProfile
+from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
 from sppo_hf.planning.layer import LayerShape
 from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.shape import ModelShape
@@ -175,8 +175,4 @@ class StageCost:
         return traffic * size / self.profile.memory_bytes_per_second
 
     def _rate(self, curves: dict[str, Curve], tokens: int) -> float:
-        curve = curves.get(self.dtype_name)
-        if curve is None:
-            # float64 and other rarities: the slowest that is known says least wrong.
-            curve = min(curves.values(), key=lambda c: c.points[-1][1])
-        return curve.at(tokens)
+        return curve_for(curves, self.dtype_name).at(tokens)

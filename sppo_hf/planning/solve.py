@@ -336,7 +336,7 @@ def _settled(
     """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
     away: set[Saved] = {m.saved for row in decisions.layer_modes for m in row if m.offload}
     if not away:
-        return replace(decisions, leave_bytes=0, fetch_bytes=0)
+        return replace(decisions, leave_bytes=None, fetch_bytes=None)
     least = _lookahead_bytes(cost, decisions, away, _FRAMES_AHEAD)
     most = _lookahead_bytes(cost, decisions, away, _MOST_FRAMES_AHEAD)
     decisions = replace(decisions, leave_bytes=least, fetch_bytes=least)
