@@ -161,6 +161,15 @@ def longest_sequence(
             for kv_tier in choices.kv_tiers
         )
 
+    return longest(possible)
+
+
+def longest(possible: Callable[[int], bool]) -> int:
+    """Returns the largest number of tokens (a multiple of 1,024) that is possible; 0 if none.
+
+    Args:
+        possible: says so of one length; of two lengths, the shorter must not be harder.
+    """
     step = _LENGTH_STEP_TOKENS
     if not possible(step):
         return 0
