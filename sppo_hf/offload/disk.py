@@ -226,7 +226,8 @@ def _dismantle(
         return
     if threading.get_ident() in transfers.threads:
         # A garbage collection in one of our threads, which cannot wait for itself.
-        threading.Thread(target=_dismantle, args=(transfers, writers, readers)).start()
+        arguments = (transfers, writers, readers)
+        threading.Thread(target=_dismantle, args=arguments, name="sppo-disk-end").start()
         return
     with transfers.changed:
         transfers.closed = True

@@ -66,7 +66,9 @@ class SlabFile:
         self._is_direct = self._direct is not None
 
     def write(self, source: Bytes, offset: int, on_moved: Callable[[int], None]) -> None:
-        """Write `source` at `offset`, a multiple of `BLOCK_BYTES`, padded to whole blocks.
+        """Write `source` at `offset`, a multiple of `BLOCK_BYTES`, in whole blocks.
+
+        What the rest of the last block holds afterwards is left open.
 
         Args:
             source: uint8 [n], contiguous.
@@ -81,7 +83,6 @@ class SlabFile:
             if bounced:
                 piece = _bounce(end - start)
                 piece[: end - start] = source[start:end]
-                piece[end - start :] = 0
             self._move(os.pwritev, piece, offset + start, on_moved)
 
     def read(self, target: Bytes, offset: int, on_moved: Callable[[int], None]) -> None:

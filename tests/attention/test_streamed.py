@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sppo_hf.attention.backends.base import Attended, Gradients
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.function import AttentionCall, chunk_attention
@@ -16,68 +17,8 @@ from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.attention.streamed import KVStream
 from sppo_hf.errors import SPPOError
+from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers
 from tests.attention.poisoned import PoisoningMover
-
-B, N, K, H, HV = 2, 4, 2, 8, 6
-BYTES_PER_TOKEN = B * K * (H + HV) * 8
-
-
-class Layers:
-    """A few layers of nothing but attention, run chunk by chunk as the engine runs them."""
-
-    def __init__(
-        self, bounds, stores, *, rows=None, windows=(None,), softcap=None, sinks=False, backend=None
-    ):
-        self.bounds, self.stores, self.rows, self.windows = bounds, stores, rows, windows
-        self.softcap = softcap
-        self.backend = backend or (Reference() if softcap else CPUFlash())
-        self.counters: dict[str, int] = {}
-        torch.manual_seed(3)
-        tokens = bounds[-1][1]
-        self.inputs = [
-            tuple(
-                torch.randn(B, heads, tokens, size, dtype=torch.float64, requires_grad=True)
-                for heads, size in ((N, H), (K, H), (K, HV))
-            )
-            for _ in stores
-        ]
-        self.sinks = torch.randn(N, dtype=torch.float64, requires_grad=True) if sinks else None
-
-    def forward(self, chunks=None):
-        """Outputs `[chunk][layer]`, each layer fed a little of the one before it."""
-        links = [None] * len(self.stores)
-        outs = []
-        for chunk, (start, end) in enumerate(self.bounds[:chunks]):
-            before = 0.0
-            outs.append([])
-            for layer, kv in enumerate(self.stores):
-                window = self.windows[layer % len(self.windows)]
-                q, k, v = (x[:, :, start:end] for x in self.inputs[layer])
-                call = AttentionCall(
-                    kv=kv,
-                    chunk=chunk,
-                    chunk_start=start,
-                    pieces=chunk_pieces(start, end, self.rows, window=window),
-                    backend=self.backend,
-                    scale=0.3,
-                    window=window,
-                    softcap=self.softcap,
-                    counters=self.counters,
-                )
-                out, links[layer] = chunk_attention(
-                    q + before, k + before, v, sinks_N=self.sinks, link=links[layer], call=call
-                )
-                before = out.mean()
-                outs[-1].append(out)
-        return outs
-
-    def gradients(self, outs):
-        """Of a weighted sum of all outputs."""
-        torch.manual_seed(4)
-        loss = sum((out * torch.randn_like(out)).sum() for chunk in outs for out in chunk)
-        leaves = [x for layer in self.inputs for x in layer if x.requires_grad]
-        leaves += [] if self.sinks is None else [self.sinks]
-        return torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 def streamed(bounds, *, layers, block_tokens, rows=None):
@@ -171,10 +112,10 @@ def test_two_blocks_are_here_however_long_the_sequence(block_tokens):
         stores, mover, _ = streamed(bounds, layers=3, block_tokens=block_tokens)
         layers = Layers(bounds, stores, windows=(None,))
         outs = layers.forward()
-        assert mover.peak_here_bytes <= 2 * block_tokens * BYTES_PER_TOKEN
-        assert mover.away_bytes == 3 * tokens * BYTES_PER_TOKEN
+        assert mover.peak_here_bytes <= 2 * block_tokens * KV_BYTES_PER_TOKEN
+        assert mover.away_bytes == 3 * tokens * KV_BYTES_PER_TOKEN
         layers.gradients(outs)
-        assert mover.peak_here_bytes <= 4 * block_tokens * BYTES_PER_TOKEN
+        assert mover.peak_here_bytes <= 4 * block_tokens * KV_BYTES_PER_TOKEN
         assert mover.settled > 0
 
 
@@ -216,7 +157,7 @@ def test_a_guess_that_was_wrong_is_evicted():
     stores, mover, stream = streamed(bounds, layers=1, block_tokens=4)
     layers = Layers(bounds, stores)
     layers.forward(chunks=3)
-    assert mover.here_bytes == 4 * BYTES_PER_TOKEN, "chunk 3 would read chunk 0 first"
+    assert mover.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 0 first"
     stream.end_forward()
     assert mover.here_bytes == 0
 
@@ -225,10 +166,10 @@ def test_a_walk_evicts_what_was_guessed_for_another():
     bounds = _even(16, 4)
     stores, mover, _ = streamed(bounds, layers=2, block_tokens=4)
     Layers(bounds, stores, windows=(4,)).forward(chunks=3)
-    assert mover.here_bytes == 4 * BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
+    assert mover.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
     walk = stores[0].walk_back(1, stores[0].blocks(chunk_pieces(4, 8, None, window=4), window=4))
     next(walk)
-    assert mover.here_bytes == 8 * BYTES_PER_TOKEN, "chunk 0, and chunk 1 ahead"
+    assert mover.here_bytes == 8 * KV_BYTES_PER_TOKEN, "chunk 0, and chunk 1 ahead"
     walk.close()
 
 
@@ -280,6 +221,42 @@ def test_bfloat16_gradients_meet_in_float32():
     dk, dv = store.take_gradient(0)
     assert dk.dtype == dv.dtype == torch.bfloat16
     assert torch.equal(dk, torch.full_like(dk, 1 + 2**-6))
+
+
+class _Shares(Reference):
+    """Says what is given, block by block, with equal weights."""
+
+    def __init__(self, outs, dqs):
+        super().__init__()
+        self.outs, self.dqs = iter(outs), iter(dqs)
+
+    def forward(self, q, k, v, **kwargs):
+        lse = torch.zeros(q.shape[:3], dtype=torch.float32)
+        return Attended(torch.full_like(q, next(self.outs)), lse)
+
+    def backward(self, dout, q, k, v, out, lse, **kwargs):
+        return Gradients(torch.full_like(q, next(self.dqs)), torch.ones_like(k), torch.ones_like(v))
+
+
+def test_bfloat16_blocks_meet_in_float32():
+    bounds = tuple((i, i + 1) for i in range(9))
+    stores, _, _ = streamed(bounds, layers=1, block_tokens=1)
+    x = torch.ones(1, 1, 1, 2, dtype=torch.bfloat16)
+    for chunk in range(8):
+        stores[0].put(chunk, x, x)
+    q, k, v = (x.clone().requires_grad_() for _ in range(3))
+    call = AttentionCall(
+        kv=stores[0],
+        chunk=8,
+        chunk_start=8,
+        pieces=chunk_pieces(8, 9, None, window=None),
+        backend=_Shares([1.0] + [0.0] * 8, [1.0] + [2**-9] * 8),
+        scale=1.0,
+    )
+    out, _ = chunk_attention(q, k, v, sinks_N=None, link=None, call=call)
+    assert torch.equal(out, torch.full_like(out, 1 / 9))
+    out.sum().backward()
+    assert torch.equal(q.grad, torch.full_like(q, 1 + 2**-6))
 
 
 def test_a_slice_of_a_fused_projection_leaves_alone():

@@ -124,8 +124,9 @@ def _merged(w: Weights, x: Tensor) -> Tensor:
 
 def _scattered(w: Weights, x: Tensor) -> Tensor:
     rows = torch.tensor([3, 0])
+    unused = x @ w.c
     y = torch.zeros_like(x).index_add_(0, rows, x[rows] @ w.a)
-    return torch.sigmoid(y) @ w.b
+    return torch.sigmoid(y) @ w.b + unused
 
 
 def _routed(w: Weights, x: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ LAYERS: dict[str, tuple[Forward, list[bool], int]] = {
     "write out": (_write_out, [True, False], 1),
     "lora": (_lora, [True, True, False], 1),
     "merged weights": (_merged, [False, True, False], 1),
-    "scattered into zeros": (_scattered, [True, False], 0),
+    "scattered into zeros": (_scattered, [False, True, False], 0),
     "routed": (_routed, [True] * 7, 0),  # adding by index saves what it adds
     "decided by a value": (_decided, [True, True], 0),
     "dropout": (_drop_out, [False, True, False], 0),
@@ -211,6 +212,14 @@ def test_what_torch_does_not_see_is_respected(in_place: bool) -> None:
         again, count = _play(layer, forward, x, products)
         assert all(torch.equal(*pair) for pair in zip(again, saved, strict=True))
         assert count == 0
+
+
+def test_a_write_that_a_layer_s_first_frame_did_not_have_is_respected_too() -> None:
+    layer, x = Weights(), _input().requires_grad_()
+    for forward in (lambda w, x: torch.sigmoid(x @ w.a) @ w.b, _add_in_place):
+        _, saved, products = _record(layer, forward, x)
+        again, _ = _play(layer, forward, x, products)
+        assert all(torch.equal(*pair) for pair in zip(again, saved, strict=True))
 
 
 def test_products_without_copies_share_the_output_s_memory() -> None:

@@ -367,8 +367,9 @@ def test_a_store_that_is_dropped_cleans_up(tmp_path: Path) -> None:
 
 def test_a_store_dropped_in_one_of_its_own_threads_cleans_up(tmp_path: Path) -> None:
     store = make_store(tmp_path)
+    store.start_write(host_bytes(BLOCK_BYTES)).ticket.wait()
     held, dropped = [store], threading.Event()
-    writers = store._writers
+    writers, transfers = store._writers, store._transfers
     del store
 
     def drop() -> None:
@@ -378,9 +379,9 @@ def test_a_store_dropped_in_one_of_its_own_threads_cleans_up(tmp_path: Path) -> 
 
     writers.submit(drop)
     assert dropped.wait(PATIENCE_SECONDS)
-    helpers = [thread for thread in threading.enumerate() if "_dismantle" in thread.name]
-    for helper in helpers:
+    for helper in [thread for thread in threading.enumerate() if thread.name == "sppo-disk-end"]:
         helper.join(PATIENCE_SECONDS)
+    assert transfers.space.reserved_bytes == 0, "the files are closed, not only removed"
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,70 @@
+"""A few layers of nothing but attention, run chunk by chunk; what the streaming tests share."""
+
+import torch
+
+from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.reference import Reference
+from sppo_hf.attention.function import AttentionCall, chunk_attention
+from sppo_hf.attention.pieces import chunk_pieces
+
+B, N, K, H, HV = 2, 4, 2, 8, 6
+KV_BYTES_PER_TOKEN = B * K * (H + HV) * 8
+
+
+class Layers:
+    """Attention of every (layer, chunk), in the order in which the engine runs them."""
+
+    def __init__(
+        self, bounds, stores, *, rows=None, windows=(None,), softcap=None, sinks=False, backend=None
+    ):
+        self.bounds, self.stores, self.rows, self.windows = bounds, stores, rows, windows
+        self.softcap = softcap
+        self.backend = backend or (Reference() if softcap else CPUFlash())
+        self.counters: dict[str, int] = {}
+        torch.manual_seed(3)
+        tokens = bounds[-1][1]
+        self.inputs = [
+            tuple(
+                torch.randn(B, heads, tokens, size, dtype=torch.float64, requires_grad=True)
+                for heads, size in ((N, H), (K, H), (K, HV))
+            )
+            for _ in stores
+        ]
+        self.sinks = torch.randn(N, dtype=torch.float64, requires_grad=True) if sinks else None
+
+    def forward(self, chunks=None, after_layer=lambda: None):
+        """Outputs `[chunk][layer]`, each layer fed a little of the one before it."""
+        links = [None] * len(self.stores)
+        outs = []
+        for chunk, (start, end) in enumerate(self.bounds[:chunks]):
+            before = 0.0
+            outs.append([])
+            for layer, kv in enumerate(self.stores):
+                window = self.windows[layer % len(self.windows)]
+                q, k, v = (x[:, :, start:end] for x in self.inputs[layer])
+                call = AttentionCall(
+                    kv=kv,
+                    chunk=chunk,
+                    chunk_start=start,
+                    pieces=chunk_pieces(start, end, self.rows, window=window),
+                    backend=self.backend,
+                    scale=0.3,
+                    window=window,
+                    softcap=self.softcap,
+                    counters=self.counters,
+                )
+                out, links[layer] = chunk_attention(
+                    q + before, k + before, v, sinks_N=self.sinks, link=links[layer], call=call
+                )
+                before = out.mean()
+                outs[-1].append(out)
+                after_layer()
+        return outs
+
+    def gradients(self, outs):
+        """Of a weighted sum of all outputs."""
+        torch.manual_seed(4)
+        loss = sum((out * torch.randn_like(out)).sum() for chunk in outs for out in chunk)
+        leaves = [x for layer in self.inputs for x in layer if x.requires_grad]
+        leaves += [] if self.sinks is None else [self.sinks]
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
