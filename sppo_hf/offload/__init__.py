@@ -1,16 +1,18 @@
 """Frames, pinned pool and copies between tiers; must not know schedules, attention or models.
 
-The files, lowest first: `lanes` starts copies and orders them, `pool` sub-allocates host slabs,
-`handles` describes one storage's stay on the host, `leaving` and `origins` are the engine's lists
-of what is on its way out and of what has moved already, `tape` is the order in which frames come
-back, `engine` owns all of it, `frames` hooks it to what autograd saves.
+The files, lowest first: `lanes` starts copies and orders them, `pool` sub-allocates host slabs (its
+`holes` serve the disk too), `spans` and `cargo` say which bytes of a storage are where, `handles`
+how a tensor looks at them. `disk*` keep host bytes in files by threads of their own, `staging` is
+the way there and back, with `returns` for its regions. `leaving` and `origins` list what is on its
+way out and what has moved already, `moves` holds all cargoes, `tape` is the order in which frames
+come back, `engine` is the door to all of it, `frames` hooks it to what autograd saves.
 
 [Note: offload lifetimes]
 
 Three queues run at once: the compute stream, the D2H lane and the H2D lane. The host puts work
-into them far ahead of the device and never waits for any of them. That is safe because of six
-rules; each names the one place that keeps it, and `tests/fakes/device.py` checks all of them with
-vector clocks.
+into them far ahead of the device and never waits for any of them. Where there is a disk, threads
+write and read host bytes as well. That is safe because of seven rules; each names the one place
+that keeps it, and `tests/fakes` checks all of them with vector clocks.
 
 1. *A source is complete before it is read.* `StreamCopier.start_d2h` makes the D2H lane wait for
    an event recorded on the compute stream at that moment, so the lane reads what the layer wrote.
@@ -45,21 +47,32 @@ vector clocks.
    deque. It does nothing more, because a garbage collection can start inside any statement, the
    pool's own included; the next call of the engine, which holds the lock, collects the deque.
 
+7. *Threads know no streams.* What orders the compute stream says nothing to a thread of the disk.
+   So bytes are handed to a write when the host has *seen* their copy end (`Staging`), a read fills
+   only staging regions, and these are lent again when the host has seen the end of every copy and
+   transfer that touches them (`Returns`); a copy that the host enqueues after that needs no further
+   order. Staging is a slab of its own, so the weaker rule 5 holds for all other host bytes. Here,
+   and only here, the host waits: for a read that is needed now, and for room where the disk is
+   slower than what goes to it. Why it never waits for ever: [Note: staging never deadlocks].
+
 The host's side has one lock, held by every public method of the engine, because autograd unpacks
 in its own thread on CUDA. Work of one engine is assumed to be on one compute stream; if the current
-stream changes, the new one first waits for the old one, and the six rules hold for it as well.
+stream changes, the new one first waits for the old one, and the rules hold for it as well.
 """
 
+from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.lanes import Copier, HostCopier, StreamCopier, Ticket
 from sppo_hf.offload.pool import HostPool, Region
+from sppo_hf.offload.staging import Staging
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.tape import Frame, Tape
 
 __all__ = [
     "Copier",
+    "DiskStore",
     "Frame",
     "HostCopier",
     "HostPool",
@@ -68,6 +81,7 @@ __all__ = [
     "OffloadStats",
     "OffloadedTensor",
     "Region",
+    "Staging",
     "StreamCopier",
     "Tape",
     "Ticket",

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
-from collections import deque
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.handles import MODIFIED, Cargo, OffloadedTensor, Owner, Span, bytes_of
+from sppo_hf.offload.disk_verbs import Disk
+from sppo_hf.offload.handles import MODIFIED, OffloadedTensor
 from sppo_hf.offload.lanes import Copier, CudaRuntime, HostCopier, StreamCopier
-from sppo_hf.offload.leaving import Leaving
-from sppo_hf.offload.origins import Origins
-from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool, Region
+from sppo_hf.offload.moves import Moves
+from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool
+from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.tape import Tape
 
@@ -37,21 +37,23 @@ class OffloadEngine:
         copier: how bytes travel.
         pool: where they stay.
         min_offload_elements: tensors with fewer elements stay on the device.
+        staging: the way to the disk; None for an engine without that tier.
     """
 
-    def __init__(self, copier: Copier, pool: HostPool, *, min_offload_elements: int = 1024) -> None:
+    def __init__(
+        self,
+        copier: Copier,
+        pool: HostPool,
+        *,
+        min_offload_elements: int = 1024,
+        staging: Staging | None = None,
+    ) -> None:
         self.pool = pool
         self._copier = copier
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
-        self._live: set[Cargo] = set()
-        self._origins = Origins()
-        self._leaving = Leaving()
-        # Filled by finalizers at any moment, hence only appended to; see rule 6 of the note.
-        self._retired: deque[Cargo] = deque()
-        self._limbo: list[Cargo] = []
-        self._d2h_bytes = 0
-        self._h2d_bytes = 0
+        self._staging = staging
+        self._moves = Moves(copier, pool, staging)
         self._last_stats = self.stats()
 
     @property
@@ -69,7 +71,26 @@ class OffloadEngine:
             fetch_bytes: the most bytes of this tape's frames that are prefetched and not yet in
                 use, but for the next frame, which always is. None: that one alone.
         """
-        return Tape(self, leave_bytes=leave_bytes, fetch_bytes=fetch_bytes or 0)
+        return Tape(
+            self,
+            leave_bytes=leave_bytes,
+            fetch_bytes=fetch_bytes or 0,
+            reads_ahead=self._staging is not None,
+        )
+
+    def reserve(self, host_bytes: int) -> None:
+        """Make the host slabs that a step will need before it starts, and those of staging.
+
+        Args:
+            host_bytes: what the host tier will hold at most, without staging; cut to the budget.
+
+        Raises:
+            OffloadError: the host gives no (pinned) memory.
+        """
+        with self._lock:
+            self.pool.reserve(host_bytes)
+            if self._staging is not None:
+                self._staging.reserve()
 
     def can_move(self, tensor: Tensor) -> bool:
         """Whether `start_offload` would move `tensor` rather than keep it in the handle."""
@@ -85,8 +106,10 @@ class OffloadEngine:
         )
 
     @torch.no_grad()
-    def start_offload(self, tensor: Tensor, *, label: object = None) -> OffloadedTensor:
-        """Start copying `tensor` to the host and return what stands for it.
+    def start_offload(
+        self, tensor: Tensor, *, label: object = None, tier: Literal["host", "disk"] = "host"
+    ) -> OffloadedTensor:
+        """Start copying `tensor` to the host or on to the disk; return what stands for it.
 
         The caller drops its own reference; the device memory is free once the copy is over and
         nobody else refers to it. Until then a `wait_for` gives the original bytes back. Views of
@@ -95,47 +118,62 @@ class OffloadEngine:
         Args:
             tensor: any strides, any dtype; kept in the handle if it is not `can_move`.
             label: what the tensor belongs to, for messages.
+            tier: where its bytes are to wait. What finds no room on the host goes to the disk, if
+                there is one. The host waits where the disk is slower than what goes there.
 
         Raises:
-            BudgetError: the pool has no room left.
-            OffloadError: the host gives no memory.
+            BudgetError: the pool or the disk has no room left.
+            OffloadError: the host gives no memory, the engine has no disk, or the disk failed.
         """
         with self._lock:
-            self._collect()
+            self._moves.tend()
             if not self.can_move(tensor):
                 return OffloadedTensor.stayed(tensor, label)
-            owner = self._origins.owner_of(tensor) or self._move(tensor)
-            return OffloadedTensor.moved(tensor, owner, label)
+            return OffloadedTensor.moved(tensor, self._moves.move(tensor, tier), label)
 
     @torch.no_grad()
     def prefetch(self, handle: OffloadedTensor) -> None:
         """Start bringing the tensor back to the device; does nothing if it is there or stayed.
 
+        What is on disk is read in the background; a later call of the engine sends it on.
+
         Raises:
-            OffloadError: the handle was released or abandoned.
+            OffloadError: the handle was released or abandoned, or the disk failed.
         """
         with self._lock:
-            self._collect()
+            self._moves.tend()
             if handle.is_moved:
-                self._fetch(handle.cargo())
+                self._moves.fetch(handle.cargo())
+
+    def read_ahead(self, handle: OffloadedTensor) -> bool:
+        """Start reading the tensor from disk into host memory, if it is there.
+
+        Returns:
+            False if there is no room for it yet, so that a later call may do more.
+        """
+        with self._lock:
+            if self._staging is None or not handle.is_away or handle.cargo().disk is None:
+                return True
+            return self._staging.read_ahead(handle.cargo())
 
     @torch.no_grad()
     def wait_for(self, handle: OffloadedTensor) -> Tensor:
         """The tensor on the device, with its shape and strides; compute is behind its copy.
 
         May be called again until the handle is released; all calls share one device copy, which
-        lives as long as the handles of its storage.
+        lives as long as the handles of its storage. Waits on the host where a disk has yet to give
+        the bytes.
 
         Raises:
-            OffloadError: the handle was released or abandoned, or its source was modified in
-                place before it could be copied.
+            OffloadError: the handle was released or abandoned, its source was modified in place
+                before it could be copied, or the disk failed.
         """
         with self._lock:
-            self._collect()
+            self._moves.tend()
             if not handle.is_moved:
                 return handle.stayed_tensor()
             cargo = handle.cargo()
-            self._fetch(cargo)
+            self._moves.bring(cargo)
             cargo.check_overwritten()
             if cargo.overwritten:
                 raise OffloadError(f"{handle} {MODIFIED}")
@@ -151,13 +189,13 @@ class OffloadEngine:
         """
         with self._lock:
             handle.forget()
-            self._collect()
+            self._moves.pass_on()
 
     def bytes_to_fetch(self, handles: Iterable[OffloadedTensor]) -> int:
         """Device bytes that a prefetch of all `handles` would take; aliases count once."""
         with self._lock:
             cargoes = {handle.cargo() for handle in handles if handle.is_away}
-            return sum(cargo.span.num_bytes for cargo in cargoes if cargo.on_device is None)
+            return sum(cargo.span.num_bytes for cargo in cargoes if not cargo.coming)
 
     def evict(self, handle: OffloadedTensor) -> None:
         """Free the device bytes, keep the others: the handle can be prefetched again.
@@ -168,10 +206,10 @@ class OffloadEngine:
         for a copy back that nobody waited for. Does nothing for what stayed.
 
         Raises:
-            OffloadError: the handle was released or abandoned.
+            OffloadError: the handle was released or abandoned, or the disk failed.
         """
         with self._lock:
-            self._collect()
+            self._moves.tend()
             if handle.is_moved:
                 handle.cargo().evict()
 
@@ -180,10 +218,13 @@ class OffloadEngine:
 
         With `leave_bytes` None, until no frame but this one is, so that at most two frames wait on
         the device for their copies; see rule 3 of the note.
+
+        Raises:
+            OffloadError: the disk failed.
         """
         with self._lock:
-            self._collect()
-            self._leaving.close_frame(leave_bytes)
+            self._moves.tend()
+            self._moves.leaving.close_frame(leave_bytes)
 
     def abandon(self) -> None:
         """Give up everything that is away, after an exception; its handles raise from now on.
@@ -191,20 +232,19 @@ class OffloadEngine:
         The pool is clean afterwards but for copies under way, which return when they end.
         """
         with self._lock:
-            for cargo in self._live:
-                cargo.abandoned = True
-                self._retired.append(cargo)
-            self._leaving.forget()
-            self._collect()
+            self._moves.abandon()
 
     def close(self) -> None:
         """Abandon everything and let compute wait for the copies under way; call before dropping.
 
-        An engine dropped without it could free device bytes under a copy.
+        An engine dropped without it could free device bytes under a copy. Its disk is closed too,
+        after what still uses the staging memory: from then on only that tier is out of use.
         """
         with self._lock:
-            self.abandon()
-            self._settle_limbo()
+            self._moves.abandon()
+            self._moves.settle_limbo()
+            if self._staging is not None:
+                self._staging.close()
 
     def assert_drained(self) -> None:
         """Prove that nothing is left away.
@@ -213,32 +253,42 @@ class OffloadEngine:
             OffloadError: some handle still owns bytes, so a graph is alive or a frame leaked.
         """
         with self._lock:
-            self._collect()
-            if self._live:
+            self._moves.collect()
+            live = self._moves.live
+            if live:
                 gc.collect()  # a handle may only wait in a reference cycle
-                self._collect()
-            if self._live:
-                num_bytes = sum(cargo.span.num_bytes for cargo in self._live)
+                self._moves.collect()
+            if live:
+                num_bytes = sum(cargo.span.num_bytes for cargo in live)
                 raise OffloadError(
-                    f"{len(self._live)} offloaded storages ({num_bytes} bytes) are still owned, "
+                    f"{len(live)} offloaded storages ({num_bytes} bytes) are still owned, "
                     "where none should be: a graph is held that had no backward yet (delete its "
                     "loss), or was kept by retain_graph=True"
                 )
-            in_limbo_bytes = sum(cargo.region.reserved_bytes for cargo in self._limbo)
-            assert self.pool.used_bytes == in_limbo_bytes, "every region has a cargo"
+            assert self._moves.is_clean, "every region has a cargo"
 
     def stats(self) -> OffloadStats:
         """Bytes and seconds since the engine was made, and what it holds now."""
         with self._lock:
-            self._collect()
+            self._moves.collect()
+            pools = [self.pool] if self._staging is None else [self.pool, self._staging.pool]
+            reserved_bytes = sum(pool.reserved_bytes for pool in pools)
+            disk_stall_seconds = self._staging.stall_seconds if self._staging is not None else 0.0
             return OffloadStats(
-                d2h_bytes=self._d2h_bytes,
-                h2d_bytes=self._h2d_bytes,
-                stall_seconds=self._copier.stall_seconds(),
-                pinned_bytes=self.pool.reserved_bytes if self.pool.pinned else 0,
-                host_bytes=self.pool.reserved_bytes,
-                host_used_bytes=self.pool.used_bytes,
-                live_handles=len(self._live),
+                d2h_bytes=self._moves.d2h_bytes,
+                h2d_bytes=self._moves.h2d_bytes,
+                stall_seconds=self._copier.stall_seconds() + disk_stall_seconds,
+                pinned_bytes=reserved_bytes if self.pool.pinned else 0,
+                host_bytes=reserved_bytes,
+                host_used_bytes=sum(pool.used_bytes for pool in pools),
+                live_handles=len(self._moves.live),
+                host_peak_bytes=sum(pool.peak_bytes for pool in pools),
+                fragmentation=self.pool.fragmentation,
+                grown_bytes=self.pool.grown_bytes,
+                disk_write_bytes=self._staging.write_bytes if self._staging is not None else 0,
+                disk_read_bytes=self._staging.read_bytes if self._staging is not None else 0,
+                disk_stall_seconds=disk_stall_seconds,
+                spilled_bytes=self._moves.spilled_bytes,
             )
 
     def take_stats(self) -> OffloadStats:
@@ -247,76 +297,6 @@ class OffloadEngine:
             now, last = self.stats(), self._last_stats
             self._last_stats = now
             return now.since(last)
-
-    def _move(self, tensor: Tensor) -> Owner:
-        span = Span.to_move(tensor)
-        source = bytes_of(tensor, span)
-        region = self._allocate(span.num_bytes)
-        try:
-            ticket = self._copier.start_d2h(source, region.memory)
-        except BaseException:
-            self.pool.release(region)
-            raise
-        self._d2h_bytes += span.num_bytes
-        cargo = Cargo(
-            span=span,
-            storage_key=tensor.untyped_storage()._cdata,
-            region=region,
-            out_ticket=ticket,
-            source=source,
-            watched=tensor.detach(),
-            version=tensor._version,
-        )
-        owner = Owner(cargo)
-        weakref.finalize(owner, self._retired.append, cargo).atexit = False
-        self._live.add(cargo)
-        self._leaving.add(cargo)
-        self._origins.add(tensor, owner)
-        return owner
-
-    def _allocate(self, num_bytes: int) -> Region:
-        region = self.pool.try_allocate(num_bytes)
-        if region is None:
-            self._settle_limbo()  # rather let compute wait than let the pool grow
-            region = self.pool.try_allocate(num_bytes)
-        return region or self.pool.allocate(num_bytes)
-
-    def _fetch(self, cargo: Cargo) -> None:
-        if cargo.on_device is not None:
-            return
-        if cargo.source is not None:
-            cargo.on_device = cargo.source  # not gone yet: spare the way back
-            return
-        # What nobody wants any more leaves the device before more comes back to it.
-        self._settle_limbo()
-        cargo.on_device, cargo.in_ticket = self._copier.start_h2d(
-            cargo.region.memory, cargo.out_ticket
-        )
-        self._h2d_bytes += cargo.span.num_bytes
-
-    def _collect(self) -> None:
-        """Free what no copy touches any more; polls, never blocks."""
-        self._leaving.poll()
-        while self._retired:
-            cargo = self._retired.popleft()
-            if not cargo.retired:
-                cargo.retired = True
-                self._live.discard(cargo)
-                self._origins.forget(cargo)
-                self._limbo.append(cargo)
-        limbo, self._limbo = self._limbo, []
-        for cargo in limbo:
-            if cargo.ordered:  # asked once: a copy may end between two looks
-                cargo.drop_device_bytes()
-                self.pool.release(cargo.region)
-            else:
-                self._limbo.append(cargo)
-
-    def _settle_limbo(self) -> None:
-        """Free what was dropped under a copy, by letting compute wait for that copy."""
-        for cargo in self._limbo:
-            cargo.order()
-        self._collect()
 
 
 def make_engine(
@@ -327,6 +307,8 @@ def make_engine(
     min_offload_elements: int = 1024,
     slab_bytes: int = DEFAULT_SLAB_BYTES,
     budget_bytes: int | None = None,
+    disk: Disk | None = None,
+    staging_bytes: int | None = None,
 ) -> OffloadEngine:
     """An engine for `device`, CPU or CUDA.
 
@@ -336,7 +318,10 @@ def make_engine(
         use_streams: copy on lanes of their own (CUDA only) rather than on the compute stream.
         min_offload_elements: tensors with fewer elements stay on the device.
         slab_bytes: size of a host slab.
-        budget_bytes: the most that the host slabs may take; None for no limit.
+        budget_bytes: the most that the host slabs may take, staging included; None for no limit.
+        disk: the disk tier, from now on the engine's; None for none.
+        staging_bytes: the part of the budget that bytes pass through on their way to and from the
+            disk; None for a quarter of it, 1 GiB at most.
 
     Raises:
         OffloadError: the device is of another kind.
@@ -352,5 +337,13 @@ def make_engine(
             "set offload to 'none'"
         )
     pin = use_pin_memory and device.type == "cuda"
+    staging = None
+    if disk is not None:
+        if staging_bytes is None:
+            share_bytes = DEFAULT_STAGING_BYTES if budget_bytes is None else budget_bytes // 4
+            staging_bytes = min(share_bytes, DEFAULT_STAGING_BYTES)
+        staging = Staging(disk, staging_bytes, pin=pin)
+        if budget_bytes is not None:
+            budget_bytes = max(0, budget_bytes - staging.budget_bytes)
     pool = HostPool(slab_bytes, pin=pin, budget_bytes=budget_bytes)
-    return OffloadEngine(copier, pool, min_offload_elements=min_offload_elements)
+    return OffloadEngine(copier, pool, min_offload_elements=min_offload_elements, staging=staging)

@@ -1,8 +1,7 @@
-"""What stands for an offloaded tensor: a handle, and the state of its storage's stay on the host.
+"""What stands for an offloaded tensor: a handle, which says how the tensor looks at its bytes.
 
 One storage moves once, however many views of it are saved: each view has a handle, all of them
-share one `Owner`, and the owner's `Cargo` says which bytes are where. Only `engine` changes a
-cargo. Who owns what, and why nothing here is counted by hand: [Note: offload lifetimes].
+share one `Owner`, and the owner's `Cargo` says which bytes are where.
 """
 
 from __future__ import annotations
@@ -13,132 +12,8 @@ import torch
 from torch import Tensor
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.lanes import Ticket
-from sppo_hf.offload.pool import Region
-
-# Views of other dtypes may share a moved span, so its first byte suits the widest of them.
-_SPAN_ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of bytes of a storage."""
-
-    start_byte: int
-    num_bytes: int
-
-    @property
-    def end_byte(self) -> int:
-        """First byte behind the span."""
-        return self.start_byte + self.num_bytes
-
-    def contains(self, other: Span) -> bool:
-        """Whether every byte of `other` lies within."""
-        return self.start_byte <= other.start_byte and other.end_byte <= self.end_byte
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Span:
-        """The bytes from the first to the last element of `tensor` (strided, at least one)."""
-        first = int(tensor.storage_offset())
-        last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        item = tensor.element_size()
-        return cls(first * item, (last + 1 - first) * item)
-
-    @classmethod
-    def to_move(cls, tensor: Tensor) -> Span:
-        """The bytes to move for `tensor`: its span, or the whole storage if that is most of it.
-
-        Fused projections are saved as interleaved views whose spans differ a little; the whole
-        storage, moved for the first of them, serves the others.
-        """
-        span = cls.of(tensor)
-        storage_bytes = tensor.untyped_storage().nbytes()
-        if 2 * span.num_bytes > storage_bytes:
-            return cls(0, storage_bytes)
-        start = span.start_byte - span.start_byte % _SPAN_ALIGNMENT_BYTES
-        return cls(start, span.end_byte - start)
-
-
-def bytes_of(tensor: Tensor, span: Span) -> Tensor:
-    """The bytes of `tensor`'s storage within `span` as uint8 [span.num_bytes], sharing memory."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), span.start_byte, (span.num_bytes,), (1,))
-
-
-class Owner:
-    """Shared by the handles of one moved storage; when it dies, its cargo is retired."""
-
-    __slots__ = ("__weakref__", "cargo")
-
-    def __init__(self, cargo: Cargo) -> None:
-        self.cargo = cargo
-
-
-@dataclass(slots=True, eq=False)
-class Cargo:
-    """Where the bytes of one moved span are, and which copies touch them."""
-
-    span: Span
-    storage_key: int
-    """Identity of the storage they came from (engine's own)."""
-    region: Region
-    """Host bytes, from the start of the move until the cargo is retired."""
-    out_ticket: Ticket
-    source: Tensor | None
-    """Device bytes being copied out, held until `out_ticket` is ordered."""
-    watched: Tensor | None
-    """Shares the version counter of the source; held as long as the source can be read."""
-    version: int
-    """Version of the source when its copy started."""
-    overwritten: bool = False
-    """The source was modified in place while it was still read: the bytes may be torn."""
-    on_device: Tensor | None = None
-    """Device bytes for backward: the copy back, or the source where it had not left yet."""
-    in_ticket: Ticket | None = None
-    abandoned: bool = False
-    retired: bool = False
-
-    @property
-    def ordered(self) -> bool:
-        """Whether host and device bytes can be given away: no copy can still touch them."""
-        return self.out_ticket.ordered and (self.in_ticket is None or self.in_ticket.ordered)
-
-    def order(self) -> None:
-        """Let compute wait for the copies, so that `ordered` holds."""
-        self.out_ticket.wait()
-        if self.in_ticket is not None:
-            self.in_ticket.wait()
-
-    def check_overwritten(self) -> None:
-        """Notice that the source changed before its copy was ordered, or before its use."""
-        if self.watched is not None and self.watched._version != self.version:
-            self.overwritten = True
-
-    def drop_source(self) -> None:
-        """Free the source on the device; its copy is ordered."""
-        self.check_overwritten()
-        if self.on_device is None:  # else backward reads the source itself, so keep watching it
-            self.watched = None
-        self.source = None
-
-    def order_source(self) -> None:
-        """Let compute wait for the copy out, and free its source."""
-        self.out_ticket.wait()
-        self.drop_source()
-
-    def evict(self) -> None:
-        """Free the device bytes for backward; those on the host stay, and a source on its way."""
-        if self.in_ticket is not None:
-            # Compute takes the freed block next, and the copy into it may only be under way.
-            self.in_ticket.wait()
-            self.in_ticket = None
-        self.on_device = None
-        if self.source is None:
-            self.watched = None  # nobody reads the source any more
-
-    def drop_device_bytes(self) -> None:
-        """Free everything on the device; all copies are ordered."""
-        self.source = self.watched = self.on_device = None
+from sppo_hf.offload.cargo import Cargo, Owner
+from sppo_hf.offload.spans import Span
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

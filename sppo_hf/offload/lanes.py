@@ -2,8 +2,9 @@
 
 A copier moves bytes; it knows nothing of frames, storages or pools. `start_*` begins a copy and
 returns a ticket, the ticket's `wait` orders the compute stream behind it. Nothing here blocks the
-host on an accelerator. `StreamCopier` is written against the few stream verbs of `StreamRuntime`,
-so the same ordering code runs on CUDA and on the fake device of the tests.
+host on an accelerator but a ticket's `finish`, which is for bytes on their way to a disk.
+`StreamCopier` is written against the few stream verbs of `StreamRuntime`, so the same ordering code
+runs on CUDA and on the fake device of the tests.
 
 Why no order is missing: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
 """
@@ -35,6 +36,10 @@ class Ticket(Protocol):
         """Order the compute stream behind the copy; the host does not wait."""
         ...
 
+    def finish(self) -> None:
+        """Block the host until the copy has ended; only the way to the disk needs it."""
+        ...
+
 
 class Copier(Protocol):
     """Starts copies of flat byte tensors between one device and the host."""
@@ -64,6 +69,9 @@ class FinishedTicket:
         return True
 
     def wait(self) -> None:
+        """Return at once: nothing is under way."""
+
+    def finish(self) -> None:
         """Return at once: nothing is under way."""
 
 
@@ -108,6 +116,10 @@ class StreamEvent(Protocol):
         """Whether the device has passed the event; never blocks."""
         ...
 
+    def synchronize(self) -> None:
+        """Block the host until the device has passed the event."""
+        ...
+
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to `end_event`, both timed and passed."""
         ...
@@ -122,7 +134,7 @@ class Stream(Protocol):
 
 
 class StreamRuntime(Protocol):
-    """The verbs that `StreamCopier` needs from a device; deliberately without any synchronise."""
+    """The verbs that `StreamCopier` needs from a device; deliberately without synchronising it."""
 
     device: torch.device
 
@@ -215,6 +227,11 @@ class StreamTicket:
         if not self.ordered:
             self._copier.order_compute_behind(self._event)
             self._ordered = True
+
+    def finish(self) -> None:
+        """Block the host until the copy has ended."""
+        self._event.synchronize()
+        self._ordered = True
 
 
 class StreamCopier:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from sppo_hf.offload.handles import Cargo
+from sppo_hf.offload.cargo import Cargo
 
 
 class Leaving:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sppo_hf.offload.handles import Cargo, Owner, Span
+from sppo_hf.offload.cargo import Cargo, Owner
+from sppo_hf.offload.spans import Span
 
 
 @dataclass(slots=True)

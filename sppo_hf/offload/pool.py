@@ -1,7 +1,8 @@
 """Host memory for offloaded bytes: few large slabs, sub-allocated first-fit with coalescing.
 
 Knows nothing of copies: who releases a region vouches that no copy still touches it. Slabs are
-kept for the life of the pool, because pinning costs milliseconds and a step must not pay it twice.
+kept for the life of the pool, because pinning costs milliseconds and a step must not pay it twice;
+better still they are made before the first step, by `reserve`.
 Not thread-safe by itself; the engine calls it under its lock.
 """
 
@@ -16,6 +17,8 @@ from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.holes import Holes
 
 ALIGNMENT_BYTES = 512
+PAGE_BYTES = 4096
+"""Slabs start at multiples of it, as transfers past the page cache want."""
 DEFAULT_SLAB_BYTES = 256 * 2**20
 
 
@@ -54,6 +57,8 @@ class HostPool:
         slab_bytes: size of a slab; one that a larger request needs is made as large as that.
         pin: page-lock the slabs, which copies that overlap with compute need.
         budget_bytes: the most that all slabs together may take; None for no limit.
+        alignment_bytes: regions start at multiples of it within their slab, and slabs hold whole
+            numbers of it.
     """
 
     def __init__(
@@ -62,15 +67,19 @@ class HostPool:
         *,
         pin: bool = False,
         budget_bytes: int | None = None,
+        alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
         assert slab_bytes > 0, "a slab holds at least one byte"
         self.pinned = pin
         self.budget_bytes = budget_bytes
-        self._slab_bytes = _round_up(slab_bytes, ALIGNMENT_BYTES)
+        self._alignment_bytes = alignment_bytes
+        self._slab_bytes = _round_up(slab_bytes, alignment_bytes)
         self._slabs: list[_Slab] = []
         self.used_bytes = 0
         self.peak_bytes = 0
         self.reserved_bytes = 0
+        self.grown_bytes = 0
+        """Bytes of slabs that were made when they were needed rather than by `reserve`."""
 
     @property
     def fragmentation(self) -> float:
@@ -78,6 +87,25 @@ class HostPool:
         free_bytes = sum(slab.holes.free_bytes for slab in self._slabs)
         largest_bytes = max((slab.holes.largest_bytes for slab in self._slabs), default=0)
         return 1.0 - largest_bytes / free_bytes if free_bytes else 0.0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make slabs until they hold `num_bytes` in all, or the whole budget if that is less.
+
+        In as few pieces as possible: one, or one for each binary digit where pages are locked.
+
+        Raises:
+            OffloadError: the operating system or the driver gives no (pinned) memory.
+        """
+        if self.budget_bytes is not None:
+            num_bytes = min(num_bytes, self.budget_bytes)
+        while self.reserved_bytes < num_bytes:
+            missing_bytes = num_bytes - self.reserved_bytes
+            if self.pinned:
+                missing_bytes = 1 << (missing_bytes.bit_length() - 1)
+            slab_bytes = self._slab_size(missing_bytes)
+            if slab_bytes <= 0:
+                return  # the rest of the budget is smaller than any slab
+            self._add_slab(slab_bytes)
 
     def allocate(self, num_bytes: int) -> Region:
         """Lend `num_bytes` (at least 1), adding a slab where no hole is large enough.
@@ -88,7 +116,7 @@ class HostPool:
         """
         region = self.try_allocate(num_bytes)
         if region is None:
-            self._grow(_round_up(num_bytes, ALIGNMENT_BYTES))
+            self._grow(_round_up(num_bytes, self._alignment_bytes))
             region = self.try_allocate(num_bytes)
             assert region is not None, "a new slab holds the request that it was made for"
         return region
@@ -96,7 +124,7 @@ class HostPool:
     def try_allocate(self, num_bytes: int) -> Region | None:
         """Lend `num_bytes` (at least 1) from the slabs there are; None where no hole fits."""
         assert num_bytes > 0, "a region holds at least one byte"
-        size = _round_up(num_bytes, ALIGNMENT_BYTES)
+        size = _round_up(num_bytes, self._alignment_bytes)
         for slab in self._slabs:
             offset = slab.holes.take(size)
             if offset is not None:
@@ -114,28 +142,38 @@ class HostPool:
         self.used_bytes -= region.reserved_bytes
 
     def _grow(self, size: int) -> None:
-        slab_bytes = max(size, self._slab_bytes)
+        slab_bytes = self._slab_size(size)
+        if slab_bytes < size:
+            raise BudgetError(
+                f"host tier: offloading needs {size} bytes more in one piece, while "
+                f"{self.reserved_bytes} of {self.budget_bytes} bytes are reserved and "
+                f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "
+                "raise host_memory, set offload_dir to let the rest go to disk, use shorter "
+                "sequences, or set offload to 'none'"
+            )
+        self._add_slab(slab_bytes)
+        self.grown_bytes += slab_bytes
+
+    def _slab_size(self, size: int) -> int:
+        """Size of a slab made for `size` bytes: less only where the budget leaves less."""
+        slab_bytes = max(_round_up(size, self._alignment_bytes), self._slab_bytes)
         if self.pinned:
             # PyTorch's pinned allocator rounds up to powers of two; ask for all that it takes.
             slab_bytes = 1 << (slab_bytes - 1).bit_length()
         if self.budget_bytes is not None:
             slab_bytes = min(slab_bytes, self._largest_within(self.budget_bytes))
-            if slab_bytes < size:
-                raise BudgetError(
-                    f"host tier: offloading needs {size} bytes more in one piece, while "
-                    f"{self.reserved_bytes} of {self.budget_bytes} bytes are reserved and "
-                    f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "
-                    "raise host_memory, use shorter sequences, or set offload to 'none'"
-                )
-        self._slabs.append(_Slab(_host_bytes(slab_bytes, self.pinned), Holes(slab_bytes)))
-        self.reserved_bytes += slab_bytes
+        return slab_bytes
 
     def _largest_within(self, budget_bytes: int) -> int:
         left = budget_bytes - self.reserved_bytes
-        left -= left % ALIGNMENT_BYTES
+        left -= left % self._alignment_bytes
         if self.pinned and left > 0:
             left = 1 << (left.bit_length() - 1)
         return left
+
+    def _add_slab(self, slab_bytes: int) -> None:
+        self._slabs.append(_Slab(_host_bytes(slab_bytes, self.pinned), Holes(slab_bytes)))
+        self.reserved_bytes += slab_bytes
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -143,8 +181,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _host_bytes(num_bytes: int, pin: bool) -> Tensor:
+    """Host memory, uint8 [num_bytes], from the start of a page on."""
+    # Locked memory starts at a page anyway, and its allocator would double what one page exceeds.
+    spare_bytes = 0 if pin else PAGE_BYTES
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+        memory = torch.empty(num_bytes + spare_bytes, dtype=torch.uint8, pin_memory=pin)
     except RuntimeError as error:
         if not pin:
             raise OffloadError(
@@ -156,6 +197,8 @@ def _host_bytes(num_bytes: int, pin: bool) -> Tensor:
             f"of its own, here {_memlock_limit()}. Lower host_memory, raise the limit "
             "(ulimit -l), or set use_pin_memory to false (slower copies)"
         ) from error
+    skip_bytes = -memory.data_ptr() % PAGE_BYTES if spare_bytes else 0
+    return memory[skip_bytes : skip_bytes + num_bytes]
 
 
 def _memlock_limit() -> str:

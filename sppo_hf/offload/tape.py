@@ -36,6 +36,10 @@ class Mover(Protocol):
         """Start bringing the tensor back to the device."""
         ...
 
+    def read_ahead(self, handle: OffloadedTensor) -> bool:
+        """Start reading the tensor from disk, if it is there; False if that has to wait."""
+        ...
+
 
 class Tape:
     """The frames of one sequence, made by `OffloadEngine.new_tape`.
@@ -48,10 +52,16 @@ class Tape:
         leave_bytes: what may be on its way out when a frame has closed; None for one frame.
         fetch_bytes: the most bytes of frames that are prefetched and not yet used. The next frame
             that has bytes is always prefetched, whatever its size.
+        reads_ahead: whether frames beyond those are read from disk as early as there is room.
     """
 
     def __init__(
-        self, mover: Mover, *, leave_bytes: int | None = None, fetch_bytes: int = 0
+        self,
+        mover: Mover,
+        *,
+        leave_bytes: int | None = None,
+        fetch_bytes: int = 0,
+        reads_ahead: bool = False,
     ) -> None:
         assert leave_bytes is None or leave_bytes >= 0, "a bound on bytes is not negative"
         assert fetch_bytes >= 0, "a tape cannot look back"
@@ -60,8 +70,10 @@ class Tape:
         self._fetch_bytes = fetch_bytes
         self._frames: list[weakref.ref[Frame]] = []
         self._index_of: weakref.WeakKeyDictionary[Frame, int] = weakref.WeakKeyDictionary()
-        # Backward is at frame `_at`; all between it and `_next` has been asked for.
-        self._at = self._next = -1
+        self._reads_ahead = reads_ahead
+        # Backward is at frame `_at`; all between it and `_next` has been asked for, and all
+        # between it and `_next_read` is on the host or being read.
+        self._at = self._next = self._next_read = -1
         self._ahead: dict[int, int] = {}
         """Bytes of frames by index that were prefetched and not yet used."""
 
@@ -100,8 +112,13 @@ class Tape:
 
     def _look_ahead_of(self, index: int) -> None:
         if index <= self._next or index > self._at:  # backward has jumped
-            self._next = index - 1
+            self._next = self._next_read = index - 1
         self._at = index
+        self._fetch_ahead()
+        if self._reads_ahead:
+            self._read_ahead()
+
+    def _fetch_ahead(self) -> None:
         while self._next >= 0:
             frame = self._frames[self._next]()
             handles = tuple(frame.handles()) if frame is not None else ()
@@ -115,3 +132,12 @@ class Tape:
                 for handle in handles:
                     self._mover.prefetch(handle)
             self._next -= 1
+
+    def _read_ahead(self) -> None:
+        self._next_read = min(self._next_read, self._next)
+        while self._next_read >= 0:
+            frame = self._frames[self._next_read]()
+            for handle in frame.handles() if frame is not None else ():
+                if not self._mover.read_ahead(handle):
+                    return
+            self._next_read -= 1

@@ -1,8 +1,9 @@
 """A device with a logical clock: streams, events, kernels and copies, checked as a race detector.
 
 `FakeDevice` is a `StreamRuntime`, so `StreamCopier` and everything above it run on it unchanged.
-Its memory is the CPU's, its time is a number that only `advance` moves, and it has no way to make
-the host wait, so code that passes on it does not synchronise.
+Its memory is the CPU's, its time is a number that only `advance` moves. The one way to make the
+host wait is an event's `synchronize`, which moves the time as well and is counted, so a test can
+tell that code does not synchronise.
 
 What it asserts, whatever the durations, by vector clocks (one counter per stream; the host's clock
 joins what `query` has told it, and everything enqueued later inherits that):
@@ -105,6 +106,14 @@ class FakeEvent:
         _join(self._device.host_clock, self.clock)
         return True
 
+    def synchronize(self) -> None:
+        """Let the host wait until the clock has passed."""
+        self._device.look_for_freed()
+        if self._device.now < self.time:
+            self._device.host_waits += 1
+            self._device.now = self.time
+        _join(self._device.host_clock, self.clock)
+
     def elapsed_time(self, end_event: FakeEvent) -> float:
         """Logical milliseconds between two events that have passed."""
         assert max(self.time, end_event.time) <= self._device.now, "timed an event still ahead"
@@ -123,6 +132,7 @@ class FakeDevice:
     def __init__(self, copy_seconds: Callable[[str, int], float] | None = None) -> None:
         self._copy_seconds = copy_seconds or (lambda stream, num_bytes: num_bytes * 1e-9)
         self.now = 0.0
+        self.host_waits = 0
         self.host_clock: Clock = {}
         self.compute = FakeStream(self, "compute")
         self._current = self.compute
@@ -165,6 +175,17 @@ class FakeDevice:
         self._access(source, index, writes=False, what=f"copy's read on {name}")
         self._access(destination, index, writes=True, what=f"copy's write on {name}")
         destination.copy_(source)
+
+    def host_memory(
+        self, stream: FakeStream, memory: Tensor, seconds: float, *, writes: bool
+    ) -> None:
+        """Work of a thread of the host on `memory`; its queue counts as one more stream.
+
+        A thread starts when the host says so, and knows of the device's work what the host knows.
+        """
+        what = f"{'write' if writes else 'read'} by {stream.name}"
+        with self.use_stream(stream):
+            self._access(memory, stream.enqueue(seconds), writes=writes, what=what)
 
     def kernel(
         self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), seconds: float = 0.0

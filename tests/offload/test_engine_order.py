@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.cargo import Cargo
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.handles import Cargo, OffloadedTensor
+from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.lanes import StreamCopier, StreamTicket
 from sppo_hf.offload.leaving import Leaving
 from sppo_hf.offload.pool import HostPool

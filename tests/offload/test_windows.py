@@ -36,7 +36,7 @@ def _slow_device(seconds: float = 10.0) -> FakeDevice:
 
 
 def _leaving_bytes(engine: OffloadEngine) -> int:
-    return sum(cargo.span.num_bytes for cargo in engine._live if not cargo.out_ticket.ordered)
+    return sum(cargo.span.num_bytes for cargo in engine._moves.live if not cargo.out_ticket.ordered)
 
 
 @settings(max_examples=150)

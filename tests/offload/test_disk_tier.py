@@ -1,0 +1,350 @@
+"""The engine with a disk behind its host memory: what goes there, when it waits, what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.offload.lanes import StreamCopier
+from sppo_hf.offload.pool import PAGE_BYTES, HostPool
+from sppo_hf.offload.staging import Staging
+from tests.fakes.device import FakeDevice, RaceError
+from tests.fakes.disk import FakeDisk
+
+PAGE_FLOATS = PAGE_BYTES // 4
+
+
+class _Frame:
+    def __init__(self, handle: OffloadedTensor) -> None:
+        self.handle = handle
+
+    def handles(self) -> tuple[OffloadedTensor, ...]:
+        return (self.handle,)
+
+
+class _Bench:
+    """An engine, its fake device and its fake disk; the copies take one second each."""
+
+    def __init__(
+        self, staging_pages: int = 4, host_pages: int | None = 0, disk_seconds: float = 5.0
+    ) -> None:
+        self.device = FakeDevice(lambda stream, num_bytes: 1.0)
+        copier = StreamCopier(self.device)
+        seconds = lambda num_bytes: disk_seconds  # noqa: E731
+        self.disk = FakeDisk(self.device, seconds, seconds)
+        self.staging = Staging(self.disk, staging_pages * PAGE_BYTES, clock=lambda: self.device.now)
+        budget_bytes = None if host_pages is None else host_pages * PAGE_BYTES
+        pool = HostPool(PAGE_BYTES, budget_bytes=budget_bytes)
+        self.engine = OffloadEngine(copier, pool, min_offload_elements=4, staging=self.staging)
+
+    def tensor(self, pages: int = 1) -> torch.Tensor:
+        return self.device.tensor(torch.rand(pages * PAGE_FLOATS))
+
+    def send(self, pages: int = 1) -> OffloadedTensor:
+        return self.engine.start_offload(self.tensor(pages), tier="disk")
+
+    def settle(self) -> None:
+        """Let everything that goes on by itself come to its end."""
+        for _ in range(4):
+            self.device.finish()
+            self.engine.close_frame(0)
+
+
+def test_bytes_pass_through_staging_to_disk_and_back() -> None:
+    bench = _Bench()
+    tensor = bench.tensor()
+    values = tensor.clone()
+    handle = bench.engine.start_offload(tensor, tier="disk")
+    del tensor
+    assert bench.engine.stats().host_used_bytes == PAGE_BYTES
+    bench.settle()
+    stats = bench.engine.stats()
+    assert stats.host_used_bytes == 0, "the disk has it"
+    assert stats.disk_write_bytes == PAGE_BYTES == bench.disk.used_bytes
+    bench.device.look_for_freed()
+    assert bench.device.device_bytes == 0
+    bench.engine.prefetch(handle)
+    assert bench.engine.stats().disk_read_bytes == PAGE_BYTES
+    assert bench.engine.stats().h2d_bytes == 0, "a read is under way"
+    bench.device.advance(6.0)
+    bench.engine.close_frame()
+    assert bench.engine.stats().h2d_bytes == PAGE_BYTES, "the next call sent it on"
+    assert torch.equal(bench.engine.wait_for(handle), values)
+    assert bench.engine.stats().disk_stall_seconds == 0.0
+    assert bench.device.host_waits == 0
+    bench.settle()
+    assert bench.engine.stats().host_used_bytes == 0
+    assert bench.disk.used_bytes == PAGE_BYTES, "still owned"
+    bench.engine.release(handle)
+    assert bench.disk.used_bytes == 0
+    bench.engine.assert_drained()
+
+
+def test_waiting_for_what_is_on_disk_blocks_the_host_and_counts_it() -> None:
+    bench = _Bench()
+    handle = bench.send()
+    bench.settle()
+    bench.engine.wait_for(handle)
+    stats = bench.engine.take_stats()
+    assert stats.disk_stall_seconds == pytest.approx(5.0)
+    assert stats.stall_seconds >= 5.0
+    assert bench.engine.take_stats().disk_stall_seconds == 0.0
+
+
+def test_what_is_wanted_before_it_is_written_comes_from_staging() -> None:
+    bench = _Bench(disk_seconds=100.0)
+    handle = bench.send()
+    bench.engine.close_frame(0)  # the source is free, its bytes are on the host
+    bench.engine.wait_for(handle)
+    bench.device.advance(10.0)
+    bench.engine.evict(handle)  # now they are being written
+    bench.engine.wait_for(handle)
+    assert bench.engine.stats().h2d_bytes == 2 * PAGE_BYTES
+    assert bench.engine.stats().disk_read_bytes == 0
+    assert bench.device.host_waits == 0
+    bench.engine.release(handle)
+    assert bench.disk.used_bytes == 0
+    assert bench.staging.pool.used_bytes == PAGE_BYTES, "the write still reads it"
+    bench.settle()
+    assert bench.staging.pool.used_bytes == 0
+
+
+def test_what_nobody_wants_is_not_written() -> None:
+    bench = _Bench()
+    bench.engine.release(bench.send())
+    bench.settle()
+    assert bench.disk.writes == 0
+    bench.engine.assert_drained()
+
+
+def test_the_host_waits_where_the_disk_is_slower() -> None:
+    bench = _Bench(staging_pages=2)
+    handles = [bench.send() for _ in range(2)]
+    assert bench.device.host_waits == 0
+    handles += [bench.send() for _ in range(6)]
+    assert bench.staging.pool.peak_bytes == 2 * PAGE_BYTES
+    # Six had to wait for regions; two writers at a time, five seconds each.
+    assert bench.engine.stats().disk_stall_seconds >= 15.0
+    assert len(handles) == 8
+
+
+def test_a_tensor_larger_than_staging_is_refused_and_the_engine_goes_on() -> None:
+    bench = _Bench(staging_pages=2)
+    with pytest.raises(BudgetError, match=rf"{3 * PAGE_BYTES} bytes.*{2 * PAGE_BYTES} bytes"):
+        bench.send(3)
+    bench.engine.release(bench.send(2))
+    bench.engine.assert_drained()
+
+
+def test_without_a_disk_the_tier_is_refused() -> None:
+    engine = make_engine(torch.device("cpu"))
+    with pytest.raises(OffloadError, match="offload_dir"):
+        engine.start_offload(torch.rand(5000), tier="disk")
+
+
+def test_a_full_host_spills_to_disk() -> None:
+    bench = _Bench(host_pages=2)
+    handles = [bench.engine.start_offload(bench.tensor()) for _ in range(5)]
+    bench.settle()
+    stats = bench.engine.stats()
+    assert stats.spilled_bytes == stats.disk_write_bytes == 3 * PAGE_BYTES
+    assert bench.engine.pool.used_bytes == 2 * PAGE_BYTES
+    for handle in handles:
+        bench.engine.wait_for(handle)
+        bench.engine.release(handle)
+    bench.engine.assert_drained()
+
+
+def test_reads_start_before_copies_and_within_half_of_staging() -> None:
+    bench = _Bench(staging_pages=8)
+    tape = bench.engine.new_tape(leave_bytes=0, fetch_bytes=PAGE_BYTES)
+    frames = []
+    for _ in range(12):
+        frames.append(_Frame(bench.send()))
+        tape.record(frames[-1])
+        bench.settle()
+    bench.engine.wait_for(frames[-1].handle)
+    tape.on_backward(frames[-1])
+    # The one in use, the one after it on its way to the device, and half of staging.
+    assert bench.disk.reads == 1 + 1 + 4
+    assert bench.staging.ahead_bytes == 4 * PAGE_BYTES
+    bench.settle()
+    stall_seconds = bench.engine.stats().disk_stall_seconds
+    for frame in reversed(frames[-6:]):
+        tape.on_backward(frame)
+        bench.engine.wait_for(frame.handle)
+        bench.device.advance(2.0)
+    assert bench.engine.stats().disk_stall_seconds == stall_seconds, "all of it was there"
+
+
+def test_what_was_read_ahead_makes_room() -> None:
+    bench = _Bench(staging_pages=2)
+    handles = [bench.send() for _ in range(4)]
+    bench.settle()
+    assert bench.engine.read_ahead(handles[3])
+    assert not bench.engine.read_ahead(handles[2]), "half of staging is one page"
+    bench.device.advance(10.0)
+    bench.engine.close_frame()
+    big = bench.send(2)  # wants all of staging
+    bench.settle()
+    for handle in (*handles, big):
+        bench.engine.wait_for(handle)
+    assert bench.disk.reads == 1 + 5
+
+
+def test_an_evicted_read_waits_on_the_host_for_its_next_use() -> None:
+    bench = _Bench()
+    handle = bench.send()
+    bench.settle()
+    bench.engine.prefetch(handle)
+    assert bench.engine.bytes_to_fetch([handle]) == 0
+    bench.engine.evict(handle)
+    assert bench.engine.bytes_to_fetch([handle]) == PAGE_BYTES
+    bench.device.advance(10.0)
+    bench.engine.close_frame()
+    assert bench.engine.stats().h2d_bytes == 0, "nobody wants it on the device any more"
+    bench.engine.wait_for(handle)
+    assert bench.disk.reads == 1
+
+
+@pytest.mark.parametrize("fails", ["writes", "reads"])
+def test_a_failed_transfer_surfaces_once_and_its_bytes_are_lost(fails: str) -> None:
+    bench = _Bench()
+    setattr(bench.disk, f"fail_{fails}", True)
+    handle = bench.send()
+    if fails == "reads":
+        bench.settle()
+        bench.engine.prefetch(handle)
+    with pytest.raises(OffloadError, match="/fake/slab failed"):
+        bench.settle()
+    bench.engine.close_frame()  # said once, and not again
+    with pytest.raises(OffloadError, match="/fake/slab failed"):
+        bench.engine.wait_for(handle)
+    bench.engine.abandon()
+    setattr(bench.disk, f"fail_{fails}", False)
+    other = bench.send()
+    bench.settle()
+    bench.engine.wait_for(other)
+    bench.engine.release(other)
+    bench.settle()
+    bench.engine.assert_drained()
+    assert bench.engine.stats().host_used_bytes == 0
+    assert bench.disk.used_bytes == 0
+
+
+def test_an_abandoned_step_tells_no_failure_of_its_own() -> None:
+    bench = _Bench()
+    bench.disk.fail_writes = True
+    handle = bench.send()
+    bench.device.finish()
+    bench.engine.release(bench.send())  # passes things on, and raises nothing
+    bench.device.finish()
+    bench.engine.abandon()
+    bench.settle()
+    bench.engine.assert_drained()
+    with pytest.raises(OffloadError, match="earlier step failed"):
+        bench.engine.wait_for(handle)
+
+
+def test_a_full_disk_says_so_and_leaves_nothing_half_used() -> None:
+    bench = _Bench()
+    bench.disk.budget_bytes = 2 * PAGE_BYTES
+    handles = [bench.send() for _ in range(3)]
+    with pytest.raises(BudgetError, match="disk tier"):
+        bench.settle()
+    handles.clear()
+    bench.settle()
+    bench.engine.assert_drained()
+    assert bench.disk.used_bytes == 0
+    assert bench.staging.pool.used_bytes == 0
+
+
+def test_closing_waits_for_transfers_and_closes_the_disk() -> None:
+    bench = _Bench()
+    handles = [bench.send() for _ in range(3)]
+    bench.engine.close()
+    assert bench.disk.is_closed
+    assert bench.staging.pool.used_bytes == 0
+    assert bench.disk.used_bytes == 0
+    assert len(handles) == 3
+    bench.engine.close()
+
+
+def test_reserving_makes_the_slabs_once() -> None:
+    engine = make_engine(torch.device("cpu"), slab_bytes=PAGE_BYTES, budget_bytes=64 * PAGE_BYTES)
+    engine.reserve(48 * PAGE_BYTES)
+    handles = [engine.start_offload(torch.rand(PAGE_FLOATS)) for _ in range(48)]
+    assert engine.stats().grown_bytes == 0
+    assert engine.stats().host_bytes == 48 * PAGE_BYTES
+    handles.append(engine.start_offload(torch.rand(PAGE_FLOATS)))
+    assert engine.stats().grown_bytes == PAGE_BYTES
+    assert engine.stats().host_peak_bytes == 49 * PAGE_BYTES
+    del handles[::2]
+    assert engine.stats().fragmentation > 0.9
+    engine.close()
+
+
+def test_staging_is_a_part_of_the_budget(tmp_path: Path) -> None:
+    engine = make_engine(
+        torch.device("cpu"), budget_bytes=64 * PAGE_BYTES, disk=DiskStore(tmp_path)
+    )
+    engine.reserve(2**40)
+    assert engine.stats().host_bytes == 64 * PAGE_BYTES
+    assert engine.pool.reserved_bytes == 48 * PAGE_BYTES
+    engine.close()
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_real_disk_gives_the_bytes_back(tmp_path: Path, checksum: bool) -> None:
+    disk = DiskStore(tmp_path, slab_bytes=2**20, checksum=checksum)
+    engine = make_engine(torch.device("cpu"), budget_bytes=2**18, disk=disk, staging_bytes=2**17)
+    for _ in range(3):
+        held = []
+        for number in range(40):  # 2 MB through 128 KB
+            values = torch.rand(5000 + 500 * number)
+            tier = "disk" if number % 3 else "host"
+            held.append((engine.start_offload(values.clone(), tier=tier), values))
+        for handle, values in reversed(held):
+            engine.prefetch(handle)
+            assert torch.equal(engine.wait_for(handle), values)
+            engine.release(handle)
+        held.clear()
+        del handle
+        engine.assert_drained()
+    stats = engine.stats()
+    assert stats.host_peak_bytes <= stats.host_bytes <= 2**18
+    assert stats.disk_read_bytes > 0
+    assert stats.spilled_bytes > 0
+    folder = disk.path
+    assert folder.exists()
+    engine.close()
+    assert not folder.exists()
+
+
+def test_the_fake_device_sees_a_write_before_the_copy_it_writes() -> None:
+    bench = _Bench()
+    handle = bench.send()
+    cargo = handle.cargo()
+    cargo.out_ticket.wait()  # ordered for compute, which says nothing to a thread
+    assert cargo.region is not None
+    with pytest.raises(RaceError, match="read by lane"):
+        bench.disk.start_write(cargo.region.memory)
+
+
+def test_the_fake_device_sees_a_region_lent_under_its_write() -> None:
+    bench = _Bench(staging_pages=1, disk_seconds=100.0)
+    handle = bench.send()
+    bench.device.advance(2.0)
+    bench.engine.close_frame()
+    cargo = handle.cargo()
+    assert cargo.region is not None
+    bench.staging.pool.release(cargo.region)  # as a broken engine would
+    cargo.region = None
+    with pytest.raises(RaceError, match="copy's write on lane 1"):
+        bench.send()

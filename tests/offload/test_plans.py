@@ -1,0 +1,312 @@
+"""Random plans on the fake device and disk: whatever is kept or sent where, and however fast.
+
+Each step runs forward and backward over frames that are kept, or wait on the host or on the disk,
+as the host would enqueue them; some steps are broken off by an exception. The fake device asserts
+the order of all work and that nothing is used after it was freed; the pools and the fake disk
+assert that nothing is freed twice; the tests add values, windows, budgets and what is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.offload.lanes import StreamCopier, StreamTicket
+from sppo_hf.offload.pool import PAGE_BYTES, HostPool
+from sppo_hf.offload.returns import _Return
+from sppo_hf.offload.staging import Staging
+from sppo_hf.offload.tape import Tape
+from tests.fakes.device import FakeDevice, RaceError
+from tests.fakes.disk import FakeDisk
+
+Mode = Literal["keep", "host", "disk"]
+MOST_FLOATS = 3 * PAGE_BYTES // 4
+SECONDS = [0.0, 0.0, 0.1, 1.0, 7.0, 50.0]
+
+
+class _StepFails(Exception):
+    pass
+
+
+@dataclass
+class Machine:
+    """Sizes and speeds."""
+
+    d2h_seconds: float = 1.0
+    h2d_seconds: float = 1.0
+    write_seconds: float = 1.0
+    read_seconds: float = 1.0
+    own_streams: bool = True
+    host_pages: int = 4
+    staging_pages: int = 4
+    leave_bytes: int | None = None
+    fetch_bytes: int | None = None
+
+
+MACHINES = st.builds(
+    Machine,
+    *[st.sampled_from(SECONDS)] * 4,
+    own_streams=st.sampled_from([True, True, True, False]),
+    host_pages=st.integers(0, 20),
+    staging_pages=st.integers(3, 12),
+    leave_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
+    fetch_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
+)
+FRAMES = st.lists(
+    st.tuples(
+        st.sampled_from(["keep", "host", "disk"]),
+        st.lists(st.integers(1, MOST_FLOATS - 2), max_size=3),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@dataclass(eq=False)
+class Frame:
+    held: list[tuple[OffloadedTensor, torch.Tensor]] = field(default_factory=list)
+
+    def handles(self) -> list[OffloadedTensor]:
+        return [handle for handle, _ in reversed(self.held)]
+
+
+class Training:
+    """Runs steps of a plan and looks at every bound on the way."""
+
+    def __init__(self, machine: Machine, seed: int = 0) -> None:
+        self.machine = machine
+        self.random = random.Random(seed)
+        self.events_left: int | None = None
+        lanes = {"lane 1": machine.d2h_seconds, "lane 2": machine.h2d_seconds}
+        self.device = FakeDevice(lambda stream, num_bytes: lanes.get(stream, 0.5))
+        copier = StreamCopier(self.device, own_streams=machine.own_streams)
+        self.disk = FakeDisk(
+            self.device, lambda _: machine.write_seconds, lambda _: machine.read_seconds
+        )
+        staging = Staging(self.disk, machine.staging_pages * PAGE_BYTES)
+        self.pool = HostPool(2 * PAGE_BYTES, budget_bytes=machine.host_pages * PAGE_BYTES)
+        self.staging_pool = staging.pool
+        self.engine = OffloadEngine(copier, self.pool, min_offload_elements=4, staging=staging)
+
+    def step(self, plan: list[tuple[Mode, list[int]]], fails_at: int | None = None) -> None:
+        """One step; the exception comes after so many events, forward and backward together."""
+        self.events_left = fails_at
+        frames, tape = self.forward(plan)
+        self.backward(frames, tape)
+
+    def forward(self, plan: list[tuple[Mode, list[int]]]) -> tuple[list[Frame], Tape]:
+        machine = self.machine
+        tape = self.engine.new_tape(
+            leave_bytes=machine.leave_bytes, fetch_bytes=machine.fetch_bytes
+        )
+        frames: list[Frame] = []
+        carried = self.device.tensor(torch.rand(8))
+        self.largest_bytes, self.dropped = 0, False
+        for mode, sizes in plan:
+            frame = Frame()
+            before_bytes = self._leaving_bytes()
+            # What one frame hands to the next is saved by both, as a layer's output is.
+            self._save(frame, mode, carried)
+            for size in sizes:
+                carried = self.device.tensor(torch.rand(size), self.seconds())
+                self._save(frame, mode, carried)
+                self._event()
+            frame_bytes = sum(4 * value.numel() for _, value in frame.held)
+            self.largest_bytes = max(self.largest_bytes, frame_bytes)
+            assert self._leaving_bytes() <= before_bytes + frame_bytes
+            tape.record(frame)
+            left_bytes = self.largest_bytes if machine.leave_bytes is None else machine.leave_bytes
+            assert self._leaving_bytes() <= left_bytes
+            frames.append(frame)
+            self.device.advance(self.seconds())
+        return frames, tape
+
+    def backward(self, frames: list[Frame], tape: Tape) -> None:
+        while frames:
+            frame = frames.pop()
+            if self.random.random() < 0.05:
+                self.dropped = True  # a part of the graph, without its backward
+                continue
+            tape.on_backward(frame)
+            self._check_ahead(frames, frame, tape)
+            while frame.held:
+                handle, expected = frame.held.pop()
+                tensor = self.engine.wait_for(handle)
+                self.device.kernel(reads=[tensor], seconds=self.seconds())
+                assert torch.equal(tensor, expected)
+                del tensor
+                if self.random.random() < 0.2:
+                    self.engine.evict(handle)
+                self.engine.release(handle)
+                self._event()
+            self._check_budgets()
+            self.device.advance(self.seconds())
+
+    def seconds(self) -> float:
+        return self.random.choice(SECONDS)
+
+    def end(self) -> None:
+        """Prove that nothing is left of a step, broken off or not."""
+        self.engine.assert_drained()
+        for _ in range(3):
+            self.device.finish()
+            self.engine.close_frame(0)
+        stats = self.engine.stats()
+        assert stats.host_used_bytes == stats.live_handles == 0
+        assert self.disk.used_bytes == 0
+        self.device.look_for_freed()
+        assert self.device.device_bytes == 0
+
+    def _save(self, frame: Frame, mode: Mode, tensor: torch.Tensor) -> None:
+        if mode == "keep":
+            handle = OffloadedTensor.stayed(tensor, None)
+        else:
+            handle = self.engine.start_offload(tensor, tier=mode)
+        frame.held.append((handle, tensor.clone()))
+        self._check_budgets()
+
+    def _event(self) -> None:
+        if self.events_left is not None:
+            self.events_left -= 1
+            if self.events_left <= 0:
+                raise _StepFails
+
+    def _leaving_bytes(self) -> int:
+        live = self.engine._moves.live
+        return sum(cargo.span.num_bytes for cargo in live if not cargo.out_ticket.ordered)
+
+    def _check_budgets(self) -> None:
+        assert self.pool.used_bytes <= self.pool.reserved_bytes
+        assert self.pool.reserved_bytes <= self.machine.host_pages * PAGE_BYTES
+        assert self.staging_pool.reserved_bytes <= self.machine.staging_pages * PAGE_BYTES
+
+    def _check_ahead(self, frames: list[Frame], entered: Frame, tape: Tape) -> None:
+        """Only what the window allows was asked for of frames that are not in use yet."""
+        most_bytes = max(self.machine.fetch_bytes or 0, self.largest_bytes)
+        assert tape.ahead_bytes <= most_bytes
+        in_use = {handle.cargo() for handle, _ in entered.held if handle.is_moved}
+        assert all(cargo.coming for cargo in in_use)
+        if self.dropped:
+            return  # what a dropped frame shared with one that is left is in nobody's window
+        held = {handle.cargo() for frame in frames for handle in frame.handles() if handle.is_moved}
+        on_device = [cargo for cargo in held - in_use if cargo.on_device is not None]
+        assert sum(cargo.span.num_bytes for cargo in on_device) <= most_bytes
+
+
+@settings(max_examples=250)
+@given(machine=MACHINES, plan=FRAMES, seed=st.integers(0, 2**32))
+def test_any_plan_is_ordered_exact_bounded_and_drained(
+    machine: Machine, plan: list[tuple[Mode, list[int]]], seed: int
+) -> None:
+    training = Training(machine, seed)
+    for _ in range(2):
+        training.step(plan)
+        training.end()
+    moved = sum(4 * max(size, 8) for mode, sizes in plan for size in [8, *sizes])
+    stats = training.engine.stats()
+    assert stats.d2h_bytes <= 2 * 2 * moved
+    assert stats.disk_write_bytes <= stats.d2h_bytes
+    if not any(mode == "disk" for mode, _ in plan) and not stats.spilled_bytes:
+        assert training.device.host_waits == 0, "without a disk the host never waits"
+    training.engine.close()
+
+
+@settings(max_examples=150)
+@given(
+    machine=MACHINES,
+    plan=FRAMES,
+    seed=st.integers(0, 2**32),
+    fails_at=st.integers(1, 40),
+    abandons=st.booleans(),
+)
+def test_a_step_that_fails_leaves_a_clean_engine(
+    machine: Machine,
+    plan: list[tuple[Mode, list[int]]],
+    seed: int,
+    fails_at: int,
+    abandons: bool,
+) -> None:
+    training = Training(machine, seed)
+    try:
+        training.step(plan, fails_at)
+    except _StepFails:
+        if abandons:
+            training.engine.abandon()
+    training.end()
+    training.step(plan)
+    training.end()
+    training.engine.close()
+
+
+@settings(max_examples=60)
+@given(machine=MACHINES, plans=st.tuples(FRAMES, FRAMES), seed=st.integers(0, 2**32))
+def test_two_forwards_before_their_backwards(
+    machine: Machine, plans: tuple[list[tuple[Mode, list[int]]], ...], seed: int
+) -> None:
+    training = Training(machine, seed)
+    forwards = [training.forward(plan) for plan in plans]
+    while forwards:
+        frames, tape = forwards.pop()
+        training.largest_bytes = 2**20  # of which forward is not known any more
+        training.backward(frames, tape)
+    training.end()
+    training.engine.close()
+
+
+def test_slow_disk_and_small_staging_only_cost_time() -> None:
+    machine = Machine(write_seconds=50.0, read_seconds=50.0, host_pages=0, staging_pages=3)
+    training = Training(machine)
+    training.step([("disk", [MOST_FLOATS - 2, 500])] * 8)
+    training.end()
+    assert training.staging_pool.peak_bytes <= 3 * PAGE_BYTES
+    assert training.device.host_waits > 0
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "staging regions are free as soon as compute stands behind their copies": lambda patch: (
+        patch.setattr(StreamTicket, "done", lambda self: self._ordered or self._event.query())
+    ),
+    "staging regions are free under their writes": lambda patch: patch.setattr(
+        _Return, "is_over", lambda self: True
+    ),
+    "reads count as over from the start": lambda patch: patch.setattr(
+        "sppo_hf.offload.staging.Staging._end_reads", _end_reads_at_once
+    ),
+}
+
+
+def _end_reads_at_once(staging: Staging, land: Callable[[object], None]) -> None:
+    while staging._reading:
+        cargo = staging._reading.popleft()
+        if not cargo.retired:
+            cargo.disk.read = None
+            staging._arrived[cargo] = None
+            land(cargo)
+
+
+def _some_steps() -> None:
+    for seed in range(5):
+        machine = Machine(write_seconds=3.0, read_seconds=3.0, host_pages=0, staging_pages=6)
+        training = Training(machine, seed)
+        for _ in range(3):
+            training.step([("disk", [900, 1000])] * 8)
+            training.end()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_fakes_see_a_broken_way_to_the_disk(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _some_steps()
+    MUTANTS[mutant](monkeypatch)
+    with pytest.raises(RaceError):
+        _some_steps()
