@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.modes import Tier
 from sppo_hf.planning.stage_bytes import StageBytes
+from sppo_hf.planning.streams import KVStreams
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import simulate
 from sppo_hf.schedule.timeline import Timeline
@@ -57,32 +59,35 @@ def lower(decisions: Decisions, cost: StageCost) -> StageLanes:
 
 
 @dataclass(slots=True)
-class _Leaving:
-    """Copies that have been enqueued, oldest first, and which of them compute waits for."""
+class _Queue:
+    """Bytes that are somewhere until an action ends, oldest first, and who must wait for that."""
 
     limit_bytes: int | None
+    """None: what was added last only."""
     queue: list[tuple[Action, int]] = field(default_factory=list[tuple[Action, int]])
     first: int = 0
-    """Index of the oldest copy that nobody waited for."""
-    waiting_bytes: int = 0
+    """Index of the oldest entry that nobody waited for."""
+    num_bytes: int = 0
+    """Of the entries that nobody waited for."""
 
     def add(self, action: Action, num_bytes: int) -> None:
         self.queue.append((action, num_bytes))
-        self.waiting_bytes += num_bytes
+        self.num_bytes += num_bytes
 
-    def settle(self) -> Action | None:
-        """The copy that must have ended now, so that no more than the limit waits."""
-        last = None
-        while self.first < len(self.queue) and self._too_much():
-            last, num_bytes = self.queue[self.first]
-            self.waiting_bytes -= num_bytes
+    def settle(self, room_bytes: int = 0) -> list[Action]:
+        """What must have ended so that `room_bytes` more are within the limit; oldest first."""
+        ended: list[Action] = []
+        while self.first < len(self.queue) and self._too_much(room_bytes):
+            action, num_bytes = self.queue[self.first]
+            self.num_bytes -= num_bytes
             self.first += 1
-        return last
+            ended.append(action)
+        return ended
 
-    def _too_much(self) -> bool:
+    def _too_much(self, room_bytes: int) -> bool:
         if self.limit_bytes is None:
             return len(self.queue) - self.first > 1
-        return self.waiting_bytes > self.limit_bytes
+        return self.num_bytes + room_bytes > self.limit_bytes
 
 
 class _Lowering:
@@ -91,66 +96,74 @@ class _Lowering:
     def __init__(self, decisions: Decisions, cost: StageCost) -> None:
         self._what = decisions
         self._cost = cost
+        self._streams = KVStreams(decisions, cost)
         self._out = StageLanes()
-        self._streams = decisions.kv_tier != "device"
-        self._copy_of: dict[tuple[int, int], Action] = {}
-        self._read = _Leaving(decisions.staging_bytes)
-        self._last_streams: list[Action] = []
+        # Copies of one lane end in order, so compute waits for the last of those that must end.
+        self._leaving = _Queue(decisions.leave_bytes)
+        self._waits: list[Action] = []
+        """What the next unit waits for, beside its own frame."""
+        self._staged = _Queue(decisions.staging_bytes)
+        """Host bytes on their way to the disk or back."""
+        self._away: dict[tuple[int, int], Action] = {}
+        """After which action a frame can come back."""
+        self._kv_away: dict[int, list[Action]] = {}
+        """The same of a layer's newest keys, values and gradient sums."""
+        self._turn: list[Action] = []
+        """The last action of forward: nothing is read ahead before it has ended."""
 
     def lower(self) -> StageLanes:
         self._forward()
         if self._what.training:
+            self._turn = self._out.lanes[COMPUTE][-1:]
             self._backward()
         return self._out
 
     # -- forward -----------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        what, cost, out = self._what, self._cost, self._out
-        leaving = _Leaving(what.leave_bytes)
-        staged = _Leaving(what.staging_bytes)
-        wait: Action | None = None
+        what, cost = self._what, self._cost
         for chunk, (start, end) in enumerate(what.bounds):
             for layer in range(what.num_layers):
-                action = Action("F", 0, chunk, layer)
-                after = [wait] if wait is not None else []
-                after += self._stream_in(chunk, layer, start, backward=False)
-                out.add(COMPUTE, action, cost.forward_seconds(layer, start, end), after)
-                wait = None
+                coming = self._stream_in(chunk, layer, self._streams.forward_in(layer, chunk), 0)
+                seconds = cost.forward_seconds(layer, start, end)
+                unit = self._compute(Action("F", 0, chunk, layer), seconds)
                 if what.training:
-                    self._send_frame(chunk, layer, leaving, staged)
-                    wait = leaving.settle()
-                self._stream_out(chunk, layer, action, end - start, backward=False)
+                    self._send_frame(chunk, layer, unit)
+                self._stream_out(chunk, layer, self._streams.forward_out(layer, chunk), 0, unit)
+                self._waits += [*self._leaving.settle()[-1:], *coming]
             head = cost.head_seconds(end - start, training=what.training)
-            after = [wait] if wait is not None else []
-            wait = None
-            out.add(COMPUTE, Action("F", 0, chunk, what.num_layers), head, after)
+            self._compute(Action("F", 0, chunk, what.num_layers), head)
 
-    def _send_frame(self, chunk: int, layer: int, leaving: _Leaving, staged: _Leaving) -> None:
-        what, cost = self._what, self._cost
-        mode = what.layer_modes[chunk][layer]
-        if not mode.offload:
-            return
-        start, end = what.bounds[chunk]
-        num_bytes = cost.frame_bytes(layer, end - start, mode.saved)
-        seconds = cost.d2h_seconds(num_bytes, both=self._streams)
-        after = [Action("F", 0, chunk, layer)]
-        if mode.tier == "disk":
-            written = staged.settle()
-            after += [written] if written is not None else []
-        copy = self._out.add(D2H, Action("D", 0, chunk, layer), seconds, after)
-        leaving.add(copy, num_bytes)
-        self._copy_of[chunk, layer] = copy
-        if mode.tier == "disk":
-            write = Action("S", 0, chunk, layer)
-            self._out.add(WRITE, write, cost.disk_write_seconds(num_bytes), [copy])
-            staged.add(write, num_bytes)
-            self._copy_of[chunk, layer] = write
+    def _compute(self, action: Action, seconds: float, *after: Action) -> Action:
+        waits, self._waits = self._waits, []
+        return self._out.add(COMPUTE, action, seconds, [*waits, *after])
+
+    def _send_frame(self, chunk: int, layer: int, unit: Action) -> None:
+        mode = self._what.layer_modes[chunk][layer]
+        if mode.offload:
+            num_bytes = self._frame_bytes(chunk, layer)
+            copy = Action("D", 0, chunk, layer)
+            seconds = self._cost.d2h_seconds(num_bytes, both=self._streams.active)
+            self._away[chunk, layer] = self._send(copy, num_bytes, seconds, unit, mode.tier)
+
+    def _send(
+        self, copy: Action, num_bytes: int, seconds: float, unit: Action, tier: Tier
+    ) -> Action:
+        """Copies bytes to the host, and on to the disk; returns what ends when they are away."""
+        room = self._staged.settle(num_bytes) if tier == "disk" else []
+        self._out.add(D2H, copy, seconds, [unit, *room])
+        self._leaving.add(copy, num_bytes)
+        if tier != "disk":
+            return copy
+        write = copy._replace(kind="S", part=None if copy.kind == "D" else (copy.part or 0) + 1)
+        self._out.add(WRITE, write, self._cost.disk_write_seconds(num_bytes), [copy])
+        self._staged.add(write, num_bytes)
+        return write
 
     # -- backward ----------------------------------------------------------------------------
 
     def _backward(self) -> None:
-        what, cost, out = self._what, self._cost, self._out
+        what, cost, streams = self._what, self._cost, self._streams
         layers = range(what.num_layers - 1, -1, -1)
         order = [(chunk, layer) for chunk in range(what.num_chunks - 1, -1, -1) for layer in layers]
         gates = self._fetches(order)
@@ -158,106 +171,113 @@ class _Lowering:
             start, end = what.bounds[chunk]
             mode = what.layer_modes[chunk][layer]
             for fetch in gates.get(position, ()):
-                self._fetch_frame(*fetch, out.lanes[COMPUTE][-1])
-            after = [Action("H", 0, chunk, layer)] if mode.offload else []
-            after += self._stream_in(chunk, layer, end, backward=True)
+                self._fetch_frame(*fetch)
+            coming = self._stream_in(chunk, layer, streams.backward_in(layer, chunk), 1)
+            frame = [Action("H", 0, chunk, layer)] if mode.offload else []
             seconds = cost.backward_seconds(layer, start, end)
             seconds += cost.recompute_seconds(layer, end - start, mode.saved)
-            action = out.add(COMPUTE, Action("B", 0, chunk, layer), seconds, after)
-            self._stream_out(chunk, layer, action, end, backward=True)
+            unit = self._compute(Action("B", 0, chunk, layer), seconds, *frame)
+            self._stream_out(chunk, layer, streams.backward_out(layer, chunk), 1, unit)
+            if streams.active:
+                self._waits += [*self._leaving.settle()[-1:], *coming]
 
     def _fetches(self, order: list[tuple[int, int]]) -> dict[int, list[tuple[int, int]]]:
-        """Which frames are fetched when backward enters the frame at each position."""
-        what, cost = self._what, self._cost
-        sizes: list[int] = []
-        for chunk, layer in order:
-            mode = what.layer_modes[chunk][layer]
-            start, end = what.bounds[chunk]
-            sizes.append(cost.frame_bytes(layer, end - start, mode.saved) if mode.offload else 0)
+        """Which frames are asked for when backward enters the frame at each position.
+
+        The tape's rule (`sppo_hf.offload.tape`): what is ahead of its use stays within the limit,
+        but one frame may always be ahead. Frames that are kept whole are not on the tape, so
+        entering them asks for nothing.
+        """
+        what = self._what
+        modes = [what.layer_modes[chunk][layer] for chunk, layer in order]
+        sizes = [
+            self._frame_bytes(*at) if mode.offload else 0
+            for at, mode in zip(order, modes, strict=True)
+        ]
         gates: dict[int, list[tuple[int, int]]] = {}
-        next_fetch = unused_bytes = 0
+        following = ahead_bytes = 0
         limit = what.fetch_bytes or 0
-        for position in range(len(order)):
+        for position, mode in enumerate(modes):
+            if not (mode.offload or mode.recompute):
+                continue
             fetched: list[tuple[int, int]] = []
-            while next_fetch < len(order):
-                size = sizes[next_fetch]
-                if next_fetch > position + 1 and unused_bytes + size > limit:
+            if following > position:
+                ahead_bytes -= sizes[position]
+            else:
+                following = position + 1
+                if sizes[position]:
+                    fetched.append(order[position])
+            while following < len(order):
+                size = sizes[following]
+                if size and ahead_bytes and ahead_bytes + size > limit:
                     break
                 if size:
-                    fetched.append(order[next_fetch])
-                    unused_bytes += size
-                next_fetch += 1
-            unused_bytes -= sizes[position]
-            if fetched:
-                gates[position] = fetched
+                    fetched.append(order[following])
+                    ahead_bytes += size
+                following += 1
+            gates[position] = fetched
         return gates
 
-    def _fetch_frame(self, chunk: int, layer: int, gate: Action) -> None:
-        what, cost = self._what, self._cost
-        mode = what.layer_modes[chunk][layer]
-        start, end = what.bounds[chunk]
-        num_bytes = cost.frame_bytes(layer, end - start, mode.saved)
-        after = [gate, self._copy_of[chunk, layer]]
-        if mode.tier == "disk":
-            # Reads run ahead of their copies, as far as staging holds.
-            read = Action("L", 0, chunk, layer)
-            copied = self._read.settle()
-            waits = [after[1]] if copied is None else [after[1], copied]
-            self._out.add(READ, read, cost.disk_read_seconds(num_bytes), waits)
-            after.append(read)
-        seconds = cost.h2d_seconds(num_bytes, both=self._streams)
-        copy = self._out.add(H2D, Action("H", 0, chunk, layer), seconds, after)
-        if mode.tier == "disk":
-            self._read.add(copy, num_bytes)
+    def _fetch_frame(self, chunk: int, layer: int) -> None:
+        num_bytes = self._frame_bytes(chunk, layer)
+        after = [self._out.lanes[COMPUTE][-1], self._away[chunk, layer]]
+        copy = Action("H", 0, chunk, layer)
+        seconds = self._cost.h2d_seconds(num_bytes, both=self._streams.active)
+        read = copy._replace(kind="L")
+        # Reads run ahead of their copies, as far as staging holds.
+        self._bring(copy, num_bytes, seconds, after, read, [*self._turn, after[-1]])
+
+    def _bring(
+        self,
+        copy: Action,
+        num_bytes: int,
+        seconds: float,
+        after: list[Action],
+        read: Action,
+        read_after: list[Action],
+    ) -> None:
+        """Copies bytes to the device, after they were read if the disk has them."""
+        from_disk = self._on_disk(copy)
+        if from_disk:
+            waits = [*read_after, *self._staged.settle(num_bytes)]
+            self._out.add(READ, read, self._cost.disk_read_seconds(num_bytes), waits)
+            after = [*after, read]
+        self._out.add(H2D, copy, seconds, after)
+        if from_disk:
+            self._staged.add(copy, num_bytes)
+
+    def _on_disk(self, copy: Action) -> bool:
+        if copy.kind == "K" or copy.layer is None:
+            return self._what.kv_tier == "disk"
+        return self._what.layer_modes[copy.unit][copy.layer].tier == "disk"
+
+    def _frame_bytes(self, chunk: int, layer: int) -> int:
+        start, end = self._what.bounds[chunk]
+        saved = self._what.layer_modes[chunk][layer].saved
+        return self._cost.frame_bytes(layer, end - start, saved)
 
     # -- keys and values ---------------------------------------------------------------------
 
-    def _stream_in(self, chunk: int, layer: int, tokens: int, *, backward: bool) -> list[Action]:
-        """Brings a layer's prefix in beside its attention; returns what its unit waits for.
+    def _stream_in(self, chunk: int, layer: int, num_bytes: int, part: int) -> list[Action]:
+        """Brings a layer's prefix in beside its attention; returns what the next unit waits for.
 
         A unit cannot end before its last block has come, which is said here as: the next unit
         cannot begin. Blocks of a unit come while the one before it still computes.
         """
-        if not self._streams:
+        if not num_bytes:
             return []
-        out, cost = self._out, self._cost
-        lane = out.lanes[COMPUTE]
-        part = 1 if backward else 0
-        waits, self._last_streams = self._last_streams, []
-        if tokens:
-            num_bytes = cost.kv_bytes(layer, self._visible(layer, chunk, tokens))
-            if backward and chunk < self._what.num_chunks - 1:
-                num_bytes += cost.dkv_bytes(layer, self._visible(layer, chunk, tokens))
-            gate = [lane[-2]] if len(lane) > 1 else []
-            if self._what.kv_tier == "disk":
-                read = Action("L", 0, chunk, layer, 1 + part)
-                out.add(READ, read, cost.disk_read_seconds(num_bytes), gate)
-                gate = [*gate, read]
-            stream = Action("K", 0, chunk, layer, part)
-            out.add(H2D, stream, cost.h2d_seconds(num_bytes, both=True), gate)
-            self._last_streams = [stream]
-        return waits
+        stream = Action("K", 0, chunk, layer, part)
+        after = [*self._out.lanes[COMPUTE][-2:-1], *self._kv_away.get(layer, ())]
+        seconds = self._cost.h2d_seconds(num_bytes, both=True)
+        read = stream._replace(kind="L", part=part + 1)
+        self._bring(stream, num_bytes, seconds, after, read, after)
+        return [stream]
 
-    def _stream_out(
-        self, chunk: int, layer: int, unit: Action, tokens: int, *, backward: bool
-    ) -> None:
+    def _stream_out(self, chunk: int, layer: int, num_bytes: int, part: int, unit: Action) -> None:
         """Sends a chunk's new K/V away (forward), or the prefix's gradient sums (backward)."""
-        if not self._streams:
-            return
-        out, cost = self._out, self._cost
-        part = 1 if backward else 0
-        if backward:
-            num_bytes = cost.dkv_bytes(layer, self._visible(layer, chunk, tokens))
-        else:
-            num_bytes = cost.kv_bytes(layer, tokens)
-        copy = Action("O", 0, chunk, layer, part)
-        out.add(D2H, copy, cost.d2h_seconds(num_bytes, both=True), [unit])
-        if self._what.kv_tier == "disk":
-            write = Action("S", 0, chunk, layer, 1 + part)
-            out.add(WRITE, write, cost.disk_write_seconds(num_bytes), [copy])
-
-    def _visible(self, layer: int, chunk: int, tokens: int) -> int:
-        """Tokens of the prefix that the chunk's queries see."""
-        window = self._cost.shape.layers[layer].window
-        start, end = self._what.bounds[chunk]
-        return tokens if window is None else min(tokens, window + end - start)
+        if num_bytes:
+            copy = Action("O", 0, chunk, layer, part)
+            seconds = self._cost.d2h_seconds(num_bytes, both=True)
+            away = self._send(copy, num_bytes, seconds, unit, self._what.kv_tier)
+            # Both lanes are in order, so the newest stands for all before it.
+            self._kv_away[layer] = [away]
