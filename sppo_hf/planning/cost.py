@@ -64,14 +64,22 @@ class StageCost:
     correction: Correction = Correction()
     """What the first steps taught."""
 
+    # Not taken along by `dataclasses.replace`: another profile or correction, other seconds.
     _memo: dict[tuple[object, ...], float] = field(
-        default_factory=dict[tuple[object, ...], float], repr=False, compare=False
+        default_factory=dict[tuple[object, ...], float], init=False, repr=False, compare=False
     )
+    _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Number the kinds of layers, for layers of one kind cost the same."""
+        first: dict[object, int] = {}
+        kinds = tuple(first.setdefault(x, i) for i, x in enumerate(self.shape.layers))
+        object.__setattr__(self, "_kinds", kinds)
 
     def forward_seconds(self, layer: int, start: int, end: int) -> float:
         """Forward of `layer` over tokens [start, end) with all keys before them."""
         shape = self.shape.layers[layer]
-        key = ("F", shape, start, end)
+        key = ("F", self._kinds[layer], start, end)
         if key not in self._memo:
             tokens = end - start
             linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens)
@@ -86,7 +94,7 @@ class StageCost:
     def backward_seconds(self, layer: int, start: int, end: int) -> float:
         """Backward of `layer` over tokens [start, end), recomputation left out."""
         shape = self.shape.layers[layer]
-        key = ("B", shape, start, end)
+        key = ("B", self._kinds[layer], start, end)
         if key not in self._memo:
             tokens = end - start
             flops = self.shape.backward_linear_flops_per_token(layer)
@@ -106,7 +114,7 @@ class StageCost:
         """What backward runs again of `layer` over a chunk of `tokens` tokens; never attention."""
         if saved == "whole":
             return 0.0
-        key = ("R", self.shape.layers[layer], tokens, saved)
+        key = ("R", self._kinds[layer], tokens, saved)
         if key not in self._memo:
             linear = self._linear_seconds(
                 self.shape.recompute_flops_per_token(layer, saved), tokens
@@ -131,7 +139,7 @@ class StageCost:
 
     def frame_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
         """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
-        key = ("A", self.shape.layers[layer], saved)
+        key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
             self._memo[key] = self.shape.frame_bytes_per_token(layer, saved)
         return self.batch_rows * tokens * int(self._memo[key])
