@@ -20,6 +20,7 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.memory import MemoryEstimate, estimate
 from sppo_hf.planning.partition import Bounds, chunk_bounds
 from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.refusals import check_config
 from sppo_hf.planning.search import Batch, chunk_cuts, longest
 from sppo_hf.planning.shape import ModelShape
@@ -35,6 +36,7 @@ from sppo_hf.planning.solve import (
     with_kv,
 )
 from sppo_hf.planning.stage import lower
+from sppo_hf.planning.stage_bytes import StageBytes
 from sppo_hf.schedule.timeline import Timeline
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -83,6 +85,9 @@ class Answer:
     estimate: MemoryEstimate
     """Bytes of the plan, or of the one that comes closest."""
 
+    budgets: Budgets
+    """What each tier may hold."""
+
     max_seq_len: int
     """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
 
@@ -96,8 +101,11 @@ class Answer:
 class PolicyResult:
     """What one policy would come to, in the same chunks as the plan it is compared with."""
 
-    name: str
-    """"auto", or a fixed policy and what it saves of frames."""
+    policy: str
+    """"auto", "none", "full" or "sppo"."""
+
+    frames: str
+    """What is saved of frames: "whole", "products", "skeletons", or "mixed" by the solver."""
 
     first_limit: FirstLimit | None
     """Why it does not fit."""
@@ -170,6 +178,7 @@ def ask(question: Question) -> Answer:
             plan=plan,
             first_limit=None,
             estimate=plan.estimate,
+            budgets=plan.budgets,
             # Lengths are tried in steps, and in the shortest chunks only.
             max_seq_len=max(longest_tokens, question.total_tokens),
         )
@@ -179,6 +188,7 @@ def ask(question: Question) -> Answer:
         plan=None,
         first_limit=limit,
         estimate=closest,
+        budgets=plan.budgets,
         max_seq_len=longest_tokens,
     )
 
@@ -210,8 +220,9 @@ def plan_for(question: Question) -> Plan:
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """Simulates a plan made with a profile, for figures and traces."""
-    return lower(plan, _cost(plan)).simulate()
+    """Simulates a plan made with a profile, with the bytes of every tier over time."""
+    held = StageBytes(plan, _cost(plan), plan.device.kind)
+    return lower(plan, _cost(plan)).simulate(held)
 
 
 def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]:
@@ -230,7 +241,7 @@ def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]
         kv_tier=plan.kv_tier,
         kv_block_tokens=plan.kv_block_tokens,
     )
-    named = [("auto", plan), *fixed_policies(_cost(plan), base, choices)]
+    named = [("auto, frames mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
     return tuple(sorted(results, key=lambda r: r.step_seconds or float("inf")))
 
@@ -248,8 +259,10 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     if limit is None:
         seconds = play(decisions, cost, predicted, policy=name).step_seconds
     tokens = plan.batch_rows * plan.total_tokens
+    policy, frames = name.split(", frames ")
     return PolicyResult(
-        name=name,
+        policy=policy,
+        frames=frames.removeprefix("reduced to "),
         first_limit=limit,
         estimate=predicted,
         step_seconds=seconds,

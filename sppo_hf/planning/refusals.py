@@ -14,9 +14,9 @@ from sppo_hf.planning.reader import family, find_int, text_config
 
 RECURRENT = frozenset(
     (
-        "bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear "
-        "mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
-        "qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+        "bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba "
+        "kimi_linear mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+        "qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya"
     ).split()
 )
 """Families that carry a state from token to token beside keys and values."""

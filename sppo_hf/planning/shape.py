@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sppo_hf.planning.families import LEARNED_POSITIONS
 from sppo_hf.planning.layer import LayerShape
+from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.reader import (
     family,
     find_int,
@@ -62,6 +63,7 @@ class ModelShape:
         config: object,
         *,
         dtype_bytes: int,
+        lora: LoraShape | None = None,
         total_parameters: int | None = None,
         trainable_parameters: int | None = None,
         weight_bytes: int | None = None,
@@ -72,6 +74,7 @@ class ModelShape:
         Args:
             config: of a causal language model, or of a multimodal model that holds one.
             dtype_bytes: bytes of one activation element, 2 for bf16.
+            lora: adapters on frozen weights; None to train the weights.
             total_parameters: counted on the live model; derived from the shape when None.
             trainable_parameters: those that require gradients; all of them when None.
             weight_bytes: measured on the live model; `total_parameters * dtype_bytes` when None.
@@ -92,6 +95,18 @@ class ModelShape:
                 + hidden_size
                 + _learned_positions(text) * hidden_size
             )
+        if trainable_parameters is None and lora is not None:
+            trainable_parameters = sum(
+                lora.rank
+                * (
+                    4 * layer.hidden_size
+                    + 2 * layer.q_elements
+                    + layer.kv_elements
+                    + 3 * (layer.hidden_size + layer.mlp_width)
+                )
+                for layer in layers
+            )
+            gradient_bytes = trainable_parameters * lora.dtype_bytes
         if trainable_parameters is None:
             trainable_parameters = total_parameters
         return cls(
