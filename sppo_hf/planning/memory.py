@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.modes import TIERS, FrameMode, Saved, Tier
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.planning.tier_bytes import TierBytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
 OPTIMIZER_BYTES_PER_PARAMETER = 8
@@ -24,68 +25,9 @@ _LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 # What the driver, cuBLAS and cuDNN take for themselves before the first tensor: an assumption.
 CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
 # The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
-_FRAGMENTATION = 0.02
+FRAGMENTATION = 0.02
 HOST_SLAB_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierBytes:
-    """Bytes on one tier, by cause."""
-
-    weights: int = 0
-    """All parameters, adapters left out."""
-
-    lora: int = 0
-    """Adapters."""
-
-    gradients: int = 0
-    """Gradients of the trainable parameters, in their own dtype."""
-
-    optimizer: int = 0
-    """An assumption: AdamW, two float32 states per trainable parameter."""
-
-    kv: int = 0
-    """Keys and values of the chunks so far; where they are streamed, the blocks in use."""
-
-    dkv: int = 0
-    """Gradient sums of earlier chunks' keys and values, float32."""
-
-    frames: int = 0
-    """Frames saved whole."""
-
-    products: int = 0
-    """Frames reduced to layer input, attention and matrix products' outputs."""
-
-    skeletons: int = 0
-    """Frames reduced to layer input, attention output and log-sum-exp."""
-
-    hidden: int = 0
-    """Gradients of the last layer's output, computed with the loss; on a CPU, embeddings."""
-
-    logits_tile: int = 0
-    """Logits and their gradient while one tile of the loss is computed."""
-
-    workspace: int = 0
-    """An estimate: the running layer's temporaries."""
-
-    copies: int = 0
-    """Bytes that wait for a copy, or have come back before their use; staging on the host."""
-
-    slabs: int = 0
-    """Host slabs' unused rest."""
-
-    reserve: int = 0
-    """An assumption: the device's context, and a share for fragmentation."""
-
-    @property
-    def total(self) -> int:
-        """Sum over all causes."""
-        return sum(value for _, value in self.items())
-
-    def items(self) -> Iterator[tuple[str, int]]:
-        """Yields (cause, bytes) in the order of the fields."""
-        for field in fields(self):
-            yield field.name, getattr(self, field.name)
+_NO_MODES: frozenset[FrameMode] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +127,17 @@ class MemoryModel:
         self._like = [first.setdefault(x, i) for i, x in enumerate(shape.layers)]
         self._kv = shape.kv_bytes_per_token() * decisions.batch_rows
         self._dkv = shape.dkv_bytes_per_token() * decisions.batch_rows
+        self._lengths = decisions.chunk_lengths
+        self._passes_disk = decisions.kv_tier == "disk" or (
+            decisions.training
+            and any(mode.tier == "disk" for row in decisions.layer_modes for mode in row)
+        )
+        self._modes: list[tuple[frozenset[FrameMode], frozenset[FrameMode]]] = []
+        """Modes of each chunk, and of all before it."""
+        before = _NO_MODES
+        for row in decisions.layer_modes:
+            self._modes.append((frozenset(row), before))
+            before |= self._modes[-1][0]
         self.logits_bytes = self._logits_bytes()
 
     def estimate(self) -> MemoryEstimate:
@@ -216,7 +169,13 @@ class MemoryModel:
         return self._frame_bytes[key] * (end - start) * self._what.batch_rows
 
     def fixed_device(
-        self, chunk: int, phase: str, kv_tokens: int, dkv_tokens: int, modes: frozenset[FrameMode]
+        self,
+        chunk: int,
+        phase: str,
+        kv_tokens: int,
+        dkv_tokens: int,
+        modes: frozenset[FrameMode],
+        before: frozenset[FrameMode],
     ) -> TierBytes:
         """Device bytes at a moment, waiting frames left out.
 
@@ -225,7 +184,8 @@ class MemoryModel:
             phase: "forward", "start of backward" or "end of backward".
             kv_tokens: tokens whose K/V exist.
             dkv_tokens: tokens whose dK/dV sums exist.
-            modes: modes of the running chunk, for what is rebuilt and what is on its way.
+            modes: modes of the running chunk, for what is rebuilt and what runs.
+            before: modes of all chunks before it, for what is on its way meanwhile.
         """
         shape, what = self._shape, self._what
         training = what.training
@@ -238,14 +198,14 @@ class MemoryModel:
             hidden=self._hidden_bytes(chunk, phase),
             logits_tile=self.logits_bytes,
             workspace=self.workspace_bytes(chunk, phase, modes),
-            copies=self._copies_bytes(chunk, modes) if training else 0,
+            copies=self._copies_bytes(chunk, modes, before) if training else 0,
         )
         return TierBytes(
             weights=shape.weight_bytes - shape.lora_bytes,
             lora=shape.lora_bytes,
             gradients=shape.gradient_bytes if training else 0,
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
-            reserve=CONTEXT_BYTES[self._kind] + int(_FRAGMENTATION * sum(moving.values())),
+            reserve=CONTEXT_BYTES[self._kind] + int(FRAGMENTATION * sum(moving.values())),
             **moving,
         )
 
@@ -259,16 +219,18 @@ class MemoryModel:
         held: dict[Tier, list[dict[str, int]]],
     ) -> Moment:
         what = self._what
-        modes = frozenset(what.layer_modes[chunk]) if what.training else frozenset[FrameMode]()
-        fixed = self.fixed_device(chunk, phase, kv_tokens, dkv_tokens, modes)
+        modes, before = self._modes[chunk] if what.training else (_NO_MODES, _NO_MODES)
+        fixed = self.fixed_device(chunk, phase, kv_tokens, dkv_tokens, modes, before)
         device = {**dict(fixed.items()), **held["device"][framed]}
         # Frames come and go like everything else that fragments.
-        device["reserve"] += int(_FRAGMENTATION * sum(held["device"][framed].values()))
+        device["reserve"] += int(FRAGMENTATION * sum(held["device"][framed].values()))
         away: dict[Tier, dict[str, int]] = {
             tier: dict(held[tier][framed]) for tier in TIERS if tier != "device"
         }
         if what.kv_tier != "device":
             away[what.kv_tier].update(kv=self._kv * kv_tokens, dkv=self._dkv * dkv_tokens)
+        if self._passes_disk:
+            away["host"]["copies"] = what.staging_bytes
         used = sum(away["host"].values())
         away["host"]["slabs"] = -used % HOST_SLAB_BYTES if self._kind == "cuda" else 0
         return Moment(
@@ -293,19 +255,25 @@ class MemoryModel:
                 held[tier].append(dict(sums[tier]))
         return held
 
-    def _copies_bytes(self, chunk: int, modes: frozenset[FrameMode]) -> int:
-        """Frames on their way: those leaving, or those that came back ahead, beside the running."""
-        leaving = [
-            max(self.frame_bytes(layer, chunk, mode.saved) for layer in set(self._like))
-            for mode in modes
-            if mode.offload
-        ]
-        if not leaving:
-            return 0
-        largest = max(leaving)
+    def _copies_bytes(
+        self, chunk: int, modes: frozenset[FrameMode], before: frozenset[FrameMode]
+    ) -> int:
+        """Frames on their way: those leaving, or those that came back ahead, beside the running.
+
+        Chunks before a kept one may still leave while it runs forward, and come back while it
+        runs backward.
+        """
+        running = max((self._largest(chunk, m) for m in modes if m.offload), default=0)
+        first = max(range(chunk + 1), key=lambda i: self._lengths[i]) if before else chunk
+        largest = max((self._largest(first, m) for m in before if m.offload), default=running)
+        largest = max(largest, running)
+        if not largest:
+            return self._what.leave_bytes or 0 if self._what.kv_tier != "device" else 0
         out = 2 * largest if self._what.leave_bytes is None else self._what.leave_bytes
-        back = largest if self._what.fetch_bytes is None else max(self._what.fetch_bytes, largest)
-        return largest + max(out, back)
+        return running + max(out, self._what.fetch_bytes or 0, largest)
+
+    def _largest(self, chunk: int, mode: FrameMode) -> int:
+        return max(self.frame_bytes(layer, chunk, mode.saved) for layer in set(self._like))
 
     def _stream_bytes(self, chunk: int, *, backward: bool) -> tuple[int, int]:
         """K/V and dK/dV on the device while they are streamed: the block in use and the next."""

@@ -27,7 +27,7 @@ class StageBytes:
 
     def standing(self) -> Iterator[Change]:
         """Yields what is there before the step and after it."""
-        fixed = self._memory.fixed_device(0, "forward", 0, 0, frozenset())
+        fixed = self._memory.fixed_device(0, "forward", 0, 0, frozenset(), frozenset())
         for cause in ("weights", "lora", "gradients", "optimizer", "reserve"):
             yield Change("device", cause, getattr(fixed, cause))
 
