@@ -12,7 +12,7 @@ Knows nothing of budgets' origin, of rounding or of simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.highs import Rows, minimise
-from sppo_hf.planning.memory import MemoryModel
+from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, MemoryModel
 from sppo_hf.planning.modes import FrameMode
+from sppo_hf.planning.streams import KVStreams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +86,20 @@ class Programme:
         self._modes = modes
         self._kinds = LayerKinds.of(cost)
         self._memory = MemoryModel(cost.shape, decisions, device_kind)
+        self._streams = KVStreams(decisions, cost)
+        self._all = range(decisions.num_chunks)
+        self._slab_bytes = HOST_SLAB_BYTES if device_kind == "cuda" else 1
         chunks, kinds = decisions.num_chunks, len(self._kinds.members)
         self._shape = (chunks, kinds, len(modes))
         self._x = chunks * kinds * len(modes)
         # Behind the counts: one column per chunk and purpose.
-        names = ("forward", "backward", "out", "back", "kept", "written", "read", "host", "disk")
+        names = (
+            *("forward", "backward", "kept", "host", "disk"),
+            *("out", "written", "sums", "stored", "coming", "back", "read"),
+        )
         self._column = {name: self._x + i * chunks for i, name in enumerate(names)}
         self._width = self._x + len(names) * chunks
+        self._compute_seconds = 0.0
         self._less = Rows()
         self._equal = Rows()
 
@@ -103,15 +111,16 @@ class Programme:
         self._take_time()
         self._copy_out()
         self._copy_back()
-        self._use_disk()
         objective = np.zeros(self._width)
         chunks = self._what.num_chunks
         for name in ("forward", "backward"):
             first = self._column[name]
             objective[first : first + chunks] = 1.0
-        # Of equally fast plans, the one that moves less.
-        scale = 1e-3 / max(1.0, float(self._bytes_of_everything()))
-        objective[: self._x] = scale * self._moved().ravel()
+        # Of equally fast plans, the one that moves less; never at a price that counts.
+        moved = self._moved()
+        most = moved.max(axis=2).sum(axis=0) @ [len(layers) for layers in self._kinds.members]
+        if most > 0.0:
+            objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved.ravel()
         values = minimise(objective, self._less, self._equal)
         if values is None:
             return None
@@ -147,9 +156,6 @@ class Programme:
                 terms.append((self._col(tier, chunk - 1), -1.0))
         return terms
 
-    def _bytes_of_everything(self) -> float:
-        return float(self._moved().sum()) or 1.0
-
     def _moved(self) -> NDArray[np.float64]:
         moved = np.zeros(self._shape)
         for chunk in range(self._what.num_chunks):
@@ -183,25 +189,33 @@ class Programme:
         for chunk, phase, kv_tokens, dkv_tokens, framed in self._memory.moments():
             if not framed:
                 continue
-            fixed = self._memory.fixed_device(chunk, phase, kv_tokens, dkv_tokens, modes).total
-            share = 1.0 + _FRAGMENTATION_SHARE
+            fixed = self._memory.fixed_device(
+                chunk, phase, kv_tokens, dkv_tokens, modes, modes
+            ).total
+            share = 1.0 + FRAGMENTATION
             terms = [(self._col("kept", framed - 1), share)]
             self._less.add(terms, (budget - fixed) / _GIB)
 
     def _hold_elsewhere(self) -> None:
-        last = self._what.num_chunks - 1
-        tokens = self._what.total_tokens
-        kv = self._cost.shape.kv_bytes_per_token() + self._cost.shape.dkv_bytes_per_token()
+        what, shape = self._what, self._cost.shape
+        last = what.num_chunks - 1
+        kv = shape.kv_bytes_per_token() * what.batch_rows * what.total_tokens
+        dkv = shape.dkv_bytes_per_token() * what.batch_rows * what.bounds[last][0]
+        disks = {what.kv_tier, *(mode.tier for mode in self._modes)}
         for tier in ("host", "disk"):
             self._sum_up(tier, frozenset({tier}))
             budget = self._budgets.of(tier)
             if budget is None:
                 continue
-            if self._what.kv_tier == tier:
-                budget -= kv * tokens * self._what.batch_rows
-            if tier == "host" and any(mode.tier == "disk" for mode in self._modes):
-                budget -= self._what.staging_bytes
-            self._less.add([(self._col(tier, last), 1.0)], budget / _GIB)
+            if tier == "host":
+                budget -= budget % self._slab_bytes
+                budget -= what.staging_bytes if "disk" in disks else 0
+            here = what.kv_tier == tier
+            # Where backward starts, and after its first chunk, when most gradient sums wait.
+            self._less.add([(self._col(tier, last), 1.0)], (budget - here * kv) / _GIB)
+            if last:
+                room = (budget - here * (kv + dkv)) / _GIB
+                self._less.add([(self._col(tier, last - 1), 1.0)], room)
 
     def _take_time(self) -> None:
         cost = self._cost
@@ -220,106 +234,118 @@ class Programme:
                     )
                     for index, mode in enumerate(self._modes)
                 ]
+            self._compute_seconds += forward + backward
             self._less.add([(self._col("forward", chunk), -1.0)], -forward)
             self._less.add([*terms, (self._col("backward", chunk), -1.0)], -backward)
 
     def _copy_out(self) -> None:
-        """D2H: "out" is what has left by the end of a chunk's forward."""
-        cost, what = self._cost, self._what
-        streams = what.kv_tier != "device"
-        per_gib = cost.d2h_seconds(_GIB, both=streams)
-        limit = (what.leave_bytes or 0) / _GIB
-        for chunk, (start, end) in enumerate(what.bounds):
-            produced = [(self._col("host", chunk), 1.0), (self._col("disk", chunk), 1.0)]
-            out = self._col("out", chunk)
-            # Not before it is there; not so late that more than the look-ahead waits.
-            self._less.add([(out, 1.0), *_negative(produced)], 0.0)
-            self._less.add([*produced, (out, -1.0)], limit)
-            terms = [(out, per_gib), (self._col("forward", chunk), -1.0)]
-            if chunk:
-                terms.append((self._col("out", chunk - 1), -per_gib))
-            kv_out, kv_in = self._stream_seconds(chunk, start, end, backward=False)
-            self._less.add(terms, -kv_out)
-            self._less.add([(self._col("forward", chunk), -1.0)], -kv_in)
+        """D2H and writes: how much has left the device, and the host, by the end of each slot."""
+        cost, what, streams = self._cost, self._what, self._streams
+        per_gib = cost.d2h_seconds(_GIB, both=streams.active)
+        most_sums = max(self._largest_gib(chunk, streams.backward_out) for chunk in self._all)
+        leave = what.leave_bytes / _GIB if what.leave_bytes else most_sums
+        kv_gib, on_disk = 0.0, what.kv_tier == "disk"
+        stage = leave + what.staging_bytes / _GIB + on_disk * 2 * most_sums
+        for chunk in self._all:
+            kv_gib += self._kv_gib(chunk, streams.forward_out)
+            frames = [(self._col("host", chunk), 1.0), (self._col("disk", chunk), 1.0)]
+            self._flow("out", chunk, frames, kv_gib, lag_gib=leave)
+            stored = [(self._col("disk", chunk), 1.0)]
+            self._flow("written", chunk, stored, on_disk * kv_gib, lag_gib=stage)
+        self._pace("out", "forward", per_gib)
+        self._pace("written", "forward", cost.disk_write_seconds(_GIB))
+        if not streams.active:
+            return
+        # The gradient sums of backward, behind what of forward has not left yet.
+        frames = [(self._col(tier, self._all[-1]), 1.0) for tier in ("host", "disk")]
+        for chunk in reversed(self._all):
+            kv_gib += self._kv_gib(chunk, streams.backward_out)
+            self._flow("sums", chunk, frames, kv_gib, lag_gib=leave)
+            self._flow("stored", chunk, frames[1:], on_disk * kv_gib, lag_gib=stage)
+        self._pace("sums", "backward", per_gib, follows="out")
+        self._pace("stored", "backward", cost.disk_write_seconds(_GIB), follows="written")
 
     def _copy_back(self) -> None:
-        """H2D: "back" is what has come by the end of a chunk's backward, from the last chunk on."""
-        cost, what = self._cost, self._what
-        streams = what.kv_tier != "device"
-        per_gib = cost.h2d_seconds(_GIB, both=streams)
-        limit = (what.fetch_bytes or 0) / _GIB
-        last = what.num_chunks - 1
-        for chunk in range(last, -1, -1):
-            start, end = what.bounds[chunk]
-            needed = self._from_the_end(chunk, ("host", "disk"))
-            back = self._col("back", chunk)
-            self._less.add([*needed, (back, -1.0)], 0.0)
-            self._less.add([(back, 1.0), *_negative(needed)], limit)
-            terms = [(back, per_gib), (self._col("backward", chunk), -1.0)]
-            if chunk < last:
-                terms.append((self._col("back", chunk + 1), -per_gib))
-            kv_out, kv_in = self._stream_seconds(chunk, start, end, backward=True)
-            self._less.add(terms, -kv_in)
-            self._less.add([(self._col("backward", chunk), -1.0)], -kv_out)
+        """H2D and reads: what has come by the end of each slot; frames from the last chunk on."""
+        cost, what, streams = self._cost, self._what, self._streams
+        per_gib = cost.h2d_seconds(_GIB, both=streams.active)
+        read = cost.disk_read_seconds(_GIB)
+        fetch, staged = (what.fetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
+        kv_gib, on_disk, last = 0.0, what.kv_tier == "disk", self._all[-1]
+        if streams.active:
+            # K/V of a slot's first unit come while the unit before it still runs.
+            for chunk in self._all:
+                kv_gib += self._kv_gib(chunk, streams.forward_in)
+                first = self._largest_gib(min(chunk + 1, last), streams.forward_in)
+                self._flow("coming", chunk, [], kv_gib, lead_gib=first)
+            self._pace("coming", "forward", max(per_gib, on_disk * read))
+        kv_gib = 0.0
+        for chunk in reversed(self._all):
+            kv_gib += self._kv_gib(chunk, streams.backward_in)
+            lead = fetch + self._largest_gib(max(chunk - 1, 0), streams.backward_in)
+            frames = self._from_the_end(chunk, ("host", "disk"))
+            self._flow("back", chunk, frames, kv_gib, lead_gib=lead)
+            stored = self._from_the_end(chunk, ("disk",))
+            self._flow("read", chunk, stored, on_disk * kv_gib, lead_gib=lead + staged)
+        first = self._largest_gib(last, streams.backward_in)
+        self._pace("back", "backward", per_gib, head_start_gib=first)
+        self._pace("read", "backward", read, head_start_gib=first)
 
-    def _stream_seconds(
-        self, chunk: int, start: int, end: int, *, backward: bool
-    ) -> tuple[float, float]:
-        """Seconds of a chunk's K/V and dK/dV streams, to the host and to the device."""
-        cost, what = self._cost, self._what
-        if what.kv_tier == "device":
-            return 0.0, 0.0
-        out_bytes = in_bytes = 0
-        for members in self._kinds.members:
-            layer, count = members[0], len(members)
-            window = cost.shape.layers[layer].window
-            if backward:
-                seen = end if window is None else min(end, window + end - start)
-                dkv = cost.dkv_bytes(layer, seen)
-                out_bytes += count * dkv
-                in_bytes += count * (cost.kv_bytes(layer, seen) + dkv)
-            else:
-                seen = start if window is None else min(start, window + end - start)
-                out_bytes += count * cost.kv_bytes(layer, end - start)
-                in_bytes += count * cost.kv_bytes(layer, seen)
-        if what.kv_tier == "disk":
-            return (
-                max(cost.d2h_seconds(out_bytes, both=True), cost.disk_write_seconds(out_bytes)),
-                max(cost.h2d_seconds(in_bytes, both=True), cost.disk_read_seconds(in_bytes)),
-            )
-        return cost.d2h_seconds(out_bytes, both=True), cost.h2d_seconds(in_bytes, both=True)
+    def _flow(
+        self,
+        name: str,
+        chunk: int,
+        frames: list[tuple[int, float]],
+        fixed_gib: float,
+        *,
+        lag_gib: float = 0.0,
+        lead_gib: float = 0.0,
+    ) -> None:
+        """Column `name` is within a lag or a lead of frames and fixed bytes, at a slot's end."""
+        moved = self._col(name, chunk)
+        self._less.add([(moved, 1.0), *_negative(frames)], fixed_gib + lead_gib)
+        self._less.add([*frames, (moved, -1.0)], lag_gib - fixed_gib)
 
-    def _use_disk(self) -> None:
-        """Writes keep up with forward, reads with backward, but for what staging holds."""
-        if not any(mode.tier == "disk" for mode in self._modes):
-            return
-        cost, what = self._cost, self._what
-        write, read = cost.disk_write_seconds(_GIB), cost.disk_read_seconds(_GIB)
-        staged = what.staging_bytes / _GIB
-        last = what.num_chunks - 1
-        for chunk in range(what.num_chunks):
-            produced = [(self._col("disk", chunk), 1.0)]
-            written = self._col("written", chunk)
-            self._less.add([(written, 1.0), *_negative(produced)], 0.0)
-            self._less.add([*produced, (written, -1.0)], staged)
-            terms = [(written, write), (self._col("forward", chunk), -1.0)]
-            if chunk:
-                terms.append((self._col("written", chunk - 1), -write))
-            self._less.add(terms, 0.0)
-        for chunk in range(last, -1, -1):
-            needed = self._from_the_end(chunk, ("disk",))
-            back = self._col("read", chunk)
-            self._less.add([*needed, (back, -1.0)], 0.0)
-            self._less.add([(back, 1.0), *_negative(needed)], staged)
-            terms = [(back, read), (self._col("backward", chunk), -1.0)]
-            if chunk < last:
-                terms.append((self._col("read", chunk + 1), -read))
-            self._less.add(terms, 0.0)
+    def _pace(
+        self,
+        name: str,
+        slot: str,
+        per_gib: float,
+        *,
+        follows: str | None = None,
+        head_start_gib: float = 0.0,
+    ) -> None:
+        """What moves in a slot takes no longer than the slot.
+
+        Args:
+            name: column of what has moved by the end of each slot.
+            slot: "forward" or "backward", which says the order of the chunks too.
+            per_gib: seconds.
+            follows: a forward column that `name` goes on from; else it begins with nothing.
+            head_start_gib: what may have moved before the first slot.
+        """
+        chunks = self._all if slot == "forward" else self._all[::-1]
+        before = None if follows is None else self._col(follows, self._all[-1])
+        for chunk in chunks:
+            terms = [(self._col(name, chunk), per_gib), (self._col(slot, chunk), -1.0)]
+            if before is not None:
+                terms.append((before, -per_gib))
+            self._less.add(terms, head_start_gib * per_gib if before is None else 0.0)
+            before = self._col(name, chunk)
+
+    def _kv_gib(self, chunk: int, stream: Callable[[int, int], int]) -> float:
+        """GiB that all layers of a chunk stream."""
+        members = self._kinds.members
+        return sum(len(layers) * stream(layers[0], chunk) for layers in members) / _GIB
+
+    def _largest_gib(self, chunk: int, stream: Callable[[int, int], int]) -> float:
+        return max(stream(layers[0], chunk) for layers in self._kinds.members) / _GIB
 
 
 _GIB = 2**30
+# The most that a plan's time may be off for moving fewer bytes.
+_MOVING_SHARE = 1e-5
 _AWAY = frozenset({"host", "disk"})
-_FRAGMENTATION_SHARE = 0.02
 
 
 def _negative(terms: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

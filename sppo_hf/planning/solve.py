@@ -9,15 +9,25 @@ any of them that fits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions, LayerModes
-from sppo_hf.planning.memory import MemoryEstimate, MemoryModel, estimate
-from sppo_hf.planning.modes import AWAY_TIERS, TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.least import (
+    Choices,
+    FirstLimit,
+    fits,
+    least_memory,
+    lookahead_bytes,
+    looking_ahead,
+    over_budget,
+    with_lookahead,
+)
+from sppo_hf.planning.memory import MemoryEstimate, estimate
+from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
 from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
 from sppo_hf.planning.stage import lower
@@ -27,39 +37,6 @@ _ATTEMPTS = 4
 # Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
 _FRAMES_AHEAD = 2
 _MOST_FRAMES_AHEAD = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What the solver may choose from."""
-
-    saved: tuple[Saved, ...] = ("whole", "products", "skeleton")
-    """How frames may be reduced."""
-
-    tiers: tuple[Tier, ...] = ("device", "host")
-    """Where frames may wait."""
-
-    kv_tiers: tuple[Tier, ...] = ("device",)
-    """Where K/V may wait, in the order in which they are tried; the first that fits is taken."""
-
-    @property
-    def modes(self) -> tuple[FrameMode, ...]:
-        """All allowed modes."""
-        return tuple(mode_of(saved, tier) for saved in self.saved for tier in self.tiers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstLimit:
-    """What keeps a batch from fitting, whatever is chosen."""
-
-    tier: Tier
-    """The tier whose budget breaks."""
-
-    missing_bytes: int
-    """By how much."""
-
-    moment: str
-    """When."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +56,7 @@ class Solution:
     """Which candidate won: "solver", or a fixed policy by name."""
 
     bound_seconds: float
-    """No mix of the allowed modes is faster, by the linear programme; 0 where it was not asked."""
+    """The linear programme's optimum over fractional layers; 0 where there is none."""
 
     @property
     def step_seconds(self) -> float:
@@ -104,6 +81,7 @@ def solve(
         choices: modes and tiers that may be used.
         device_kind: "cpu" or "cuda".
     """
+    best: Solution | None = None
     for kv_tier in choices.kv_tiers:
         placed = with_kv(base, kv_tier)
         least = least_memory(cost, placed, budgets, choices, device_kind)
@@ -111,19 +89,27 @@ def solve(
             estimate(cost.shape, least, device_kind=device_kind), budgets
         ):
             continue
-        candidates = list(_mixed(cost, placed, budgets, choices, device_kind))
-        bound = min((seconds for *_, seconds in candidates), default=0.0)
-        named = [(name, decisions) for name, decisions, _ in candidates]
-        named += [*fixed_policies(cost, placed, choices), ("least memory", least)]
-        best: Solution | None = None
-        for name, decisions, predicted in _that_fit(cost, budgets, device_kind, named):
-            if best is not None and compute_seconds(decisions, cost) >= best.step_seconds:
-                continue  # its simulation cannot end before its compute
+        mixed = list(_mixed(cost, placed, budgets, choices, device_kind))
+        bound = min((seconds for *_, seconds in mixed), default=0.0)
+        named = [
+            (name, decisions, 0.0) for name, decisions in fixed_policies(cost, placed, choices)
+        ]
+        named.append(("least memory", least, 0.0))
+        # The most promising first: what cannot win is not simulated.
+        mixed.sort(key=lambda candidate: candidate[2])
+        for name, decisions, seconds in [*mixed, *named]:
+            if best is not None:
+                seconds = max(seconds, compute_seconds(decisions, cost))
+                if seconds >= best.step_seconds:
+                    continue
+            predicted = estimate(cost.shape, decisions, device_kind=device_kind)
+            if not fits(predicted, budgets):
+                continue
             solution = play(decisions, cost, predicted, policy=name, bound_seconds=bound)
             if best is None or solution.step_seconds < best.step_seconds:
                 best = solution
-        if best is not None:
-            return best
+    if best is not None:
+        return best
     return first_limit(cost, base, budgets, choices, device_kind=device_kind)
 
 
@@ -168,21 +154,6 @@ def with_kv(base: Decisions, kv_tier: Tier) -> Decisions:
     return replace(base, kv_tier=kv_tier, kv_block_tokens=base.total_tokens)
 
 
-def fits(predicted: MemoryEstimate, budgets: Budgets) -> bool:
-    """Whether every tier's peak is within its budget."""
-    return next(over_budget(predicted, budgets), None) is None
-
-
-def over_budget(predicted: MemoryEstimate, budgets: Budgets) -> Iterator[FirstLimit]:
-    """Yields the tiers whose peak is over its budget, the device first."""
-    for tier in TIERS:
-        budget = budgets.of(tier)
-        moment = predicted.peak(tier)
-        missing = 0 if budget is None else moment.tier(tier).total - budget
-        if missing > 0:
-            yield FirstLimit(tier=tier, missing_bytes=missing, moment=moment.name)
-
-
 def fixed_policies(
     cost: StageCost, base: Decisions, choices: Choices
 ) -> Iterator[tuple[str, Decisions]]:
@@ -210,64 +181,22 @@ def fixed_policy(
         modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, away))
     else:
         modes = sppo_modes(cost, base.bounds, saved=saved, tier=away)
-    return _with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
+    return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
 
 
 def first_limit(
     cost: StageCost, base: Decisions, budgets: Budgets, choices: Choices, *, device_kind: str
 ) -> FirstLimit:
     """Returns what breaks first when as little as possible is held, and where."""
-    limits = [
-        limit
-        for kv_tier in choices.kv_tiers
-        for limit in over_budget(
-            estimate(
-                cost.shape,
-                least_memory(cost, with_kv(base, kv_tier), budgets, choices, device_kind),
-                device_kind=device_kind,
-            ),
-            budgets,
-        )
-    ]
-    assert limits, "what does not fit breaks a limit"
-    # The K/V tier that comes closest.
-    return min(limits, key=lambda limit: limit.missing_bytes)
-
-
-def least_memory(
-    cost: StageCost, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
-) -> Decisions:
-    """Returns the plan that is most likely to fit: smallest frames, as far away as there is room.
-
-    Chunks go to the host, the earliest (needed last) to the disk when it is full, and the latest
-    (needed first) stay on the device when nothing else has room.
-    """
-    saved: Saved = choices.saved[-1]
-    layers = range(base.num_layers)
-    sizes = [
-        sum(cost.frame_bytes(i, end - start, saved) for i in layers) for start, end in base.bounds
-    ]
-    order: list[Tier] = [tier for tier in AWAY_TIERS if tier in choices.tiers]
-    room: dict[Tier, float] = {}
-    for tier in order:
-        budget = budgets.of(tier)
-        room[tier] = float("inf") if budget is None else float(budget)
-        if base.kv_tier == tier:
-            kv = cost.shape.kv_bytes_per_token() + cost.shape.dkv_bytes_per_token()
-            room[tier] -= kv * base.total_tokens * base.batch_rows
-    if "disk" in order and "host" in room:
-        room["host"] -= base.staging_bytes
-    tiers: list[Tier] = []
-    for size in reversed(sizes):
-        free: list[Tier] = [tier for tier in order if room[tier] >= size]
-        place: Tier = free[0] if free else "device"
-        if place == "device" and "device" not in choices.tiers:
-            place = order[-1]
-        if place != "device":
-            room[place] -= size
-        tiers.append(place)
-    modes = tuple((mode_of(saved, tier),) * base.num_layers for tier in reversed(tiers))
-    return _with_lookahead(cost, base, modes, frames=1)
+    broken: list[list[FirstLimit]] = []
+    for kv_tier in choices.kv_tiers:
+        least = least_memory(cost, with_kv(base, kv_tier), budgets, choices, device_kind)
+        predicted = estimate(cost.shape, least, device_kind=device_kind)
+        broken.append(list(over_budget(predicted, budgets)))
+    # Where K/V wait so that least is missing over all tiers; there, what is missing most.
+    closest = min(broken, key=lambda limits: sum(limit.missing_bytes for limit in limits))
+    assert closest, "what does not fit breaks a limit"
+    return max(closest, key=lambda limit: limit.missing_bytes)
 
 
 def _mixed(
@@ -277,19 +206,20 @@ def _mixed(
     kinds = LayerKinds.of(cost)
     for modes in _mode_sets(choices):
         away: set[Saved] = {mode.saved for mode in modes if mode.offload}
-        ahead = _lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
-        shaped = replace(base, leave_bytes=ahead, fetch_bytes=ahead)
-        tight = budgets
+        ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
+        shaped = looking_ahead(cost, base, ahead)
+        tight, bound = budgets, float("inf")
         for _ in range(_ATTEMPTS):
             mix = Programme(shaped, cost, tight, modes, device_kind=device_kind).solve()
             if mix is None:
                 break
+            bound = min(bound, mix.seconds)
             decisions = replace(shaped, layer_modes=_rounded(mix, kinds, modes))
             decisions = _settled(cost, decisions, budgets, device_kind)
             predicted = estimate(cost.shape, decisions, device_kind=device_kind)
             over = list(over_budget(predicted, budgets))
             if not over:
-                yield "solver", decisions, mix.seconds
+                yield "solver", decisions, bound
                 break
             tight = _tightened(tight, over)
 
@@ -299,12 +229,12 @@ def _mode_sets(choices: Choices) -> Iterator[tuple[FrameMode, ...]]:
 
     What leaves needs room for its look-ahead, and that of whole frames is ten times a skeleton's.
     """
-    leaving = list(choices.saved)
-    while leaving:
-        yield tuple(m for m in choices.modes if not m.offload or m.saved in leaving)
-        leaving.pop(0)
-        if len(choices.tiers) == 1:
-            return
+    if choices.tiers != ("device",):
+        for skipped in range(len(choices.saved)):
+            leaving = choices.saved[skipped:]
+            yield tuple(m for m in choices.modes if not m.offload or m.saved in leaving)
+    if "device" in choices.tiers:
+        yield tuple(m for m in choices.modes if not m.offload)
 
 
 def _rounded(mix: Mix, kinds: LayerKinds, modes: Sequence[FrameMode]) -> LayerModes:
@@ -336,32 +266,16 @@ def _settled(
     """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
     away: set[Saved] = {m.saved for row in decisions.layer_modes for m in row if m.offload}
     if not away:
-        return replace(decisions, leave_bytes=None, fetch_bytes=None)
-    least = _lookahead_bytes(cost, decisions, away, _FRAMES_AHEAD)
-    most = _lookahead_bytes(cost, decisions, away, _MOST_FRAMES_AHEAD)
-    decisions = replace(decisions, leave_bytes=least, fetch_bytes=least)
+        return looking_ahead(cost, decisions, 0)
+    least = lookahead_bytes(cost, decisions, away, _FRAMES_AHEAD)
+    most = lookahead_bytes(cost, decisions, away, _MOST_FRAMES_AHEAD)
     if budgets.device is None:
-        return replace(decisions, leave_bytes=most, fetch_bytes=most)
+        return looking_ahead(cost, decisions, most)
+    decisions = looking_ahead(cost, decisions, least)
     peak = estimate(cost.shape, decisions, device_kind=device_kind).device.total
     # A little less than all of it: the reserve grows with what is held.
     spare = int(0.9 * (budgets.device - peak))
-    ahead = min(most, least + max(0, spare))
-    return replace(decisions, leave_bytes=ahead, fetch_bytes=ahead)
-
-
-def _with_lookahead(
-    cost: StageCost, base: Decisions, modes: LayerModes, *, frames: int
-) -> Decisions:
-    away: set[Saved] = {m.saved for row in modes for m in row if m.offload}
-    ahead = _lookahead_bytes(cost, base, away, frames)
-    return replace(base, layer_modes=modes, leave_bytes=ahead, fetch_bytes=ahead)
-
-
-def _lookahead_bytes(cost: StageCost, base: Decisions, saved: Iterable[Saved], frames: int) -> int:
-    longest = max(base.chunk_lengths)
-    layers = LayerKinds.of(cost).representative
-    sizes = [cost.frame_bytes(i, longest, kind) for i in layers for kind in set(saved)]
-    return frames * max(sizes, default=0)
+    return looking_ahead(cost, decisions, min(most, least + max(0, spare)))
 
 
 def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
@@ -373,23 +287,6 @@ def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
         return None if budget is None else budget - lowered.get(tier, 0)
 
     return Budgets(device=of("device"), host=of("host"), disk=of("disk"))
-
-
-def _that_fit(
-    cost: StageCost,
-    budgets: Budgets,
-    device_kind: str,
-    candidates: Iterable[tuple[str, Decisions]],
-) -> Iterator[tuple[str, Decisions, MemoryEstimate]]:
-    seen: set[tuple[object, ...]] = set()
-    for name, decisions in candidates:
-        key = (decisions.layer_modes, decisions.leave_bytes)
-        if key in seen:
-            continue
-        seen.add(key)
-        predicted = MemoryModel(cost.shape, decisions, device_kind).estimate()
-        if fits(predicted, budgets):
-            yield name, decisions, predicted
 
 
 _SAVED_WORDS: dict[Saved, str] = {

@@ -103,7 +103,9 @@ class _Lowering:
         self._waits: list[Action] = []
         """What the next unit waits for, beside its own frame."""
         self._staged = _Queue(decisions.staging_bytes)
-        """Host bytes on their way to the disk or back."""
+        """Host bytes of frames on their way to the disk or back."""
+        # K/V pass chunk by chunk, in bytes far below a layer's; a layer's writes lag by one layer.
+        self._kv_staged = _Queue(None)
         self._away: dict[tuple[int, int], Action] = {}
         """After which action a frame can come back."""
         self._kv_away: dict[int, list[Action]] = {}
@@ -150,14 +152,15 @@ class _Lowering:
         self, copy: Action, num_bytes: int, seconds: float, unit: Action, tier: Tier
     ) -> Action:
         """Copies bytes to the host, and on to the disk; returns what ends when they are away."""
-        room = self._staged.settle(num_bytes) if tier == "disk" else []
+        staged = self._staged if copy.kind == "D" else self._kv_staged
+        room = staged.settle(num_bytes) if tier == "disk" else []
         self._out.add(D2H, copy, seconds, [unit, *room])
         self._leaving.add(copy, num_bytes)
         if tier != "disk":
             return copy
         write = copy._replace(kind="S", part=None if copy.kind == "D" else (copy.part or 0) + 1)
         self._out.add(WRITE, write, self._cost.disk_write_seconds(num_bytes), [copy])
-        self._staged.add(write, num_bytes)
+        staged.add(write, num_bytes)
         return write
 
     # -- backward ----------------------------------------------------------------------------
@@ -221,35 +224,16 @@ class _Lowering:
     def _fetch_frame(self, chunk: int, layer: int) -> None:
         num_bytes = self._frame_bytes(chunk, layer)
         after = [self._out.lanes[COMPUTE][-1], self._away[chunk, layer]]
-        copy = Action("H", 0, chunk, layer)
-        seconds = self._cost.h2d_seconds(num_bytes, both=self._streams.active)
-        read = copy._replace(kind="L")
-        # Reads run ahead of their copies, as far as staging holds.
-        self._bring(copy, num_bytes, seconds, after, read, [*self._turn, after[-1]])
-
-    def _bring(
-        self,
-        copy: Action,
-        num_bytes: int,
-        seconds: float,
-        after: list[Action],
-        read: Action,
-        read_after: list[Action],
-    ) -> None:
-        """Copies bytes to the device, after they were read if the disk has them."""
-        from_disk = self._on_disk(copy)
+        from_disk = self._what.layer_modes[chunk][layer].tier == "disk"
         if from_disk:
-            waits = [*read_after, *self._staged.settle(num_bytes)]
-            self._out.add(READ, read, self._cost.disk_read_seconds(num_bytes), waits)
-            after = [*after, read]
-        self._out.add(H2D, copy, seconds, after)
+            # Reads run ahead of their copies, as far as staging holds.
+            waits = [*self._turn, after[-1], *self._staged.settle(num_bytes)]
+            read = Action("L", 0, chunk, layer)
+            after.append(self._out.add(READ, read, self._cost.disk_read_seconds(num_bytes), waits))
+        seconds = self._cost.h2d_seconds(num_bytes, both=self._streams.active)
+        copy = self._out.add(H2D, Action("H", 0, chunk, layer), seconds, after)
         if from_disk:
             self._staged.add(copy, num_bytes)
-
-    def _on_disk(self, copy: Action) -> bool:
-        if copy.kind == "K" or copy.layer is None:
-            return self._what.kv_tier == "disk"
-        return self._what.layer_modes[copy.unit][copy.layer].tier == "disk"
 
     def _frame_bytes(self, chunk: int, layer: int) -> int:
         start, end = self._what.bounds[chunk]
@@ -266,12 +250,13 @@ class _Lowering:
         """
         if not num_bytes:
             return []
-        stream = Action("K", 0, chunk, layer, part)
         after = [*self._out.lanes[COMPUTE][-2:-1], *self._kv_away.get(layer, ())]
+        if self._what.kv_tier == "disk":
+            read = Action("L", 0, chunk, layer, part + 1)
+            seconds = self._cost.disk_read_seconds(num_bytes)
+            after = [*after, self._out.add(READ, read, seconds, after)]
         seconds = self._cost.h2d_seconds(num_bytes, both=True)
-        read = stream._replace(kind="L", part=part + 1)
-        self._bring(stream, num_bytes, seconds, after, read, after)
-        return [stream]
+        return [self._out.add(H2D, Action("K", 0, chunk, layer, part), seconds, after)]
 
     def _stream_out(self, chunk: int, layer: int, num_bytes: int, part: int, unit: Action) -> None:
         """Sends a chunk's new K/V away (forward), or the prefix's gradient sums (backward)."""
