@@ -6,7 +6,7 @@ knows no attention. This is the adapter between the two, and knows neither layer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from sppo_hf.attention.pieces import RowSpans
 from sppo_hf.attention.streamed import KVStream
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
-from sppo_hf.planning.modes import Tier
 from sppo_hf.planning.plan import Plan
 
 LABEL = "keys, values or their gradients"
@@ -25,25 +24,27 @@ class EngineMover(Mover):
     """An offload engine as the attention room sees it."""
 
     def __init__(
-        self, engine: OffloadEngine, *, tier: Tier = "host", leave_bytes: int | None = None
+        self,
+        engine: OffloadEngine,
+        *,
+        tier: Literal["host", "disk"] = "host",
+        leave_bytes: int | None = None,
     ) -> None:
         """Adapt `engine`.
 
         Args:
             engine: Moves the tensors.
-            tier: Where they wait, "host" or "disk".
+            tier: Where they wait.
             leave_bytes: The most device bytes on their way out after `settle`; None lets those of
                 the last block be on their way.
         """
-        assert tier != "device", "what stays on the device needs no mover"
         self._engine = engine
-        self._tier = tier
+        self._tier: Literal["host", "disk"] = tier
         self._leave_bytes = leave_bytes
 
     def send(self, tensor: Tensor) -> OffloadedTensor:
         """See `Mover.send`."""
-        where: dict[str, Any] = {} if self._tier == "host" else {"tier": self._tier}
-        return self._engine.start_offload(tensor, label=LABEL, **where)
+        return self._engine.start_offload(tensor, label=LABEL, tier=self._tier)
 
     def prefetch(self, handle: OffloadedTensor) -> None:
         """See `Mover.prefetch`."""

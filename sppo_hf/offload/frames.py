@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -40,6 +40,7 @@ class OffloadFrame:
         is_pinned_parameter: true for tensors that belong to others (weights, buffers, a K/V store)
             and must stay on the device; `Parameter`s and their views always stay.
         label: what the frame is, for messages.
+        tier: where its bytes are to wait. What an earlier frame has moved waits where that put it.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class OffloadFrame:
         is_pinned_parameter: Callable[[Tensor], bool] | None = None,
         *,
         label: object = None,
+        tier: Literal["host", "disk"] = "host",
     ) -> None:
         self._engine = engine
         self._tape = tape
         self._is_pinned_parameter = is_pinned_parameter
         self._label = label
+        self._tier: Literal["host", "disk"] = tier
         self._hooks: saved_tensors_hooks | None = None
         self._closed = False
         self._used = False
@@ -106,7 +109,7 @@ class OffloadFrame:
     def _pack(self, tensor: Tensor) -> _Saved:
         if self._stays(tensor):
             return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
-        handle = self._engine.start_offload(tensor, label=self._label)
+        handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
         if handle.is_moved:
             self._handles.append(weakref.ref(handle))
         return _Saved(self, handle)

@@ -9,12 +9,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.streamed import KVStream, StreamedKV
 from sppo_hf.config import SPPOConfig
+from sppo_hf.model import engine as engine_module
 from sppo_hf.model.arena import ChunkArena
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.model.exactness import compare, compare_drift
 from sppo_hf.model.stream import EngineMover
 from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
-from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.offload.lanes import StreamCopier, StreamTicket
 from sppo_hf.offload.pool import HostPool
 from tests.attention.layers import KV_BYTES_PER_TOKEN, Layers
@@ -229,6 +231,34 @@ def test_keys_do_not_go_through_the_arena(monkeypatch):
     model, _ = _trained(monkeypatch)
     model(**make_batch(tokens=TOKENS)).loss.backward()
     assert set(kinds) == {"inputs", "outputs", "sums"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_keys_on_disk(monkeypatch, tmp_path, recompute):
+    engines = []
+
+    def with_disk(config, device):
+        engines.append(
+            make_engine(
+                device,
+                min_offload_elements=1,
+                budget_bytes=2**20,
+                disk=DiskStore(tmp_path, slab_bytes=2**20, checksum=True),
+            )
+        )
+        return engines[-1]
+
+    monkeypatch.setattr(engine_module, "new_offload_engine", with_disk)
+    force_kv(monkeypatch, block_tokens=6, tier="disk")
+    _assert_exact(
+        build_tiny_model("gemma2"), make_batch(rows=2, tokens=TOKENS), recompute=recompute
+    )
+    (offload,) = engines
+    stats = offload.stats()
+    assert stats.disk_write_bytes == stats.d2h_bytes > 0, "keys and sums went there, nothing else"
+    assert stats.disk_read_bytes > 0
+    offload.assert_drained()
+    offload.close()
 
 
 # -- ordered and bounded: every operation and copy on the fake device ----------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +50,15 @@ def loss_of(
     hidden_CD: Tensor,
     engine: OffloadEngine | None,
     pin: Pin | None = None,
+    tiers: tuple[Literal["host", "disk"], ...] = ("host",),
 ) -> Tensor:
     tape = engine.new_tape() if engine is not None else None
     for number, block in enumerate(blocks):
         if engine is None or tape is None:
             hidden_CD = block(hidden_CD)
         else:
-            with OffloadFrame(engine, tape, pin, label=f"layer {number}"):
+            tier = tiers[number % len(tiers)]
+            with OffloadFrame(engine, tape, pin, label=f"layer {number}", tier=tier):
                 hidden_CD = block(hidden_CD)
     return hidden_CD.square().mean()
 

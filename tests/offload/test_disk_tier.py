@@ -16,6 +16,7 @@ from sppo_hf.offload.pool import PAGE_BYTES, HostPool
 from sppo_hf.offload.staging import Staging
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
+from tests.offload.small_stack import TOKENS, WIDTH, assert_same, loss_of, make_blocks
 
 PAGE_FLOATS = PAGE_BYTES // 4
 
@@ -325,6 +326,33 @@ def test_a_real_disk_gives_the_bytes_back(tmp_path: Path, checksum: bool) -> Non
     assert folder.exists()
     engine.close()
     assert not folder.exists()
+
+
+def test_gradients_through_a_real_disk_are_equal_to_the_bit(tmp_path: Path) -> None:
+    blocks, hidden_CD = make_blocks(6), torch.rand(TOKENS, WIDTH)
+    engine = make_engine(
+        torch.device("cpu"),
+        min_offload_elements=8,
+        budget_bytes=2**15,
+        staging_bytes=2**14,
+        disk=DiskStore(tmp_path, slab_bytes=2**20),
+    )
+
+    def gradients(with_engine: OffloadEngine | None) -> list[torch.Tensor]:
+        blocks.zero_grad()
+        loss_of(blocks, hidden_CD, with_engine, tiers=("disk", "host", "disk")).backward()
+        return [parameter.grad for parameter in blocks.parameters()]
+
+    for _ in range(3):
+        assert_same(gradients(engine), gradients(None))
+        engine.assert_drained()
+    stats = engine.stats()
+    assert 0 < stats.disk_read_bytes <= stats.disk_write_bytes
+    assert stats.host_peak_bytes <= 2**15
+    loss = loss_of(blocks, hidden_CD, engine, tiers=("disk",))
+    del loss  # dropped without backward
+    engine.assert_drained()
+    engine.close()
 
 
 def test_the_fake_device_sees_a_write_before_the_copy_it_writes() -> None:

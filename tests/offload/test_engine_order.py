@@ -18,8 +18,10 @@ from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.lanes import StreamCopier, StreamTicket
 from sppo_hf.offload.leaving import Leaving
 from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.staging import Staging
 from sppo_hf.offload.tape import Tape
 from tests.fakes.device import FakeDevice, RaceError
+from tests.fakes.disk import FakeDisk
 
 SLAB_BYTES = 2**14
 DURATIONS = st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0])
@@ -163,28 +165,39 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
     """Every public verb in any order, with a budget, against what was put in."""
 
     BUDGET_BYTES = 3 * SLAB_BYTES
+    HAS_DISK = False
 
     def __init__(self) -> None:
         super().__init__()
         self.device = FakeDevice(lambda stream, num_bytes: num_bytes * 1e-3)
-        self.engine = _engine(self.device, budget_bytes=self.BUDGET_BYTES)
+        self.engine = self.new_engine()
         self.sources: list[torch.Tensor] = []
         self.held: list[tuple[OffloadedTensor, torch.Tensor]] = []
         self.orphans: list[OffloadedTensor] = []
+
+    def new_engine(self) -> OffloadEngine:
+        return _engine(self.device, budget_bytes=self.BUDGET_BYTES)
 
     @rule(size=st.integers(4, 2500), seconds=DURATIONS)
     def compute(self, size: int, seconds: float) -> None:
         self.sources.append(self.device.tensor(torch.rand(size), seconds))
 
     @precondition(lambda self: self.sources)
-    @rule(which=st.integers(0, 99), start=st.integers(0, 99), step=st.integers(1, 3))
-    def offload(self, which: int, start: int, step: int) -> None:
+    @rule(
+        which=st.integers(0, 99),
+        start=st.integers(0, 99),
+        step=st.integers(1, 3),
+        to_disk=st.booleans(),
+    )
+    def offload(self, which: int, start: int, step: int, to_disk: bool) -> None:
         source = self.sources[which % len(self.sources)]
         view = source[start % max(1, len(source) // 4) :: step]
         used_bytes = self.engine.pool.used_bytes
         try:
-            handle = self.engine.start_offload(view)
+            tier = "disk" if to_disk and self.HAS_DISK else "host"
+            handle = self.engine.start_offload(view, tier=tier)
         except BudgetError:
+            assert not self.HAS_DISK, "there is always room on the disk"
             assert self.engine.pool.used_bytes <= used_bytes
             return
         self.held.append((handle, view.clone()))
@@ -206,6 +219,11 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
         tensor = self.engine.wait_for(handle)
         self.device.kernel(reads=[tensor], seconds=seconds)
         assert torch.equal(tensor, expected)
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def read_ahead(self, which: int) -> None:
+        self.engine.read_ahead(self.held[which % len(self.held)][0])
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
@@ -253,11 +271,31 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
         self.engine.assert_drained()
         self.engine.close()
         self.device.look_for_freed()
-        assert self.engine.pool.used_bytes == 0
+        assert self.engine.stats().host_used_bytes == 0
         assert self.device.device_bytes == 0
 
 
+class EngineWithDiskUnderAnyUse(EngineUnderAnyUse):
+    """The same with staging memory of one slab, and a disk behind it."""
+
+    HAS_DISK = True
+
+    def new_engine(self) -> OffloadEngine:
+        self.disk = FakeDisk(self.device, lambda size: size * 4e-3, lambda size: size * 2e-3)
+        copier = StreamCopier(self.device)
+        pool = HostPool(SLAB_BYTES, budget_bytes=self.BUDGET_BYTES - SLAB_BYTES)
+        staging = Staging(self.disk, SLAB_BYTES)
+        return OffloadEngine(copier, pool, min_offload_elements=4, staging=staging)
+
+    @invariant()
+    def extents_have_owners(self) -> None:
+        live_bytes = sum(cargo.span.num_bytes for cargo in self.engine._moves.live)
+        assert self.disk.used_bytes <= live_bytes
+
+
 TestEngineUnderAnyUse = EngineUnderAnyUse.TestCase
+TestEngineWithDiskUnderAnyUse = EngineWithDiskUnderAnyUse.TestCase
+TestEngineWithDiskUnderAnyUse.settings = settings(max_examples=150, stateful_step_count=40)
 TestEngineUnderAnyUse.settings = settings(max_examples=150, stateful_step_count=40)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool, Region
+from sppo_hf.offload.pool import ALIGNMENT_BYTES, PAGE_BYTES, HostPool, Region
 
 SLAB_BYTES = 8 * ALIGNMENT_BYTES
 
@@ -130,3 +130,60 @@ def test_pinned_slabs_are_powers_of_two_within_the_budget(monkeypatch: pytest.Mo
     assert pool.reserved_bytes == 4 * SLAB_BYTES
     pool.allocate(2 * SLAB_BYTES)
     assert pool.reserved_bytes == 6 * SLAB_BYTES
+
+
+@pytest.fixture
+def _unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pools that pin run where there is nothing to pin for."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
+
+
+@given(
+    st.integers(1, 40 * SLAB_BYTES),
+    st.one_of(st.none(), st.integers(0, 30 * SLAB_BYTES)),
+)
+def test_what_was_reserved_is_one_slab_and_needs_no_growth(
+    num_bytes: int, budget: int | None
+) -> None:
+    pool = HostPool(SLAB_BYTES, budget_bytes=budget)
+    pool.reserve(num_bytes)
+    reserved_bytes = pool.reserved_bytes
+    pool.reserve(num_bytes)
+    assert pool.reserved_bytes == reserved_bytes
+    if budget is None or budget >= max(num_bytes, SLAB_BYTES) + ALIGNMENT_BYTES:
+        pool.allocate(num_bytes)
+        assert num_bytes <= pool.reserved_bytes <= max(num_bytes, SLAB_BYTES) + ALIGNMENT_BYTES
+    else:
+        assert budget - ALIGNMENT_BYTES < pool.reserved_bytes + ALIGNMENT_BYTES
+        assert pool.reserved_bytes <= budget
+    assert pool.grown_bytes == 0
+    assert pool.reserved_bytes == reserved_bytes
+
+
+@pytest.mark.usefixtures("_unpinned")
+def test_pinned_memory_is_reserved_in_powers_of_two() -> None:
+    pool = HostPool(SLAB_BYTES, pin=True, budget_bytes=100 * SLAB_BYTES)
+    pool.reserve(25 * SLAB_BYTES)
+    assert [slab.memory.numel() // SLAB_BYTES for slab in pool._slabs] == [16, 8, 1]
+    pool.reserve(1000 * SLAB_BYTES)
+    assert pool.reserved_bytes == 100 * SLAB_BYTES
+
+
+def test_growth_that_was_not_reserved_is_counted() -> None:
+    pool = HostPool(SLAB_BYTES)
+    pool.reserve(SLAB_BYTES)
+    pool.allocate(SLAB_BYTES)
+    assert pool.grown_bytes == 0
+    pool.allocate(1)
+    assert pool.grown_bytes == SLAB_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 3 * PAGE_BYTES + 1, 2**22])
+def test_slabs_and_regions_start_at_pages_where_that_is_asked_for(num_bytes: int) -> None:
+    pool = HostPool(SLAB_BYTES, alignment_bytes=PAGE_BYTES)
+    for _ in range(5):
+        region = pool.allocate(num_bytes)
+        assert region.memory.data_ptr() % PAGE_BYTES == 0
+        assert region.reserved_bytes % PAGE_BYTES == 0
+        assert region.memory.numel() == num_bytes

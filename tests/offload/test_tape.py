@@ -32,6 +32,8 @@ class _Mover:
 
     def __init__(self) -> None:
         self.log: list[int] = []
+        self.read: list[int] = []
+        self.room = 0
         self.closed: list[int | None] = []
 
     def close_frame(self, leave_bytes: int | None = None) -> None:
@@ -43,6 +45,13 @@ class _Mover:
     def prefetch(self, handle: _Handle) -> None:
         if handle.name not in self.log and handle.num_bytes:
             self.log.append(handle.name)
+
+    def read_ahead(self, handle: _Handle) -> bool:
+        if self.room == 0:
+            return False
+        self.room -= 1
+        self.read.append(handle.name)
+        return True
 
 
 def _tape(sizes: list[int], fetch_bytes: int = 0) -> tuple[Tape, list[_Frame], list[int]]:
@@ -145,6 +154,25 @@ def test_the_tape_keeps_no_frame_alive() -> None:
     assert tape.ahead_bytes == 5
     del first
     assert tape.ahead_bytes == 0
+
+
+def test_reads_run_ahead_of_prefetches_as_far_as_there_is_room() -> None:
+    mover = _Mover()
+    tape = Tape(mover, fetch_bytes=10, reads_ahead=True)
+    frames = [_Frame(name, 5) for name in range(12)]
+    for frame in frames:
+        tape.record(frame)
+    mover.room = 3
+    tape.on_backward(frames[11])
+    assert (mover.log, mover.read) == ([11, 10, 9], [8, 7, 6])
+    tape.on_backward(frames[10])
+    assert mover.read == [8, 7, 6], "no room"
+    mover.room = 2
+    tape.on_backward(frames[9])
+    assert (mover.log[-1], mover.read) == (7, [8, 7, 6, 5, 4])
+    mover.room = 9
+    tape.on_backward(frames[3])  # a jump, with a full window
+    assert (mover.log[-1], mover.read[5:]) == (3, [2, 1, 0])
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(0, 30))
