@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
     free_disk_bytes,
     host_memory_bytes,
@@ -97,17 +99,53 @@ def device_numa_node(device: torch.device) -> int | None:
 
 
 def model_shape(parts: ModelParts) -> ModelShape:
-    """The model's shape, with the parameters that are really there and really trained."""
+    """The model's shape, with the parameters that are really there and really trained.
+
+    LoRA is recognised by its adapters; where ranks differ from module to module, by the largest.
+    """
     parameters = list(parts.causal_lm.parameters())
     trained = [p for p in parameters if p.requires_grad]
+    dtype = parts.causal_lm.dtype
     return ModelShape.from_config(
         parts.causal_lm.config,
         dtype_bytes=_compute_bytes(parts),
+        lora=_find_lora(parts),
+        parameter_bytes=dtype.itemsize if dtype.is_floating_point else None,
         total_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in trained),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
     )
+
+
+def _find_lora(parts: ModelParts) -> LoraShape | None:
+    """The trained adapters of the decoder layers, by the attributes that PEFT gives them."""
+    targets: set[str] = set()
+    rank = dtype_bytes = 0
+    dropout = 0.0
+    for layer in parts.layers:
+        for name, module in layer.named_modules():
+            adapters = getattr(module, "lora_A", None)
+            if not isinstance(adapters, nn.ModuleDict) or not hasattr(module, "lora_B"):
+                continue
+            for adapter, linear in adapters.items():
+                weight: Any = linear.weight
+                if not weight.requires_grad:
+                    continue
+                targets.add(name.rpartition(".")[2])
+                rank = max(rank, weight.shape[0])
+                dtype_bytes = max(dtype_bytes, weight.element_size())
+                dropout = max(dropout, _dropout_rate(module, adapter))
+    if not targets:
+        return None
+    return LoraShape(
+        rank=rank, targets=tuple(sorted(targets)), dtype_bytes=dtype_bytes, dropout=dropout
+    )
+
+
+def _dropout_rate(module: nn.Module, adapter: str) -> float:
+    layers: Any = getattr(module, "lora_dropout", {})
+    return float(getattr(layers[adapter], "p", 0.0)) if adapter in layers else 0.0
 
 
 def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> OffloadEngine:

@@ -61,13 +61,14 @@ def forward_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
 def step_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
     """Model FLOPs of one forward and one backward over `batch_rows` rows of `total_tokens` tokens.
 
-    Linear: forward, the gradient of the input, and the gradient of the weight for the share of the
-    parameters that is trained: `(2 + trainable_fraction) * linear`. Attention has no weights and
-    twice its forward in backward: `3 * attention`. Recomputation is not counted.
+    Linear: forward, the gradient of the input, and the gradient of what is trained of the weights;
+    `ModelShape.backward_linear_flops_per_token` says which. Attention has no weights and twice its
+    forward in backward. Recomputation is not counted.
     """
     linear = shape.linear_flops_per_token() * total_tokens * batch_rows
     attention = forward_flops(shape, batch_rows, total_tokens) - linear
-    return int((2 + shape.trainable_fraction) * linear) + 3 * attention
+    backward = shape.backward_linear_flops_per_token() * total_tokens * batch_rows
+    return linear + backward + 3 * attention
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -1,7 +1,7 @@
-"""The shape of one decoder layer, in numbers: weights, FLOPs and elements per token.
+"""The shape of one decoder layer, in numbers: heads, widths, experts, and what they amount to.
 
 Knows nothing of Transformers' configs (see `reader`), of devices, or of what is kept where.
-Elements are counted here; `ModelShape` turns them into bytes.
+Elements are counted here; `blocks` turns a shape into FLOPs and bytes of one token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,39 @@ from sppo_hf.planning.families import FamilyTraits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention: low-rank projections, each rank normalised on its way."""
+
+    q_rank: int | None
+    """Rank of the queries' latent; None where queries are projected at once."""
+
+    kv_rank: int
+    """Rank of the latent that keys and values share."""
+
+    rope_size: int
+    """Elements of a head that are rotated; for keys one set that all heads share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Routed experts of one layer."""
+
+    count: int
+    """Experts there are."""
+
+    active: int
+    """Experts one token meets."""
+
+    width: int
+    """Intermediate elements of one expert."""
+
+    biased: bool = False
+    """Expert matrices have biases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One decoder layer. Sizes are elements; weights count matrix entries, biases left out."""
+    """One decoder layer. Sizes are elements."""
 
     hidden_size: int
     """Width of the residual stream."""
@@ -33,31 +64,43 @@ class LayerShape:
     window: int | None
     """Keys a query sees, its own included; None sees all before it."""
 
-    attention_weights: int
-    """Entries of all attention projections, low-rank ones included."""
-
-    mlp_weights: int
-    """Entries of the MLP matrices one token meets: active and shared experts, and the router."""
-
-    total_mlp_weights: int
-    """The same over all experts, active or not."""
-
-    mlp_width: int
-    """Intermediate elements one token produces: the sum over its active and shared experts."""
-
-    routed_experts: int
-    """Routed experts one token meets; 0 in a dense layer."""
-
     traits: FamilyTraits
-    """What its family's modelling code adds to these sizes."""
+    """How its family's modelling code computes it."""
 
-    latent_size: int = 0
-    """Ranks of MLA's latents, each normalised on its way; 0 elsewhere."""
+    latent: LatentShape | None = None
+    """MLA's ranks; None elsewhere."""
+
+    head_norm: bool = False
+    """Whether queries and keys are normalised, in the way `traits` says."""
+
+    clipped: bool = False
+    """Queries, keys and values are clipped, in place, so copies of them are saved (OLMo)."""
+
+    shared_keys: bool = False
+    """Values are the key projection's output; there is no value projection (Gemma 4)."""
+
+    dense_width: int = 0
+    """Intermediate elements of the dense MLP or of the shared experts; 0 where there are none."""
+
+    experts: ExpertShape | None = None
+    """Routed experts; None in a dense layer."""
+
+    activation: str = "silu"
+    """The MLP's activation by Transformers' name."""
+
+    per_layer_input: int = 0
+    """Width of Gemma 4's per-layer embeddings; 0 elsewhere."""
 
     @property
-    def linear_flops_per_token(self) -> int:
-        """Forward FLOPs of all projections for one token: 2 per matrix entry it meets."""
-        return 2 * (self.attention_weights + self.mlp_weights)
+    def mlp_width(self) -> int:
+        """Intermediate elements one token produces, over its active and shared experts."""
+        routed = 0 if self.experts is None else self.experts.active * self.experts.width
+        return self.dense_width + routed
+
+    @property
+    def routed_experts(self) -> int:
+        """Routed experts one token meets; 0 in a dense layer."""
+        return 0 if self.experts is None else self.experts.active
 
     @property
     def attention_flops_per_key(self) -> int:
@@ -78,9 +121,3 @@ class LayerShape:
     def attention_output_elements(self) -> int:
         """Attention output elements of one token, before the output projection."""
         return self.num_heads * self.v_head_size
-
-    @property
-    def total_weights(self) -> int:
-        """All matrix entries of the layer and its full-width norms, every expert counted."""
-        norms = self.traits.full_width_norms * self.hidden_size
-        return self.attention_weights + self.total_mlp_weights + norms

@@ -7,16 +7,22 @@ attributes will do. What a family leaves out gets the default its own modelling 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.families import traits_of
-from sppo_hf.planning.layer import LayerShape
+from sppo_hf.planning import family_defaults
+from sppo_hf.planning.families import FamilyTraits, traits_of
+from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape
 
 # Families with one K/V head for all queries that say so with a flag of their own.
 _MULTI_QUERY_FAMILIES = frozenset({"falcon", "gpt_bigcode"})
+_ACTIVATION_FIELDS = (
+    *("hidden_activation", "hidden_act", "activation_function"),
+    *("mlp_hidden_act", "hidden_activation_function"),
+)
 
 
 def text_config(config: object) -> object:
@@ -26,12 +32,13 @@ def text_config(config: object) -> object:
 
 
 def find_int(config: object, *names: str) -> int | None:
-    """Returns the first of the named attributes that holds an int, or None."""
+    """Returns the first of the named attributes that holds an int, else the family's default."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-    return None
+    defaults = family_defaults.SIZES.get(family(config), {})
+    return next((defaults[name] for name in names if name in defaults), None)
 
 
 def need_int(config: object, *names: str) -> int:
@@ -58,34 +65,26 @@ def read_layers(config: object) -> tuple[LayerShape, ...]:
         UnsupportedModelError: a size that cannot do without is missing.
     """
     num_layers = need_int(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    hidden_size = need_int(config, "hidden_size", "n_embd", "d_model")
-    per_layer = getattr(config, "per_layer_config", None)
     # Equal layers share one object: a plan walks them often.
     shapes: dict[LayerShape, LayerShape] = {}
-    layers: list[LayerShape] = []
-    for index in range(num_layers):
-        # Where layers differ in such sizes, Transformers refuses to read them off the whole config.
-        own: object = config if per_layer is None else per_layer[index]
-        attention = _read_attention(own, hidden_size)
-        sparse = _is_sparse(config, index)
-        mlp = _read_experts(own, hidden_size) if sparse else _read_mlp(own, hidden_size)
-        layer = LayerShape(
-            hidden_size=hidden_size,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            qk_head_size=attention.qk_head_size,
-            v_head_size=attention.v_head_size,
-            window=_window(config, index),
-            attention_weights=attention.weights,
-            latent_size=attention.latent_size,
-            mlp_weights=mlp.active_weights,
-            total_mlp_weights=mlp.total_weights,
-            mlp_width=mlp.width,
-            routed_experts=mlp.routed_experts,
-            traits=traits_of(family(config)),
-        )
-        layers.append(shapes.setdefault(layer, layer))
-    return tuple(layers)
+    layers = (_read_layer(config, index) for index in range(num_layers))
+    return tuple(shapes.setdefault(layer, layer) for layer in layers)
+
+
+def is_tied(config: object) -> bool:
+    """Whether embedding and head are one matrix."""
+    for owner in (config, text_config(config)):
+        value = getattr(owner, "tie_word_embeddings", None)
+        if isinstance(value, bool):
+            return value
+    return family(text_config(config)) in family_defaults.TIED
+
+
+def learned_positions(config: object) -> int:
+    """Rows of a learned position table; 0 for rotary models."""
+    if family(config) not in family_defaults.LEARNED_POSITIONS:
+        return 0
+    return find_int(config, "n_positions", "max_position_embeddings") or 0
 
 
 def rotary_limit_tokens(config: object) -> int | None:
@@ -103,63 +102,126 @@ def rotary_limit_tokens(config: object) -> int | None:
     return limit
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    num_heads: int
-    num_kv_heads: int
-    qk_head_size: int
-    v_head_size: int
-    weights: int
-    latent_size: int = 0
+def _read_layer(config: object, index: int) -> LayerShape:
+    traits = _traits(config)
+    own = _own_config(config, index)
+    hidden_size = need_int(config, "hidden_size", "n_embd", "d_model")
+    heads = _num_heads(own, index)
+    sparse = _is_sparse(config, index)
+    layer = LayerShape(
+        hidden_size=hidden_size,
+        num_heads=heads,
+        num_kv_heads=_num_kv_heads(own, heads),
+        qk_head_size=find_int(own, "head_dim", "kv_channels") or hidden_size // heads,
+        v_head_size=0,
+        window=_window(config, index),
+        traits=traits,
+        head_norm=bool(traits.head_norm) and _switched_on(config, traits.head_norm_switch),
+        clipped=getattr(config, "clip_qkv", None) is not None,
+        dense_width=_shared_width(own) if sparse else _dense_width(own, hidden_size),
+        experts=_read_experts(own) if sparse else None,
+        activation=_activation(config, traits),
+        per_layer_input=find_int(config, "hidden_size_per_layer_input") or 0,
+    )
+    if traits.attention_experts:
+        return _with_attention_experts(layer)
+    latent = _read_latent(own)
+    if latent is not None:
+        return _with_latent(own, layer, latent)
+    kind = _layer_type(config, index)
+    if family(config) == "mimo_v2_flash" and kind == "sliding_attention":
+        layer = replace(layer, num_kv_heads=2 * layer.num_kv_heads)
+    shared_keys = getattr(config, "attention_k_eq_v", False) is True and kind == "full_attention"
+    v_size = find_int(own, "v_head_dim") or layer.qk_head_size
+    return replace(layer, v_head_size=v_size, shared_keys=shared_keys)
 
 
-def _read_attention(config: object, hidden_size: int) -> _Attention:
-    heads = need_int(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+def _own_config(config: object, index: int) -> object:
+    """What a layer reads its sizes off: an entry of `per_layer_config`, else the config."""
+    per_layer = getattr(config, "per_layer_config", None)
+    if per_layer is None:
+        return config
+    if isinstance(per_layer, Mapping):
+        # As in a config.json: overrides by the layer's number, for some layers.
+        overrides = cast("Mapping[str, Mapping[str, Any]]", per_layer).get(str(index), {})
+        return SimpleNamespace(**{**vars(config), **overrides})
+    # Where layers differ in such sizes, Transformers refuses to read them off the whole config.
+    return cast("Sequence[object]", per_layer)[index]
+
+
+def _traits(config: object) -> FamilyTraits:
+    """The family's traits, and what its config may change about them."""
+    traits = traits_of(family(config))
+    if family(config) == "gpt_neox" and getattr(config, "use_parallel_residual", True) is False:
+        return replace(traits, placement="before")
+    if family(config) == "hyperclovax" and getattr(config, "use_post_norm", True) is False:
+        return replace(traits, placement="before")
+    if family(config) == "laguna" and getattr(config, "gating", True) not in (True, "per-head"):
+        return replace(traits, attention_gate="element")
+    return traits
+
+
+def _switched_on(config: object, switch: str) -> bool:
+    return not switch or getattr(config, switch, False) is True
+
+
+def _activation(config: object, traits: FamilyTraits) -> str:
+    for name in _ACTIVATION_FIELDS:
+        value = getattr(config, name, None)
+        if isinstance(value, str):
+            return value
+    return traits.activation
+
+
+def _num_heads(config: object, index: int) -> int:
+    per_layer = _sequence(config, "num_attention_heads_per_layer")
+    if per_layer is not None:
+        return int(cast("int", per_layer[index]))
+    return need_int(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+
+
+def _num_kv_heads(config: object, heads: int) -> int:
+    if family(config) in _MULTI_QUERY_FAMILIES and getattr(config, "multi_query", True) is True:
+        return 1
+    return find_int(config, "num_key_value_heads", "num_kv_heads") or heads
+
+
+def _read_latent(config: object) -> LatentShape | None:
     kv_rank = find_int(config, "kv_lora_rank")
-    if kv_rank is not None:
-        return _read_latent_attention(config, hidden_size, heads, kv_rank)
-    kv_heads = find_int(config, "num_key_value_heads", "num_kv_heads") or heads
-    if family(config) in _MULTI_QUERY_FAMILIES and getattr(config, "multi_query", False) is True:
-        kv_heads = 1
-    size = find_int(config, "head_dim") or hidden_size // heads
-    weights = hidden_size * size * (2 * heads + 2 * kv_heads)
-    return _Attention(heads, kv_heads, size, size, weights)
+    if kv_rank is None:
+        return None
+    return LatentShape(
+        q_rank=find_int(config, "q_lora_rank"),
+        kv_rank=kv_rank,
+        rope_size=need_int(config, "qk_rope_head_dim"),
+    )
 
 
-def _read_latent_attention(
-    config: object, hidden_size: int, heads: int, kv_rank: int
-) -> _Attention:
+def _with_latent(config: object, layer: LayerShape, latent: LatentShape) -> LayerShape:
     """Multi-head latent attention, as it reaches the attention call.
 
     K/V are expanded to all heads before that call, and the KV store keeps what the call is given.
     The rotary part of a key is shared by the heads in the weights, repeated per head in the store.
     """
-    nope = need_int(config, "qk_nope_head_dim")
-    rope = need_int(config, "qk_rope_head_dim")
-    v_size = need_int(config, "v_head_dim")
-    q_rank = find_int(config, "q_lora_rank")
-    q_out = heads * (nope + rope)
-    q_weights = hidden_size * q_out if q_rank is None else q_rank * (hidden_size + q_out)
-    kv_weights = hidden_size * (kv_rank + rope) + kv_rank * heads * (nope + v_size)
-    weights = q_weights + kv_weights + heads * v_size * hidden_size
-    return _Attention(
-        heads, heads, nope + rope, v_size, weights, latent_size=(q_rank or 0) + kv_rank
+    return replace(
+        layer,
+        num_kv_heads=layer.num_heads,
+        qk_head_size=need_int(config, "qk_nope_head_dim") + latent.rope_size,
+        v_head_size=need_int(config, "v_head_dim"),
+        latent=latent,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Mlp:
-    active_weights: int
-    total_weights: int
-    width: int
-    routed_experts: int = 0
+def _with_attention_experts(layer: LayerShape) -> LayerShape:
+    """JetMoE: one set of heads per active expert, and keys repeated for each."""
+    active = layer.routed_experts
+    heads = layer.num_kv_heads * active
+    return replace(layer, num_heads=heads, num_kv_heads=heads, v_head_size=layer.qk_head_size)
 
 
-def _read_mlp(config: object, hidden_size: int) -> _Mlp:
+def _dense_width(config: object, hidden_size: int) -> int:
     width = find_int(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-    width = 4 * hidden_size if width is None else width
-    weights = (3 if traits_of(family(config)).gated else 2) * hidden_size * width
-    return _Mlp(weights, weights, width)
+    return 4 * hidden_size if width is None else width
 
 
 def _num_experts(config: object) -> int:
@@ -169,30 +231,39 @@ def _num_experts(config: object) -> int:
     )
 
 
-def _read_experts(config: object, hidden_size: int) -> _Mlp:
-    experts = _num_experts(config)
-    active = find_int(config, "num_experts_per_tok", "moe_topk", "moe_k") or 1
-    width = find_int(config, "moe_intermediate_size") or need_int(config, "intermediate_size")
-    shared = find_int(config, "shared_expert_intermediate_size", "shared_intermediate_size")
-    if shared is None:
-        shared = width * (find_int(config, "n_shared_experts", "moe_num_shared_experts") or 0)
-    router = hidden_size * experts
-    return _Mlp(
-        active_weights=3 * hidden_size * (active * width + shared) + router,
-        total_weights=3 * hidden_size * (experts * width + shared) + router,
-        width=active * width + shared,
-        routed_experts=active,
+def _read_experts(config: object) -> ExpertShape:
+    return ExpertShape(
+        count=_num_experts(config),
+        active=find_int(config, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts") or 1,
+        width=_expert_width(config),
+        biased=traits_of(family(config)).clamped_experts,
     )
+
+
+def _expert_width(config: object) -> int:
+    return find_int(config, "moe_intermediate_size") or need_int(config, "intermediate_size")
+
+
+def _shared_width(config: object) -> int:
+    """Intermediate elements of all shared experts together."""
+    width = find_int(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+    if width is not None:
+        return width
+    if family(config) == "hunyuan_v1_moe":
+        return need_int(config, "intermediate_size")
+    names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return _expert_width(config) * (find_int(config, *names) or 0)
 
 
 def _is_sparse(config: object, layer: int) -> bool:
     if _num_experts(config) <= 1 or getattr(config, "enable_moe_block", True) is False:
         return False
-    if layer < (find_int(config, "first_k_dense_replace", "moe_layer_start_index") or 0):
-        return False
     kinds = _sequence(config, "mlp_layer_types")
     if kinds is not None:
         return kinds[layer] == "sparse"
+    dense = find_int(config, "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    if layer < (dense or 0):
+        return False
     if layer in (_sequence(config, "mlp_only_layers") or ()):
         return False
     return (layer + 1) % (find_int(config, "decoder_sparse_step") or 1) == 0
@@ -200,14 +271,23 @@ def _is_sparse(config: object, layer: int) -> bool:
 
 def _window(config: object, layer: int) -> int | None:
     window = find_int(config, "sliding_window")
-    kinds = _sequence(config, "layer_types")
-    if kinds is not None:
-        if kinds[layer] == "chunked_attention":
+    kind = _layer_type(config, layer)
+    if kind is not None:
+        if kind == "chunked_attention":
             return find_int(config, "attention_chunk_size")
-        return window if kinds[layer] == "sliding_attention" else None
-    if getattr(config, "use_sliding_window", True) is False:
+        return window if kind == "sliding_attention" else None
+    if getattr(config, "use_sliding_window", family(config) not in family_defaults.NO_WINDOW) is (
+        False
+    ):
         return None
-    return window
+    full_every = find_int(config, "sliding_window_pattern", "global_attn_every_n_layers")
+    full_every = full_every or family_defaults.FULL_EVERY.get(family(config), 0)
+    return None if full_every and (layer + 1) % full_every == 0 else window
+
+
+def _layer_type(config: object, layer: int) -> object:
+    kinds = _sequence(config, "layer_types")
+    return None if kinds is None else kinds[layer]
 
 
 def _sequence(config: object, name: str) -> Sequence[object] | None:

@@ -1,26 +1,34 @@
 """A model as numbers: FLOPs, weights and bytes per token, layer by layer.
 
 Knows nothing of torch, devices or plans. FLOPs count a multiply-add as two and leave out what is
-elementwise. Bytes are those of one token of one row.
+elementwise. Bytes are those of one token of one row. What a layer does is in `blocks`, how a config
+is read in `reader`; here both are put together and the model's ends are added.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sppo_hf.planning.families import LEARNED_POSITIONS
+from sppo_hf.planning.blocks import work_of
 from sppo_hf.planning.layer import LayerShape
+from sppo_hf.planning.ledger import FLOAT32_BYTES, LayerWork, Training
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.reader import (
     family,
-    find_int,
+    is_tied,
+    learned_positions,
     need_int,
     read_layers,
     rotary_limit_tokens,
     text_config,
 )
 
-FLOAT32_BYTES = 4
+__all__ = ["FLOAT32_BYTES", "ModelShape"]
+
+
+# A model of which less than this share trains has its layers or adapters trained, not its ends.
+_MOSTLY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +65,13 @@ class ModelShape:
     family: str = ""
     """The config's `model_type`."""
 
+    lora: LoraShape | None = None
+    """Adapters; all other weights are then frozen. None where the model's own weights train."""
+
+    parameter_bytes: int | None = None
+    """Bytes of one weight where they are not `dtype_bytes`: 4 for a float32 model under autocast.
+    The residual stream and norms then stay as wide as the weights."""
+
     @classmethod
     def from_config(
         cls,
@@ -64,6 +79,7 @@ class ModelShape:
         *,
         dtype_bytes: int,
         lora: LoraShape | None = None,
+        parameter_bytes: int | None = None,
         total_parameters: int | None = None,
         trainable_parameters: int | None = None,
         weight_bytes: int | None = None,
@@ -73,42 +89,39 @@ class ModelShape:
 
         Args:
             config: of a causal language model, or of a multimodal model that holds one.
-            dtype_bytes: bytes of one activation element, 2 for bf16.
+            dtype_bytes: bytes of one element in matrix products, 2 for bf16.
             lora: adapters on frozen weights; None to train the weights.
+            parameter_bytes: bytes of one weight; `dtype_bytes` when None.
             total_parameters: counted on the live model; derived from the shape when None.
-            trainable_parameters: those that require gradients; all of them when None.
-            weight_bytes: measured on the live model; `total_parameters * dtype_bytes` when None.
-            gradient_bytes: `trainable_parameters * dtype_bytes` when None.
+            trainable_parameters: those that require gradients; the adapters, or all of them without
+                adapters, when None.
+            weight_bytes: measured on the live model; derived when None.
+            gradient_bytes: likewise.
 
         Raises:
             UnsupportedModelError: the config lacks a size that every decoder has.
         """
         text = text_config(config)
         layers = read_layers(text)
-        vocab_size = need_int(text, "vocab_size")
-        tied = bool(getattr(text, "tie_word_embeddings", True))
+        vocab_size, tied = need_int(text, "vocab_size"), is_tied(config)
+        size = dtype_bytes if parameter_bytes is None else parameter_bytes
+        work = [
+            work_of(layer, Training(dtype_bytes=dtype_bytes, parameter_bytes=size, lora=lora))
+            for layer in layers
+        ]
+        adapters = sum(layer.adapter_weights for layer in work)
+        adapter_bytes = 0 if lora is None else adapters * lora.dtype_bytes
         if total_parameters is None:
-            hidden_size = layers[0].hidden_size
-            total_parameters = (
-                sum(layer.total_weights for layer in layers)
-                + (1 if tied else 2) * vocab_size * hidden_size
-                + hidden_size
-                + _learned_positions(text) * hidden_size
-            )
-        if trainable_parameters is None and lora is not None:
-            trainable_parameters = sum(
-                lora.rank
-                * (
-                    4 * layer.hidden_size
-                    + 2 * layer.q_elements
-                    + layer.kv_elements
-                    + 3 * (layer.hidden_size + layer.mlp_width)
-                )
-                for layer in layers
-            )
-            gradient_bytes = trainable_parameters * lora.dtype_bytes
+            rows = (1 if tied else 2) * vocab_size + learned_positions(text)
+            # One row more for the final norm.
+            ends = (rows + 1) * layers[0].hidden_size
+            total_parameters = ends + sum(layer.total_weights for layer in work) + adapters
         if trainable_parameters is None:
-            trainable_parameters = total_parameters
+            trainable_parameters = total_parameters if lora is None else adapters
+        if weight_bytes is None:
+            weight_bytes = (total_parameters - adapters) * size + adapter_bytes
+        if gradient_bytes is None:
+            gradient_bytes = trainable_parameters * size if lora is None else adapter_bytes
         return cls(
             layers=layers,
             vocab_size=vocab_size,
@@ -116,12 +129,12 @@ class ModelShape:
             dtype_bytes=dtype_bytes,
             total_parameters=total_parameters,
             trainable_parameters=trainable_parameters,
-            weight_bytes=total_parameters * dtype_bytes if weight_bytes is None else weight_bytes,
-            gradient_bytes=(
-                trainable_parameters * dtype_bytes if gradient_bytes is None else gradient_bytes
-            ),
+            weight_bytes=weight_bytes,
+            gradient_bytes=gradient_bytes,
             max_positions_tokens=rotary_limit_tokens(text),
             family=family(text),
+            lora=lora,
+            parameter_bytes=parameter_bytes,
         )
 
     @property
@@ -139,6 +152,38 @@ class ModelShape:
         """Share of the parameters that receive gradients, 0 to 1."""
         return min(1.0, self.trainable_parameters / max(1, self.total_parameters))
 
+    @property
+    def lora_bytes(self) -> int:
+        """Bytes of all adapters' weights."""
+        if self.lora is None:
+            return 0
+        return sum(work.adapter_weights for work in self._all_work()) * self.lora.dtype_bytes
+
+    @property
+    def embedding_trained(self) -> bool:
+        """Whether the embedding receives a gradient: not where only adapters train."""
+        return self.lora is None and self.trainable_fraction > _MOSTLY
+
+    @property
+    def head_trainable(self) -> float:
+        """Share of the head that receives a weight gradient, 0 or 1."""
+        return 1.0 if self.embedding_trained else 0.0
+
+    def work(self, layer: int) -> LayerWork:
+        """One token's FLOPs and saved bytes in a layer, attention between tokens left out."""
+        return work_of(
+            self.layers[layer],
+            Training(
+                dtype_bytes=self.dtype_bytes,
+                parameter_bytes=self._parameter_bytes,
+                lora=self.lora,
+                # What comes before the first adapter needs no gradient.
+                input_requires_grad=self.lora is None or layer > 0,
+            ),
+        )
+
+    # -- FLOPs -------------------------------------------------------------------------------
+
     def linear_flops_per_token(self, layer: int | None = None) -> int:
         """Forward FLOPs of all matrix products but attention's, for one token.
 
@@ -146,8 +191,38 @@ class ModelShape:
             layer: one decoder layer; None for the whole model with its head.
         """
         if layer is not None:
-            return self.layers[layer].linear_flops_per_token
-        return sum(s.linear_flops_per_token for s in self.layers) + self.head_flops_per_token
+            return self.work(layer).forward_flops
+        return sum(work.forward_flops for work in self._all_work()) + self.head_flops_per_token
+
+    def backward_linear_flops_per_token(self, layer: int | None = None) -> int:
+        """Backward FLOPs of all matrix products but attention's, for one token.
+
+        The gradient of each input that needs one, and of each weight that is trained. Without
+        adapters but with frozen parameters (it is not known which), the latter are counted by the
+        trained share of all parameters.
+
+        Args:
+            layer: one decoder layer; None for the whole model with its head.
+        """
+        if layer is not None:
+            return self._backward_flops(self.work(layer))
+        head = self.head_flops_per_token
+        trained_head = 0 if self.lora is not None else int(self.trainable_fraction * head)
+        return sum(map(self._backward_flops, self._all_work())) + head + trained_head
+
+    def recompute_flops_per_token(self, layer: int, saved: Saved) -> int:
+        """FLOPs of the matrix products that backward runs again, for one token.
+
+        Recomputation stops at the last value that autograd saves. From a skeleton that is all but
+        the last product (where no norm stands behind it); with the products kept it is the few that
+        cost less than their output's bytes; attention is never among them.
+        """
+        if saved == "whole":
+            return 0
+        work = self.work(layer)
+        if saved == "products":
+            return work.products_recompute_flops
+        return work.skeleton_recompute_flops
 
     def attention_flops_per_key(self, layer: int | None = None) -> int:
         """Forward FLOPs of one (token, visible key) pair; None sums over all layers.
@@ -162,6 +237,8 @@ class ModelShape:
     def head_flops_per_token(self) -> int:
         """Forward FLOPs of the output head for one token."""
         return 2 * self.hidden_size * self.vocab_size
+
+    # -- bytes -------------------------------------------------------------------------------
 
     def kv_bytes_per_token(self, layer: int | None = None) -> int:
         """K and V of one token as the KV store keeps them; None sums over all layers."""
@@ -180,69 +257,46 @@ class ModelShape:
     def skeleton_bytes_per_token(self, layer: int) -> int:
         """What recomputation starts from: layer input, attention output, log-sum-exp.
 
-        `(hidden + heads * v_head_size) * dtype_bytes + heads * 4`.
+        `hidden * parameter_bytes + heads * v_head_size * dtype_bytes + heads * 4`.
         """
-        shape = self.layers[layer]
-        elements = shape.hidden_size + shape.attention_output_elements
-        return elements * self.dtype_bytes + self._lse_bytes(shape)
+        return self.work(layer).skeleton_bytes
 
-    lora_bytes = property(lambda self: 0)
-    embedding_trained = property(lambda self: self.trainable_fraction > 0.5)
-    head_trainable = property(lambda self: float(self.trainable_fraction > 0.5))
+    def frame_bytes_per_token(self, layer: int, saved: Saved = "whole") -> int:
+        """What is kept of one layer between forward and backward; keys and values left out.
 
-    def recompute_flops_per_token(self, layer, saved):
-        s = self.layers[layer]
-        return (
-            s.linear_flops_per_token - 2 * s.mlp_width * s.hidden_size if saved == "skeleton" else 0
-        )
-
-    def backward_linear_flops_per_token(self, layer):
-        return (1 + self.trainable_fraction) * self.linear_flops_per_token(layer)
-
-    def frame_bytes_per_token(self, layer, saved="whole"):
-        if saved == "skeleton":
-            return self.skeleton_bytes_per_token(layer)
-        if saved == "products":
-            return self.skeleton_bytes_per_token(layer) + self.dtype_bytes * (
-                self.layers[layer].q_elements
-                + self.layers[layer].kv_elements
-                + self.layers[layer].hidden_size
-                + 2 * self.layers[layer].mlp_width
-            )
-        return self._whole(layer)
-
-    def _whole(self, layer: int) -> int:
-        """What autograd saves of one layer when nothing is dropped, K and V left out.
-
-        An estimate for Transformers' own modules: each projection saves its input once, the
-        activation and the gating product save theirs, norms save what `FamilyTraits` says,
-        attention saves q, its output and its log-sum-exp. Frozen projections save no input, so
-        for LoRA it is an upper bound.
+        Args:
+            layer: its index. Under LoRA the first layer saves less than the others.
+            saved: "skeleton" as `skeleton_bytes_per_token`; "products" the skeleton and the outputs
+                of the matrix products that backward needs and that are worth keeping; "whole" all
+                that autograd saves, each piece of memory once, without `chunk_shared_bytes`.
         """
-        shape = self.layers[layer]
-        traits, size = shape.traits, self.dtype_bytes
-        # q, the attention output (also the input of its projection), and the log-sum-exp.
-        attention = (shape.q_elements + shape.attention_output_elements) * size
-        attention += self._lse_bytes(shape)
-        normed = traits.full_width_norms * shape.hidden_size + shape.latent_size
-        if traits.head_norms:
-            normed += (shape.num_heads + shape.num_kv_heads) * shape.qk_head_size
-        float32_bytes = max(FLOAT32_BYTES, size)
-        norms = normed * (
-            traits.norm_float32_copies * float32_bytes + traits.norm_native_copies * size
-        )
-        # Inputs of the projections: q, k and v share one, the MLP has one (parallel layers share
-        # it), each routed expert has its own and saves its output to be weighted.
-        inputs = min(2, traits.full_width_norms) + 2 * shape.routed_experts
-        widths = (inputs * shape.hidden_size + shape.latent_size) * size
-        return attention + norms + widths + traits.mlp_copies * shape.mlp_width * size
+        work = self.work(layer)
+        if saved == "whole":
+            return work.whole_bytes
+        return work.products_bytes if saved == "products" else work.skeleton_bytes
 
-    def _lse_bytes(self, shape: LayerShape) -> int:
-        return shape.num_heads * max(FLOAT32_BYTES, self.dtype_bytes)
+    @property
+    def chunk_shared_bytes_per_token(self) -> int:
+        """What all layers of a chunk save together: cosines and sines of the rotary embedding.
 
+        In the residual stream's dtype, one table per head size; a few hundred bytes.
+        """
+        sizes = {
+            layer.latent.rope_size if layer.latent else layer.qk_head_size
+            for layer in self.layers
+            if layer.traits.rotary and not layer.traits.own_tables
+        }
+        return 2 * sum(sizes) * self._parameter_bytes
 
-def _learned_positions(config: object) -> int:
-    """Rows of a learned position table; 0 for rotary models."""
-    if family(config) not in LEARNED_POSITIONS:
-        return 0
-    return find_int(config, "n_positions", "max_position_embeddings") or 0
+    @property
+    def _parameter_bytes(self) -> int:
+        return self.dtype_bytes if self.parameter_bytes is None else self.parameter_bytes
+
+    def _all_work(self) -> list[LayerWork]:
+        return [self.work(layer) for layer in range(self.num_layers)]
+
+    def _backward_flops(self, work: LayerWork) -> int:
+        weights = work.weight_gradient_flops
+        if self.lora is None:
+            weights = int(self.trainable_fraction * weights)
+        return work.input_gradient_flops + weights

@@ -1,0 +1,174 @@
+"""Small models of every family whose sizes are all different, and what autograd saves of them.
+
+Sizes are large enough that what does not grow with the tokens hardly counts, and no two widths are
+equal by chance. Imported only by tests that need torch and Transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.model.convert import convert
+from sppo_hf.model.structure import find_parts
+from sppo_hf.model.tiny import tiny_config
+from sppo_hf.model.tiny_families import FAMILIES
+from sppo_hf.planning.lora import ALL_LINEAR, LoraShape
+
+TOKENS = 61
+"""A prime, so that memory whose size is divisible by it grows with the tokens."""
+
+RANK = 4
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 160,
+    "word_embed_proj_dim": 160,
+    "intermediate_size": 384,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "kv_channels": 24,
+    "moe_intermediate_size": 112,
+    "shared_expert_intermediate_size": 176,
+    "shared_intermediate_size": 176,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "moe_num_experts": 6,
+    "q_lora_rank": 56,
+    "kv_lora_rank": 88,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 40,
+    # Wider than the tokens, and no soft cap: then the CPU's fused kernel attends in one call, as
+    # the kernels on a GPU do, and its products are not counted as the model's.
+    "sliding_window": 4096,
+    "attn_logit_softcapping": None,
+    "max_position_embeddings": 2048,
+}
+_ATTENTION = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj"),
+    *("kv_a_proj_with_mqa", "kv_b_proj", "kv_proj"),
+)
+SETTINGS = SPPOConfig(
+    recompute="none", offload="none", num_chunks=1, show_plan=False, show_progress=False
+)
+
+
+def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Module, Any]:
+    """A converted random model of `tiny_families.FAMILIES[name]`, and its LoRA or None.
+
+    PEFT turns "all-linear" into merged expert weights for families with experts, so there only
+    attention is adapted.
+    """
+    default = AutoConfig.for_model(FAMILIES[name].model_type)
+    fields, names = default.to_dict(), default.attribute_map
+    sizes = {
+        field: value
+        for field, value in _SIZES.items()
+        if fields.get(names.get(field, field)) is not None or _asked_for(name, field)
+    }
+    if "kv_lora_rank" in sizes:
+        sizes |= {"num_key_value_heads": 8, "q_lora_rank": _SIZES["q_lora_rank"]}
+        sizes |= {"head_dim": 8} if "head_dim" in sizes else {}
+    if name == "helium":
+        sizes["head_dim"] = 20  # its output projection takes heads to be hidden_size wide together
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(tiny_config(name, **sizes)).to(dtype).train()
+    shape = None
+    if lora:
+        sparse = any("expert" in child for child, _ in model.named_modules())
+        modules = {child.rpartition(".")[2] for child, _ in model.named_modules()}
+        found = tuple(target for target in _ATTENTION if target in modules)
+        model = _add_lora(model, list(found) if sparse else ALL_LINEAR)
+        size = max(4, dtype.itemsize)
+        shape = LoraShape(rank=RANK, targets=found if sparse else ALL_LINEAR, dtype_bytes=size)
+    return convert(model, SETTINGS), shape
+
+
+def run(model: nn.Module) -> Tensor:
+    """The loss over a batch of one row."""
+    ids = torch.arange(TOKENS).view(1, TOKENS) % 90 + 3
+    return model(input_ids=ids, labels=ids).loss
+
+
+def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
+    """Bytes per token that autograd saves, by layer, and those that layers share.
+
+    Every piece of memory counts once; parameters and what does not grow with the tokens are left
+    out. Layers share what a rotary module returns.
+    """
+    parts = find_parts(model)
+    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    seen: dict[int, dict[int, Tensor]] = defaultdict(dict)
+    running: list[int] = []
+    tables: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        at = tensor.untyped_storage().data_ptr()
+        if running and _bytes(tensor) % TOKENS == 0 and at not in own:
+            seen[running[-1]].setdefault(at, tensor)
+        return tensor
+
+    handles: list[Any] = []
+    for index, layer in enumerate(parts.layers):
+        handles.append(layer.register_forward_pre_hook(lambda *_, i=index: running.append(i)))
+        handles.append(layer.register_forward_hook(lambda *_: running.clear()))
+    for module in model.modules():
+        if "Rotary" in type(module).__name__:
+            handles.append(module.register_forward_hook(lambda *args: tables.extend(args[-1])))
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run(model)
+    for handle in handles:
+        handle.remove()
+    assert loss.requires_grad
+    rotary = {table.untyped_storage().data_ptr() for table in tables}
+    layers = {
+        index: sum(_bytes(x) for at, x in tensors.items() if at not in rotary) / TOKENS
+        for index, tensors in seen.items()
+    }
+    everything = {at: x for tensors in seen.values() for at, x in tensors.items()}
+    shared = sum(_bytes(x) for at, x in everything.items() if at in rotary) / TOKENS
+    return layers, shared
+
+
+@contextlib.contextmanager
+def counted_flops() -> Iterator[FlopCounterMode]:
+    """Counts matrix products, those over groups of rows too; fused attention it does not see."""
+
+    def grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+        if len(a) == len(b) == 2:
+            # Gradients of weights: the groups are runs of the summed dim.
+            return 2 * a[0] * a[1] * b[1]
+        return 2 * a[-2] * a[-1] * b[-1]
+
+    products = {torch.ops.aten._grouped_mm: grouped}
+    with FlopCounterMode(display=False, custom_mapping=products) as counter:
+        yield counter
+
+
+def _asked_for(name: str, field: str) -> bool:
+    return field in FAMILIES[name].overrides
+
+
+def _add_lora(model: nn.Module, targets: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        # PEFT asks for a property by a name that newer Transformers call deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, LoraConfig(r=RANK, target_modules=targets)).train()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
