@@ -122,6 +122,7 @@ class Staging:
     def add(self, cargo: Cargo) -> None:
         """Follow a cargo of the disk tier whose copy out has just been enqueued."""
         self._out.append(cargo)
+        self._hand_over()  # on the CPU its copy has ended already
 
     def poll(self, land: Land) -> None:
         """Move on what has come to an end; does not wait, but for a disk with a full queue."""

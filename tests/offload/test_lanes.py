@@ -93,6 +93,20 @@ def test_waiting_for_a_copy_that_is_over_costs_nothing(device: FakeDevice) -> No
     assert copier.stall_seconds() == 0.0
 
 
+def test_finishing_blocks_the_host_until_the_copy_has_ended(device: FakeDevice) -> None:
+    copier = StreamCopier(device)
+    source = device.tensor(_bytes(), seconds=3.0)
+    ticket = copier.start_d2h(source, _host())
+    assert not ticket.done()
+    ticket.finish()
+    assert device.now == 3.0 + SECONDS
+    assert device.host_waits == 1
+    assert ticket.done()
+    ticket.finish()
+    assert device.host_waits == 1
+    assert copier.stall_seconds() == 0.0, "compute did not wait"
+
+
 def test_without_own_streams_everything_is_ordered_by_the_compute_stream(
     device: FakeDevice,
 ) -> None:
@@ -172,6 +186,7 @@ def test_the_host_copier_copies_at_once_and_counts_its_time() -> None:
     assert after_out > 0.0
     back, into = copier.start_h2d(host, ticket)
     into.wait()
+    into.finish()
     assert torch.equal(back, source)
     assert back.data_ptr() != host.data_ptr()
     assert copier.stall_seconds() > after_out
@@ -188,6 +203,7 @@ def test_a_round_trip_on_cuda(own_streams: bool, pin: bool) -> None:
         out = copier.start_d2h(source, host)
         back, into = copier.start_h2d(host, out)
         into.wait()
-        out.wait()
+        out.finish()
+        assert out.done()
         assert bool((back == value).all())
     assert copier.stall_seconds() >= 0.0

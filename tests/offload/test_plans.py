@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo_hf.offload.cargo import Cargo
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.lanes import StreamCopier, StreamTicket
@@ -111,6 +112,7 @@ class Training:
         frames: list[Frame] = []
         carried = self.device.tensor(torch.rand(8))
         self.largest_bytes, self.dropped = 0, False
+        self.used: set[Cargo] = set()
         for mode, sizes in plan:
             frame = Frame()
             before_bytes = self._leaving_bytes()
@@ -198,7 +200,9 @@ class Training:
         if self.dropped:
             return  # what a dropped frame shared with one that is left is in nobody's window
         held = {handle.cargo() for frame in frames for handle in frame.handles() if handle.is_moved}
-        on_device = [cargo for cargo in held - in_use if cargo.on_device is not None]
+        # What was in use and is shared with a frame before stays for that one's use.
+        self.used |= in_use
+        on_device = [cargo for cargo in held - self.used if cargo.on_device is not None]
         assert sum(cargo.span.num_bytes for cargo in on_device) <= most_bytes
 
 

@@ -96,6 +96,15 @@ def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Modu
     return convert(model, SETTINGS), shape
 
 
+def to_bfloat16(model: nn.Module) -> nn.Module:
+    """The model in bfloat16, its adapters float32 as PEFT makes them for such a model."""
+    model = model.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    return model
+
+
 def run(model: nn.Module) -> Tensor:
     """The loss over a batch of one row."""
     ids = torch.arange(TOKENS).view(1, TOKENS) % 90 + 3

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from sppo_hf.offload.pool import PAGE_BYTES, HostPool
 from sppo_hf.offload.staging import Staging
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
+from tests.offload.faulty_disk import FaultyDisk
 from tests.offload.small_stack import TOKENS, WIDTH, assert_same, loss_of, make_blocks
 
 PAGE_FLOATS = PAGE_BYTES // 4
@@ -353,6 +358,37 @@ def test_gradients_through_a_real_disk_are_equal_to_the_bit(tmp_path: Path) -> N
     del loss  # dropped without backward
     engine.assert_drained()
     engine.close()
+
+
+@pytest.mark.parametrize("fails", ["writing", "reading"])
+def test_what_breaks_in_a_thread_surfaces_in_the_step_and_names_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    faults = FaultyDisk(monkeypatch)
+    disk = DiskStore(tmp_path, slab_bytes=2**20)
+    engine = make_engine(torch.device("cpu"), min_offload_elements=8, budget_bytes=2**15, disk=disk)
+    blocks, hidden_CD = make_blocks(6), torch.rand(TOKENS, WIDTH)
+
+    def break_the_disk() -> None:
+        faults.errors.append(OSError(errno.EIO, "as injected"))
+
+    def step(before_backward: Callable[[], None]) -> None:
+        loss = loss_of(blocks, hidden_CD, engine, tiers=("disk",))
+        while disk.queued_bytes:
+            time.sleep(0.001)
+        before_backward()
+        loss.backward()
+
+    if fails == "writing":
+        break_the_disk()
+    with pytest.raises(OffloadError, match=rf"{fails} .*{tmp_path}.*EIO"):
+        step(break_the_disk if fails == "reading" else lambda: None)
+    engine.abandon()
+    step(lambda: None)
+    engine.assert_drained()
+    engine.close()
+    assert not disk.path.exists()
+    assert not [one for one in threading.enumerate() if one.name.startswith("sppo-disk")]
 
 
 def test_the_fake_device_sees_a_write_before_the_copy_it_writes() -> None:
