@@ -6,6 +6,7 @@ import pytest
 
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.reader import read_layers, rotary_limit_tokens, text_config
+from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import llama_config
 
 
@@ -43,10 +44,11 @@ def test_first_layers_dense_then_shared_and_active_experts() -> None:
     )
     dense, sparse, _ = read_layers(config)
     assert (dense.mlp_width, dense.routed_experts) == (64, 0)
-    assert dense.mlp_weights == dense.total_mlp_weights == 3 * 16 * 64
     assert (sparse.mlp_width, sparse.routed_experts) == (30, 2)
-    assert sparse.mlp_weights == 3 * 16 * (2 * 10 + 10) + 16 * 8
-    assert sparse.total_mlp_weights == 3 * 16 * (8 * 10 + 10) + 16 * 8
+    shape = ModelShape.from_config(config, dtype_bytes=2)
+    attention = 4 * 16 * 16
+    assert shape.linear_flops_per_token(0) == 2 * (attention + 3 * 16 * 64)
+    assert shape.linear_flops_per_token(1) == 2 * (attention + 3 * 16 * (2 * 10 + 10) + 16 * 8)
 
 
 def test_every_other_layer_sparse() -> None:
