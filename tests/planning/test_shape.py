@@ -27,8 +27,8 @@ def test_llama_8b_by_hand() -> None:
     assert shape.skeleton_bytes_per_token(0) == 2 * 4096 * 2 + 32 * 4
     assert shape.attention_flops_per_key() == 32 * 4 * 4096
     assert shape.linear_flops_per_token() == pytest.approx(2 * 7.5e9, rel=0.01)
-    # Two norms with a float32 input, a float32 scale and a bf16 value each; q and attention output; two inputs of
-    # projections; gate, activated gate, up and product.
+    # Two norms with a float32 input, a float32 scale and a bf16 value each; q and attention
+    # output; two inputs of projections; gate, activated gate, up and product.
     elements = 2 * 4096 + 2 * 4096 + 2 * 4096 + 4 * 14_336
     assert shape.frame_bytes_per_token(0) == elements * 2 + 2 * 4096 * 4 + 2 * 4 + 32 * 4
 
