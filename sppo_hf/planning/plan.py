@@ -19,6 +19,7 @@ from sppo_hf.planning.choices import (
     named_budgets,
     read_budgets,
     read_choices,
+    set_by_rule,
 )
 from sppo_hf.planning.cost import Correction, StageCost
 from sppo_hf.planning.decisions import Decisions
@@ -195,11 +196,8 @@ def _decide(task: _Task) -> _Decided:
         return _evaluation(task)
     if config.offload == "sppo":
         return _paper(task)
-    # Where two tiers are away, something has to say what goes to which.
-    one_place = config.offload == "none" or len(away_tiers(config, task.device)) < 2
-    fixed = config.offload != "auto" and config.recompute != "auto" and one_place
     saves_memory = task.device.kind == "cpu" and config.device_memory is None
-    if fixed or saves_memory or task.cost is None:
+    if set_by_rule(config, task.device) or saves_memory or task.cost is None:
         return _by_rule(task)
     return _solved(task, task.cost)
 
