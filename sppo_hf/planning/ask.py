@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
+from sppo_hf.errors import BudgetError
+from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices, set_by_rule
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
@@ -199,10 +200,23 @@ def plan_for(question: Question) -> Plan:
     Raises:
         ConfigError: the settings do not fit this length.
     """
+    config = question.config
+    if question.device.kind == "cpu" and config.device_memory is not None:
+        # On a CPU it takes a budget that is named for anything to be kept.
+        try:
+            return _make_plan(question, config)
+        except BudgetError:
+            pass
     # A budget that the settings name is a reason to refuse; here it is one to answer.
+    return _make_plan(
+        question, config.replace(device_memory=None, host_memory=None, disk_memory=None)
+    )
+
+
+def _make_plan(question: Question, config: SPPOConfig) -> Plan:
     budgets = read_budgets(question.config, question.device)
     return make_plan(
-        question.config.replace(device_memory=None, host_memory=None, disk_memory=None),
+        config,
         question.shape,
         device=replace(
             question.device,
@@ -310,18 +324,16 @@ def _smallest(
     """
     config, cost, kind = question.config, _cost(plan), question.device.kind
     choices = read_choices(config, question.device)
-    for bounds in islice(_cuts(config, cost, total_tokens, kind), most_cuts):
+    cuts = _cuts(question, cost, total_tokens)
+    for bounds in islice(cuts, most_cuts):
         base = _batch(plan).decisions(bounds, plan.num_layers)
-        if _has_rule(config):
-            # A rule does not look for a place for K/V.
-            yield _ruled(config, cost, with_kv(base, choices.kv_tiers[0]), choices)
-            continue
-        for kv_tier in choices.kv_tiers:
-            yield least_memory(cost, with_kv(base, kv_tier), plan.budgets, choices, kind)
-
-
-def _has_rule(config: SPPOConfig) -> bool:
-    return config.offload == "sppo" or "auto" not in (config.offload, config.recompute)
+        # The paper's rule does not look for a place for K/V.
+        for kv_tier in choices.kv_tiers[: 1 if config.offload == "sppo" else None]:
+            placed = with_kv(base, kv_tier)
+            if set_by_rule(config, question.device):
+                yield _ruled(config, cost, placed, choices)
+            else:
+                yield least_memory(cost, placed, plan.budgets, choices, kind)
 
 
 def _ruled(config: SPPOConfig, cost: StageCost, base: Decisions, choices: Choices) -> Decisions:
@@ -331,9 +343,10 @@ def _ruled(config: SPPOConfig, cost: StageCost, base: Decisions, choices: Choice
     return decisions
 
 
-def _cuts(config: SPPOConfig, cost: StageCost, total_tokens: int, kind: str) -> Iterator[Bounds]:
+def _cuts(question: Question, cost: StageCost, total_tokens: int) -> Iterator[Bounds]:
+    config, kind = question.config, question.device.kind
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    if not (fixed or _has_rule(config) or kind == "cpu"):
+    if not (fixed or set_by_rule(config, question.device) or kind == "cpu"):
         yield from chunk_cuts(cost, total_tokens, config.partition)
         return
     num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)

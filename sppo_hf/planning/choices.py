@@ -88,6 +88,14 @@ def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     return Choices(saved=saved[config.recompute], tiers=tiers, kv_tiers=kv_tiers)
 
 
+def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
+    """Whether nothing is left to search: modes are fixed, and what leaves has one place to go."""
+    # Where two tiers are away, something has to say what goes to which.
+    one_place = config.offload == "none" or len(away_tiers(config, facts)) < 2
+    fixed = config.offload != "auto" and config.recompute != "auto" and one_place
+    return fixed or config.offload == "sppo"
+
+
 def away_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
     """Returns the tiers that are away from the device, nearest first.
 

@@ -19,6 +19,7 @@ from sppo_hf.planning.choices import (
     named_budgets,
     read_budgets,
     read_choices,
+    set_by_rule,
 )
 from sppo_hf.planning.cost import Correction, StageCost
 from sppo_hf.planning.decisions import Decisions
@@ -195,22 +196,24 @@ def _decide(task: _Task) -> _Decided:
         return _evaluation(task)
     if config.offload == "sppo":
         return _paper(task)
-    fixed = config.offload != "auto" and config.recompute != "auto"
     saves_memory = task.device.kind == "cpu" and config.device_memory is None
-    if fixed or saves_memory or task.cost is None:
+    if set_by_rule(config, task.device) or saves_memory or task.cost is None:
         return _by_rule(task)
     return _solved(task, task.cost)
 
 
 def _evaluation(task: _Task) -> _Decided:
     """Nothing waits for a backward; only K/V may have to leave."""
-    base = _base(task)
-    placed = with_kv(base, task.choices.kv_tiers[0])
+    return _Decided(decisions=_kv_placed(task, _base(task)), recompute_reason="", offload_reason="")
+
+
+def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
+    """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
     for kv_tier in task.choices.kv_tiers:
-        placed = with_kv(base, kv_tier)
-        if fits(estimate(task.shape, placed, device_kind=task.device.kind), task.budgets):
+        decisions = with_kv(decisions, kv_tier)
+        if fits(estimate(task.shape, decisions, device_kind=task.device.kind), task.budgets):
             break
-    return _Decided(decisions=placed, recompute_reason="", offload_reason="")
+    return decisions
 
 
 def _paper(task: _Task) -> _Decided:
@@ -239,7 +242,7 @@ def _with_host(choices: Choices) -> Choices:
 def _by_rule(task: _Task) -> _Decided:
     """Modes that need no search: the user fixed them, or memory alone counts."""
     config, device = task.config, task.device
-    base = with_kv(_base(task), task.choices.kv_tiers[0])
+    base = _base(task)
     recompute, recompute_reason = True, "auto: least memory, and attention is never run again"
     if config.recompute != "auto":
         recompute, recompute_reason = config.recompute == "full", "set by the user"
@@ -260,7 +263,7 @@ def _by_rule(task: _Task) -> _Decided:
     if automatic and device.kind == "cpu" and base.num_chunks > 1:
         modes = (*modes[:-1], (KEEP,) * base.num_layers)
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
-    decisions = replace(base, layer_modes=modes)
+    decisions = _kv_placed(task, replace(base, layer_modes=modes))
     return _Decided(
         decisions=decisions,
         recompute_reason=recompute_reason,
@@ -315,6 +318,9 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
         return sum(o.missing_bytes for o in over_budget(estimates[index], task.budgets))
 
     best = min(range(len(plans)), key=missing)
+    for other in over_budget(estimates[best], task.budgets):
+        if other.tier in named_budgets(task.config):
+            raise BudgetError(_limit_text(task, other))
     return play(plans[best], cost, estimates[best], policy="least memory")
 
 

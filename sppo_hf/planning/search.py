@@ -127,9 +127,10 @@ def chunk_cuts(
     prefix = PrefixCost.of(cost.shape)
     seen: set[Bounds] = set()
     for target in TARGET_TOKENS:
-        last = target == TARGET_TOKENS[-1]
-        if total_tokens > _MOST_CHUNKS * target and not last:
-            continue
+        if total_tokens > _MOST_CHUNKS * target:
+            if target != TARGET_TOKENS[-1]:
+                continue
+            target = -(-total_tokens // _MOST_CHUNKS)
         if cut is not None:
             bounds = cut(target)
         else:
