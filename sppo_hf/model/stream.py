@@ -13,11 +13,20 @@ from torch import Tensor
 from sppo_hf.attention.mover import Mover
 from sppo_hf.attention.pieces import RowSpans
 from sppo_hf.attention.streamed import KVStream
+from sppo_hf.model.arena import return_free_heap
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.planning.plan import Plan
 
 LABEL = "keys, values or their gradients"
+
+TRIM_BYTES = 32 << 20
+"""On a CPU: bytes that come back between two times that free heap is returned to the system.
+
+What comes and goes leaves holes in the C library's heap (see `return_free_heap`), per chunk as many
+bytes as the whole prefix has. Measured with 16 layers of 4 KiB per token and layer: 130 KiB of
+memory per token without, 64 with.
+"""
 
 
 class EngineMover(Mover):
@@ -41,6 +50,8 @@ class EngineMover(Mover):
         self._engine = engine
         self._tier: Literal["host", "disk"] = tier
         self._leave_bytes = leave_bytes
+        self._trims = engine.device.type == "cpu"
+        self._fetched_bytes = 0
 
     def send(self, tensor: Tensor) -> OffloadedTensor:
         """See `Mover.send`."""
@@ -52,11 +63,16 @@ class EngineMover(Mover):
 
     def fetch(self, handle: OffloadedTensor) -> Tensor:
         """See `Mover.fetch`."""
-        return self._engine.wait_for(handle)
+        tensor = self._engine.wait_for(handle)
+        self._fetched_bytes += tensor.numel() * tensor.element_size()
+        return tensor
 
     def evict(self, handle: OffloadedTensor) -> None:
         """See `Mover.evict`."""
         self._engine.evict(handle)
+        if self._trims and self._fetched_bytes >= TRIM_BYTES:
+            self._fetched_bytes = 0
+            return_free_heap()
 
     def release(self, handle: OffloadedTensor) -> None:
         """See `Mover.release`."""

@@ -87,6 +87,11 @@ def learned_positions(config: object) -> int:
     return find_int(config, "n_positions", "max_position_embeddings") or 0
 
 
+def per_layer_vocabulary(config: object) -> int:
+    """Rows of the table of per-layer embeddings (Gemma 4); as many as the vocabulary's else."""
+    return find_int(config, "vocab_size_per_layer_input") or need_int(config, "vocab_size")
+
+
 def rotary_limit_tokens(config: object) -> int | None:
     """Returns the longest sequence the position encoding was made for; None where it has no end."""
     limit = find_int(config, "max_position_embeddings", "n_positions", "n_ctx")

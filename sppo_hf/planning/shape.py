@@ -19,6 +19,7 @@ from sppo_hf.planning.reader import (
     is_tied,
     learned_positions,
     need_int,
+    per_layer_vocabulary,
     read_layers,
     rotary_limit_tokens,
     text_config,
@@ -109,12 +110,17 @@ class ModelShape:
             work_of(layer, Training(dtype_bytes=dtype_bytes, parameter_bytes=size, lora=lora))
             for layer in layers
         ]
+        hidden_size = layers[0].hidden_size
+        extra = sum(layer.per_layer_input for layer in layers)
         adapters = sum(layer.adapter_weights for layer in work)
+        if lora is not None and extra and lora.adapts("per_layer_model_projection"):
+            adapters += lora.rank * (hidden_size + extra)
         adapter_bytes = 0 if lora is None else adapters * lora.dtype_bytes
         if total_parameters is None:
             rows = (1 if tied else 2) * vocab_size + learned_positions(text)
             # One row more for the final norm.
-            ends = (rows + 1) * layers[0].hidden_size
+            ends = (rows + 1) * hidden_size
+            ends += extra * (per_layer_vocabulary(text) + hidden_size)
             total_parameters = ends + sum(layer.total_weights for layer in work) + adapters
         if trainable_parameters is None:
             trainable_parameters = total_parameters if lora is None else adapters
