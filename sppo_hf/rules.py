@@ -129,7 +129,9 @@ def text(field: str, value: object) -> object:
         written: object = fspath(cast("str | PathLike[str]", value))
         if isinstance(written, str) and written:
             return written
-    refuse(field, value, allowed="None (null in YAML) or a text", remedy=f"give one, or drop {field}")
+    refuse(
+        field, value, allowed="None (null in YAML) or a text", remedy=f"give one, or drop {field}"
+    )
 
 
 def lengths(field: str, value: object) -> object:

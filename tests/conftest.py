@@ -8,6 +8,7 @@ package, so that the pure tier stays fast.
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,11 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests build their models; one that reaches for a hub is a mistake and should fail at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A machine whose speed somebody calibrated must not change any test's plan. One folder for all
+# workers of xdist, which inherit it.
+os.environ["HF_HOME"] = os.environ.setdefault(
+    "SPPO_TESTS_HF_HOME", tempfile.mkdtemp(prefix="sppo-tests-")
+)
 
 # Whatever the machine's speed, an example is no slower than the test's own time limit allows; and
 # the same examples on every run, so that a red CI is red on the next machine too.

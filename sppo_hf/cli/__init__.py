@@ -9,6 +9,8 @@ import typer
 
 from sppo_hf.cli.calibrate import calibrate
 from sppo_hf.cli.check import check
+from sppo_hf.cli.estimate import estimate
+from sppo_hf.cli.plan import plan
 
 app = typer.Typer(
     name="sppo",
@@ -19,6 +21,8 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command()(check)
+app.command()(estimate)
+app.command()(plan)
 
 
 @app.callback()

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from sppo_hf.model.observer import Direction, StepObserver, StepRecord
 
 if TYPE_CHECKING:
+    from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
 
 
@@ -36,6 +37,11 @@ class ObserverHub(StepObserver):
         """Tell every subscriber."""
         for observer in list(self._subscribers):
             observer.on_plan(plan, model_name)
+
+    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
+        """Tell every subscriber."""
+        for observer in list(self._subscribers):
+            observer.on_correction(before, after, measured)
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """Tell every subscriber."""

@@ -15,9 +15,11 @@ from rich.console import Console
 from tqdm.auto import tqdm
 
 from sppo_hf.model.observer import Direction, StepObserver, StepRecord
+from sppo_hf.planning.comparison import comparison_table
 from sppo_hf.planning.report import plan_table
 
 if TYPE_CHECKING:
+    from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
 
 SHOW_AFTER_SECONDS = 3.0
@@ -61,6 +63,15 @@ class ProgressReporter(StepObserver):
         if not console.is_terminal:
             console = Console(file=sys.stderr, width=_LEAST_COLUMNS)
         console.print(plan_table(plan, model_name))
+
+    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
+        """Say what was measured beside what was planned, and what follows from it."""
+        if not self.show_plan or not _is_main_process():
+            return
+        console = Console(file=sys.stderr)
+        if not console.is_terminal:
+            console = Console(file=sys.stderr, width=_LEAST_COLUMNS)
+        console.print(comparison_table(before, after, measured))
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """Move the bar, once the step has taken long enough to deserve one."""

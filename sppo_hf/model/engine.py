@@ -26,10 +26,11 @@ from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.calls import ForwardCall, read_call
-from sppo_hf.model.facts import device_facts, model_shape, new_offload_engine
+from sppo_hf.model.facts import device_facts, dtype_name, model_shape, new_offload_engine
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout, read_layout
+from sppo_hf.model.lessons import Teacher
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.sequence import Sequence, Slices
@@ -68,6 +69,7 @@ class Engine:
         self._offload: OffloadEngine | None = None
         self._shape: ModelShape | None = None
         self._warned: set[str] = set()
+        self._teacher = Teacher()
 
     # -- the model's forward -----------------------------------------------------------------
 
@@ -102,9 +104,15 @@ class Engine:
             shift_labels_BT=call.shift_labels,
             ignore_index=call.ignore_index,
         )
+        self._correct_plans()
         plan = self.plan(call.batch_rows, call.total_tokens, call.device)
         watch = ForwardWatch(
-            self.observer, plan, self.shape(), took=self.take_stats, began_seconds=began
+            self.observer,
+            plan,
+            self.shape(),
+            took=self.take_stats,
+            began_seconds=began,
+            on_step=self._teacher.step_done,
         )
         if call.head_arguments:
             output = self._whole_head(call, layout, plan, watch)
@@ -185,7 +193,7 @@ class Engine:
             last_position=positions.max().view(1, 1),
             choose_backend=self.choose_backend,
             counters=self.counters,
-            offload=self.offload(call.device),
+            offload=self.offload(call.device, plan),
         )
         slices = Slices(self._inputs(call), positions, call.constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
@@ -242,23 +250,58 @@ class Engine:
         training = torch.is_grad_enabled()
         key = (batch_rows, total_tokens, training, device.type)
         if key not in self._plans:
-            shape = self.shape()
-            name, reason = self._describe_backend(shape, device)
-            plan = make_plan(
-                self.config,
-                shape,
-                device=device_facts(device),
-                backend_name=name,
-                backend_reason=reason,
-                batch_rows=batch_rows,
-                total_tokens=total_tokens,
-                training=training,
-            )
+            plan = self._make_plan(device, batch_rows, total_tokens, training=training)
             for warning in plan.warnings:
                 self._warn_once(warning, warning)
             self._plans[key] = plan
             self.observer.on_plan(plan, self.parts.name)
         return self._plans[key]
+
+    def _make_plan(
+        self,
+        device: torch.device,
+        batch_rows: int,
+        total_tokens: int,
+        *,
+        training: bool,
+        **learned: Any,
+    ) -> Plan:
+        shape = self.shape()
+        name, reason = self._describe_backend(shape, device)
+        return make_plan(
+            self.config,
+            shape,
+            device=device_facts(device, self.config),
+            backend_name=name,
+            backend_reason=reason,
+            batch_rows=batch_rows,
+            total_tokens=total_tokens,
+            training=training,
+            dtype_name=dtype_name(self.parts),
+            **learned,
+        )
+
+    def _correct_plans(self) -> None:
+        """Plan anew, once, what the first steps have shown to run at other speeds."""
+        if not self.config.correct_plan:
+            return
+        for lesson in self._teacher.lessons():
+            before = lesson.plan
+            key = next((key for key, plan in self._plans.items() if plan is before), None)
+            if key is None:
+                continue
+            rows, tokens, training, kind = key
+            after = self._make_plan(
+                torch.device(kind),
+                rows,
+                tokens,
+                training=training,
+                correction=lesson.correction,
+                # Other chunks would round sums in another order; other modes change no number.
+                bounds=before.bounds,
+            )
+            self._plans[key] = after
+            self.observer.on_correction(before, after, lesson.measured)
 
     def shape(self) -> ModelShape:
         """The model's shape, read once."""
@@ -297,10 +340,11 @@ class Engine:
         selection = select_backend(self.config.attention_backend, requirement)
         return selection.backend.name, selection.reason
 
-    def offload(self, device: torch.device) -> OffloadEngine:
-        """The offload engine, made when first needed."""
+    def offload(self, device: torch.device, plan: Plan | None = None) -> OffloadEngine:
+        """The offload engine, made for the first plan that comes."""
         if self._offload is None:
-            self._offload = new_offload_engine(self.config, device)
+            assert plan is not None, "the first plan says how large the offload engine may be"
+            self._offload = new_offload_engine(self.config, device, plan)
         return self._offload
 
     def last_position(self) -> Tensor | None:

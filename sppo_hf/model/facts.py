@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.config import SPPOConfig
 from sppo_hf.model.structure import ModelParts
+from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
+    free_disk_bytes,
     host_memory_bytes,
     nvidia_driver_version,
     pci_numa_node,
     processor_name,
 )
-from sppo_hf.planning.plan import DeviceFacts
+from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.plan import DeviceFacts, Plan
+from sppo_hf.planning.profile_store import load_profile, profile_for
 from sppo_hf.planning.shape import ModelShape
 
 
-def device_facts(device: torch.device) -> DeviceFacts:
-    """Name and memory of `device` and of the host."""
-    host_bytes = host_memory_bytes()
+def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
+    """Name, memory and speed of `device` and of the host, as far as this process may use them.
+
+    Raises:
+        ConfigError: `config.hardware` names no profile.
+    """
+    # Processes of one machine share its memory.
+    host_bytes = host_memory_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return DeviceFacts(
-            kind="cuda",
-            name=properties.name,
-            device_memory_bytes=properties.total_memory,
-            host_memory_bytes=host_bytes,
-        )
+        name = torch.cuda.get_device_properties(device).name
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        ours_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES["cuda"]
+        device_bytes = min(total_bytes, free_bytes + ours_bytes)
+    else:
+        name, device_bytes = processor_name(), host_bytes
     return DeviceFacts(
         kind=device.type,
-        name=processor_name(),
-        device_memory_bytes=host_bytes,
+        name=name,
+        device_memory_bytes=device_bytes,
         host_memory_bytes=host_bytes,
+        disk_memory_bytes=_free_disk_bytes(config),
+        profile=_profile(device, name, config),
     )
+
+
+def _free_disk_bytes(config: SPPOConfig) -> int | None:
+    if config.offload_dir is None:
+        return None
+    folder = Path(config.offload_dir)
+    # The folder itself may have to be made first.
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return free_disk_bytes(there)
+
+
+def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwareProfile | None:
+    """How fast the device is; None for a CPU of which nothing was measured or said.
+
+    Processors differ too much for a guess to be worth showing, and on a CPU plans without a
+    `device_memory` are made for memory alone.
+    """
+    if config.hardware is not None:
+        return load_profile(config.hardware)
+    profile = profile_for(name, device.type, device_versions(device))
+    if device.type == "cpu" and profile.estimated and config.device_memory is None:
+        return None
+    return profile
 
 
 def device_versions(device: torch.device) -> dict[str, str]:
@@ -112,20 +148,40 @@ def _dropout_rate(module: nn.Module, adapter: str) -> float:
     return float(getattr(layers[adapter], "p", 0.0)) if adapter in layers else 0.0
 
 
-def new_offload_engine(config: SPPOConfig, device: torch.device) -> OffloadEngine:
-    """The offload engine for `device` under the settings of `config`."""
-    budget = None
-    if config.host_memory is not None:
-        budget = parse_bytes(
-            config.host_memory, field="host_memory", total_bytes=host_memory_bytes()
+def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> OffloadEngine:
+    """The offload engine for `device` under the settings of `config` and the budgets of `plan`.
+
+    Raises:
+        ConfigError: `offload_dir` cannot be used.
+    """
+    disk = None
+    if config.offload_dir is not None:
+        disk = DiskStore(
+            config.offload_dir,
+            budget_bytes=plan.budgets.disk,
+            checksum=config.offload_checksum,
         )
+    budget = plan.budgets.host
+    if disk is not None and device.type == "cpu":
+        # The host's memory is the device's: it only stages what is on its way to the disk.
+        budget = plan.staging_bytes
     return make_engine(
         device,
         use_streams=config.use_streams,
         use_pin_memory=config.use_pin_memory,
         budget_bytes=budget,
         min_offload_elements=config.min_offload_size,
+        disk=disk,
     )
+
+
+def dtype_name(parts: ModelParts) -> str:
+    """Name of the dtype that the model computes in now, "bfloat16"."""
+    device = next(parts.causal_lm.parameters()).device
+    dtype = parts.causal_lm.dtype
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+    return str(dtype if dtype.is_floating_point else torch.bfloat16).removeprefix("torch.")
 
 
 def _compute_bytes(parts: ModelParts) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
 
 Direction = Literal["forward", "backward"]
@@ -71,6 +72,15 @@ class StepObserver:
         Args:
             plan: The plan for batches of this shape.
             model_name: How to name the model to a reader.
+        """
+
+    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
+        """The first steps have been measured, and speeds are no longer those of the profile.
+
+        Args:
+            before: The plan so far.
+            after: The plan from now on; its modes are the same where no others would be faster.
+            measured: A step of the plan so far.
         """
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:

@@ -111,8 +111,8 @@ class Sequence:
         self._choose_backend = choose_backend
         self._counters = counters
         self._offload = offload
-        self._tape = offload.new_tape()
-        self._stream = kv_stream(plan, offload, rows=rows)
+        self._tape = offload.new_tape(leave_bytes=plan.leave_bytes, fetch_bytes=plan.fetch_bytes)
+        self._stream = kv_stream(plan, offload, rows=rows, leave_bytes=plan.leave_bytes)
         self._stores: list[KVStore] = [
             LayerKV(plan.bounds) if self._stream is None else self._stream.add_layer()
             for _ in parts.layers

@@ -14,8 +14,10 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.model.arena import return_free_heap
 from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.model.stopwatch import Stopwatch
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.shape import ModelShape
 
@@ -43,6 +45,7 @@ class ForwardWatch:
         *,
         took: Callable[[], OffloadStats],
         began_seconds: float,
+        on_step: Callable[[ForwardWatch], None],
     ) -> None:
         """Start watching.
 
@@ -52,6 +55,7 @@ class ForwardWatch:
             shape: For counting FLOPs.
             took: Returns what was moved since it was last asked.
             began_seconds: `time.perf_counter()` when the call came in.
+            on_step: Is told when a training step has been recorded.
         """
         self._observer = observer
         self._plan = plan
@@ -60,11 +64,35 @@ class ForwardWatch:
         self._take_stats = took
         self._forward_seconds = 0.0
         self._backward_began: float | None = None
+        self._on_step = on_step
+        self._stopwatch = Stopwatch(plan.device.kind)
+        self._stats = NOTHING_MOVED
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran."""
+        return self._plan
+
+    def measured(self) -> MeasuredStep | None:
+        """Seconds per chunk and bytes moved; None while the device has not come that far."""
+        if not self._stopwatch.ready():
+            return None
+        num_chunks = self._plan.num_chunks
+        return MeasuredStep(
+            forward_seconds=self._stopwatch.seconds("forward", num_chunks),
+            backward_seconds=self._stopwatch.seconds("backward", num_chunks),
+            stall_seconds=self._stats.stall_seconds,
+            d2h_bytes=self._stats.d2h_bytes,
+            h2d_bytes=self._stats.h2d_bytes,
+            disk_write_bytes=self._stats.disk_write_bytes,
+            disk_read_bytes=self._stats.disk_read_bytes,
+        )
 
     def forward_chunk(self, chunk: int) -> None:
         """Forward enters `chunk`."""
         if self._plan.device.kind == "cpu":
             return_free_heap()
+        self._stopwatch.enter("forward", chunk)
         self._observer.on_unit("forward", chunk, self._plan.num_chunks)
 
     def watch_backward(self, chunk: int, hidden_BCD: Tensor) -> None:
@@ -75,6 +103,7 @@ class ForwardWatch:
     def forward_done(self, output: ModelOutput) -> None:
         """Forward has ended; without a gradient to come, so has the step."""
         self._forward_seconds = time.perf_counter() - self._began
+        self._stopwatch.enter("end")
         tensors = [value for value in output.values() if isinstance(value, Tensor)]
         if not any(value.requires_grad for value in tensors):
             self._record(training=False, backward_seconds=0.0)
@@ -85,16 +114,18 @@ class ForwardWatch:
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
             Variable._execution_engine.queue_callback(self._backward_done)
+        self._stopwatch.enter("backward", chunk)
         self._observer.on_unit("backward", chunk, self._plan.num_chunks)
 
     def _backward_done(self) -> None:
         assert self._backward_began is not None
+        self._stopwatch.enter("end")
         self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
 
     def _record(self, *, training: bool, backward_seconds: float) -> None:
         rows, tokens = self._plan.batch_rows, self._plan.total_tokens
         flops = step_flops if training else forward_flops
-        stats = self._take_stats()
+        stats = self._stats = self._take_stats()
         self._observer.on_record(
             StepRecord(
                 tokens=rows * tokens,
@@ -111,3 +142,5 @@ class ForwardWatch:
                 training=training,
             )
         )
+        if training:
+            self._on_step(self)

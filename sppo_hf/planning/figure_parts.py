@@ -25,7 +25,7 @@ KIND_COLOURS: dict[Kind, str] = {
     "R": GREY,
     "D": ORANGE,
     "H": "#B87D00",
-    "W": PURPLE,
+    "S": PURPLE,
     "L": "#8C4A6E",
     "K": GREEN,
     "O": "#00523C",

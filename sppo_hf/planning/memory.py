@@ -1,82 +1,89 @@
-"""Where the bytes of a step go: per tier, by cause, at the moment the device holds most.
+"""Where the bytes of a step go: per tier, by cause, moment by moment.
 
-Knows nothing of torch or of budgets in a config. Every figure is a prediction from the shape; the
-two that are assumptions rather than consequences say so (`optimizer`, `workspace`).
+Knows nothing of torch, speeds or a config's budgets. Every figure is a prediction from the model's
+shape and the decisions; those that are assumptions rather than consequences say so (`optimizer`,
+`workspace`, `reserve`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.planning.modes import FrameMode
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.modes import TIERS, FrameMode, Saved, Tier
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.planning.tier_bytes import TierBytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
 OPTIMIZER_BYTES_PER_PARAMETER = 8
-# One frame drains to the host (or comes back) while the next one is computed (or used).
-_FRAMES_IN_FLIGHT = 2
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
 # head's matrix product is already bound by arithmetic.
 _LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
+# What the driver, cuBLAS and cuDNN take for themselves before the first tensor: an assumption.
+CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
+# The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
+FRAGMENTATION = 0.02
+HOST_SLAB_BYTES = 256 * 2**20
+_NO_MODES: frozenset[FrameMode] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierBytes:
-    """Bytes on one tier, by cause."""
+class Moment:
+    """What all tiers hold at one moment of a step."""
 
-    weights: int = 0
-    """All parameters."""
+    name: str
+    """In words: "start of backward of chunk 8 of 8"."""
 
-    gradients: int = 0
-    """Gradients of the trainable parameters, in their own dtype."""
-
-    optimizer: int = 0
-    """An assumption: AdamW, two float32 states per trainable parameter."""
-
-    kv: int = 0
-    """Keys and values of the chunks so far, all layers."""
-
-    dkv: int = 0
-    """Gradient accumulators of earlier chunks' keys and values, float32."""
-
-    frames: int = 0
-    """What backward needs of layers that are neither dropped nor gone to the other tier."""
-
-    skeletons: int = 0
-    """What recomputation starts from: layer input, attention output, log-sum-exp."""
-
-    logits_tile: int = 0
-    """Logits and their gradient while one tile of the loss is computed."""
-
-    chunk_workspace: int = 0
-    """An estimate: the live layer's temporaries, and frames on their way between tiers."""
-
-    @property
-    def total(self) -> int:
-        """Sum over all causes."""
-        return sum(value for _, value in self.items())
-
-    def items(self) -> Iterator[tuple[str, int]]:
-        """Yields (cause, bytes) in the order of the fields."""
-        for field in fields(self):
-            yield field.name, getattr(self, field.name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Predicted bytes per tier at the moment the device holds most."""
+    chunk: int
+    """Index of the running chunk."""
 
     device: TierBytes
     """On the accelerator; in ordinary memory when the CPU computes."""
 
     host: TierBytes
-    """What was offloaded, at its own peak."""
+    """In host memory, offloaded."""
 
-    moment: str
-    """When the device's peak is reached, in words."""
+    disk: TierBytes
+    """In files."""
+
+    def tier(self, tier: Tier) -> TierBytes:
+        """Returns the bytes of one tier."""
+        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Predicted bytes per tier over a step."""
+
+    moments: tuple[Moment, ...]
+    """In the order of time."""
+
+    def peak(self, tier: Tier) -> Moment:
+        """Returns the moment at which a tier holds most; the first of equal ones."""
+        return max(self.moments, key=lambda moment: moment.tier(tier).total)
+
+    @property
+    def device(self) -> TierBytes:
+        """The device's bytes at its peak."""
+        return self.peak("device").device
+
+    @property
+    def host(self) -> TierBytes:
+        """Offloaded bytes in host memory at its peak."""
+        return self.peak("host").host
+
+    @property
+    def disk(self) -> TierBytes:
+        """Bytes in files at their peak."""
+        return self.peak("disk").disk
+
+    @property
+    def moment(self) -> str:
+        """When the device's peak is reached, in words."""
+        return self.peak("device").name
 
 
 def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
@@ -90,61 +97,249 @@ def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
 
 
 def estimate(
-    shape: ModelShape,
-    *,
-    batch_rows: int,
-    bounds: Bounds,
-    mode: Callable[[int, int], FrameMode],
-    training: bool,
-    tile_tokens: int,
-    return_logits: bool = False,
+    shape: ModelShape, decisions: Decisions, *, device_kind: str = "cuda"
 ) -> MemoryEstimate:
     """Predicts the bytes of one forward (and backward, when training) on one device.
 
-    Walks the chunks. After forward of chunk i the device holds K/V and kept frames (or skeletons)
-    of chunks 0..i. Backward of chunk i starts with those and the dK/dV accumulators of chunks 0..i
-    (none for the last chunk: nobody has written them) and ends with the frames and accumulators
-    of chunks 0..i-1. Between start and end both change linearly, so the peak is at one of them.
+    Walks the chunks. After forward of chunk i the device holds K/V and kept frames of chunks 0..i.
+    Backward of chunk i starts with those and the dK/dV sums of chunks 0..i (none for the last
+    chunk: nobody has written them) and ends with the frames and sums of chunks 0..i-1. Between
+    start and end both change linearly, so the peak is at one of them.
 
     Args:
         shape: the model.
-        batch_rows: rows of the batch; all bytes but weights, gradients and optimizer scale with it.
-        bounds: chunk bounds in tokens.
-        mode: what becomes of the frame of (layer, chunk).
-        training: whether a backward follows; if not, nothing but K/V outlives a chunk.
-        tile_tokens: tokens whose logits exist at once in the loss.
-        return_logits: whether the output carries the logits of the whole sequence.
+        decisions: bounds, modes, tiers and look-ahead.
+        device_kind: "cpu" or "cuda".
     """
-    total_tokens = bounds[-1][1]
-    kept = _frames_by_chunk(shape, bounds, mode, batch_rows) if training else None
-    logits = _logits_bytes(shape, batch_rows, total_tokens, tile_tokens, return_logits)
-    standing = TierBytes(
-        weights=shape.weight_bytes,
-        gradients=shape.gradient_bytes if training else 0,
-        optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
-    )
-    best: tuple[int, TierBytes, str] | None = None
-    for chunk, what, kv_tokens, dkv_tokens, framed in _moments(bounds, training):
-        moment = TierBytes(
-            weights=standing.weights,
-            gradients=standing.gradients,
-            optimizer=standing.optimizer,
-            kv=batch_rows * shape.kv_bytes_per_token() * kv_tokens,
-            dkv=batch_rows * shape.dkv_bytes_per_token() * dkv_tokens,
-            frames=sum(kept.device_frames[:framed]) if kept else 0,
-            skeletons=sum(kept.device_skeletons[:framed]) if kept else 0,
-            logits_tile=logits,
-            chunk_workspace=batch_rows * _workspace_bytes(shape, bounds[chunk], training=training)
-            + (kept.in_flight[chunk] if kept else 0),
+    return MemoryModel(shape, decisions, device_kind).estimate()
+
+
+class MemoryModel:
+    """The terms of the estimate, one by one, so that the solver can add them up its own way."""
+
+    def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
+        """Prepare to predict `decisions`; its modes are read by `estimate` alone."""
+        self._shape = shape
+        self._what = decisions
+        self._kind = device_kind
+        self._frame_bytes: dict[tuple[int, Saved], int] = {}
+        first: dict[object, int] = {}
+        self._like = [first.setdefault(x, i) for i, x in enumerate(shape.layers)]
+        self._kv = shape.kv_bytes_per_token() * decisions.batch_rows
+        self._dkv = shape.dkv_bytes_per_token() * decisions.batch_rows
+        self._lengths = decisions.chunk_lengths
+        self._passes_disk = decisions.kv_tier == "disk" or (
+            decisions.training
+            and any(mode.tier == "disk" for row in decisions.layer_modes for mode in row)
         )
-        if best is None or moment.total > best[0]:
-            best = moment.total, moment, f"{what} of chunk {chunk + 1} of {len(bounds)}"
-    assert best is not None, "a sequence has at least one chunk"
-    host = TierBytes(
-        frames=sum(kept.host_frames) if kept else 0,
-        skeletons=sum(kept.host_skeletons) if kept else 0,
-    )
-    return MemoryEstimate(device=best[1], host=host, moment=best[2])
+        self._modes: list[tuple[frozenset[FrameMode], frozenset[FrameMode]]] = []
+        """Modes of each chunk, and of all before it."""
+        before = _NO_MODES
+        for row in decisions.layer_modes:
+            self._modes.append((frozenset(row), before))
+            before |= self._modes[-1][0]
+        self.logits_bytes = self._logits_bytes()
+
+    def estimate(self) -> MemoryEstimate:
+        """Returns all moments of the step."""
+        held = self._held_by_chunk()
+        return MemoryEstimate(
+            moments=tuple(self._moment(*moment, held) for moment in self.moments())
+        )
+
+    def moments(self) -> Iterator[tuple[int, str, int, int, int]]:
+        """Yields (chunk, phase, K/V tokens, dK/dV tokens, chunks whose frames are held)."""
+        bounds = self._what.bounds
+        last = len(bounds) - 1
+        for chunk, (_, end) in enumerate(bounds):
+            yield chunk, "forward", end, 0, chunk + 1
+        if not self._what.training:
+            return
+        for chunk in range(last, -1, -1):
+            start, end = bounds[chunk]
+            yield chunk, "start of backward", end, 0 if chunk == last else end, chunk + 1
+            yield chunk, "end of backward", end, start, chunk
+
+    def frame_bytes(self, layer: int, chunk: int, saved: Saved) -> int:
+        """Bytes that one frame saves."""
+        key = self._like[layer], saved
+        if key not in self._frame_bytes:
+            self._frame_bytes[key] = self._shape.frame_bytes_per_token(layer, saved)
+        start, end = self._what.bounds[chunk]
+        return self._frame_bytes[key] * (end - start) * self._what.batch_rows
+
+    def fixed_device(
+        self,
+        chunk: int,
+        phase: str,
+        kv_tokens: int,
+        dkv_tokens: int,
+        modes: frozenset[FrameMode],
+        before: frozenset[FrameMode],
+    ) -> TierBytes:
+        """Device bytes at a moment, waiting frames left out.
+
+        Args:
+            chunk: the running chunk.
+            phase: "forward", "start of backward" or "end of backward".
+            kv_tokens: tokens whose K/V exist.
+            dkv_tokens: tokens whose dK/dV sums exist.
+            modes: modes of the running chunk, for what is rebuilt and what runs.
+            before: modes of all chunks before it, for what is on its way meanwhile.
+        """
+        shape, what = self._shape, self._what
+        training = what.training
+        kv, dkv = self._kv * kv_tokens, self._dkv * dkv_tokens
+        if what.kv_tier != "device":
+            kv, dkv = self._stream_bytes(chunk, backward=phase != "forward")
+        moving = dict(
+            kv=kv,
+            dkv=dkv,
+            hidden=self._hidden_bytes(chunk, phase),
+            logits_tile=self.logits_bytes,
+            workspace=self.workspace_bytes(chunk, phase, modes),
+            copies=self._copies_bytes(chunk, modes, before) if training else 0,
+        )
+        return TierBytes(
+            weights=shape.weight_bytes - shape.lora_bytes,
+            lora=shape.lora_bytes,
+            gradients=shape.gradient_bytes if training else 0,
+            optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
+            reserve=CONTEXT_BYTES[self._kind] + int(FRAGMENTATION * sum(moving.values())),
+            **moving,
+        )
+
+    def _moment(
+        self,
+        chunk: int,
+        phase: str,
+        kv_tokens: int,
+        dkv_tokens: int,
+        framed: int,
+        held: dict[Tier, list[dict[str, int]]],
+    ) -> Moment:
+        what = self._what
+        modes, before = self._modes[chunk] if what.training else (_NO_MODES, _NO_MODES)
+        fixed = self.fixed_device(chunk, phase, kv_tokens, dkv_tokens, modes, before)
+        device = {**dict(fixed.items()), **held["device"][framed]}
+        # Frames come and go like everything else that fragments.
+        device["reserve"] += int(FRAGMENTATION * sum(held["device"][framed].values()))
+        away: dict[Tier, dict[str, int]] = {
+            tier: dict(held[tier][framed]) for tier in TIERS if tier != "device"
+        }
+        if what.kv_tier != "device":
+            away[what.kv_tier].update(kv=self._kv * kv_tokens, dkv=self._dkv * dkv_tokens)
+        if self._passes_disk:
+            away["host"]["copies"] = what.staging_bytes
+        used = sum(away["host"].values())
+        away["host"]["slabs"] = -used % HOST_SLAB_BYTES if self._kind == "cuda" else 0
+        return Moment(
+            name=f"{phase} of chunk {chunk + 1} of {what.num_chunks}",
+            chunk=chunk,
+            device=TierBytes(**device),
+            host=TierBytes(**away["host"]),
+            disk=TierBytes(**away["disk"]),
+        )
+
+    def _held_by_chunk(self) -> dict[Tier, list[dict[str, int]]]:
+        """Bytes by tier and cause of the frames of the first 0, 1 ... N chunks."""
+        held: dict[Tier, list[dict[str, int]]] = {tier: [{}] for tier in TIERS}
+        for chunk in range(self._what.num_chunks):
+            sums = {tier: Counter(held[tier][-1]) for tier in TIERS}
+            if self._what.training:
+                counts = Counter(zip(self._like, self._what.layer_modes[chunk], strict=True))
+                for (layer, mode), count in counts.items():
+                    size = count * self.frame_bytes(layer, chunk, mode.saved)
+                    sums[mode.tier][CAUSES[mode.saved]] += size
+            for tier in TIERS:
+                held[tier].append(dict(sums[tier]))
+        return held
+
+    def _copies_bytes(
+        self, chunk: int, modes: frozenset[FrameMode], before: frozenset[FrameMode]
+    ) -> int:
+        """Frames on their way: those leaving, or those that came back ahead, beside the running.
+
+        Chunks before a kept one may still leave while it runs forward, and come back while it
+        runs backward.
+        """
+        running = max((self._largest(chunk, m) for m in modes if m.offload), default=0)
+        first = max(range(chunk + 1), key=lambda i: self._lengths[i]) if before else chunk
+        largest = max((self._largest(first, m) for m in before if m.offload), default=running)
+        largest = max(largest, running)
+        if not largest:
+            return self._what.leave_bytes or 0 if self._what.kv_tier != "device" else 0
+        out = 2 * largest if self._what.leave_bytes is None else self._what.leave_bytes
+        return running + max(out, self._what.fetch_bytes or 0, largest)
+
+    def _largest(self, chunk: int, mode: FrameMode) -> int:
+        return max(self.frame_bytes(layer, chunk, mode.saved) for layer in set(self._like))
+
+    def _stream_bytes(self, chunk: int, *, backward: bool) -> tuple[int, int]:
+        """K/V and dK/dV on the device while they are streamed: the block in use and the next."""
+        what = self._what
+        start, end = what.bounds[chunk]
+        own = end - start
+        longest = max(what.chunk_lengths[: chunk + 1])
+        block = min(max(what.kv_block_tokens, longest), max(start, own))
+        tokens = what.batch_rows * (2 * block + own)
+        layer_kv = max(self._shape.kv_bytes_per_token(i) for i in set(self._like))
+        layer_dkv = max(self._shape.dkv_bytes_per_token(i) for i in set(self._like))
+        return layer_kv * tokens, layer_dkv * tokens if backward else 0
+
+    def _hidden_bytes(self, chunk: int, phase: str) -> int:
+        what, shape = self._what, self._shape
+        if not what.training:
+            return 0
+        bounds = what.bounds
+        waiting = bounds[chunk][0 if phase == "end of backward" else 1]
+        tokens = waiting
+        if self._kind == "cpu" and shape.embedding_trained:
+            # Embedded once for the whole sequence; in backward their gradient gathers as a whole.
+            tokens += what.total_tokens * (1 if phase == "forward" else 2)
+        return what.batch_rows * tokens * shape.hidden_size * shape.dtype_bytes
+
+    def _logits_bytes(self) -> int:
+        """One tile in the model's dtype, in float32, and its gradient; plus all logits if kept."""
+        what, shape = self._what, self._shape
+        longest = max(what.chunk_lengths) * what.batch_rows
+        tile = min(what.tile_tokens, longest)
+        float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
+        per_token = shape.vocab_size * (shape.dtype_bytes + 2 * float32_bytes)
+        all_tokens = what.batch_rows * what.total_tokens
+        kept = all_tokens * shape.vocab_size * shape.dtype_bytes if what.return_logits else 0
+        return tile * per_token + kept
+
+    def workspace_bytes(self, chunk: int, phase: str, modes: frozenset[FrameMode]) -> int:
+        """Temporaries of the busiest layer over one chunk.
+
+        The MLP holds about two intermediates in forward and four with their gradients in backward,
+        beside two or four full-width tensors; attention holds q, its output and (in backward) their
+        gradients, and one layer's whole prefix of K/V (and dK/dV of one call) once more. A layer
+        that is recomputed has its whole frame rebuilt.
+        """
+        what, shape = self._what, self._shape
+        start, end = what.bounds[chunk]
+        backward = phase != "forward"
+        copies = 4 if backward else 2
+        prefix = 0 if what.kv_tier != "device" or start == 0 else end
+        most = 0
+        for index in set(self._like):
+            layer = shape.layers[index]
+            full_width = copies * layer.hidden_size
+            mlp = copies * layer.mlp_width + full_width
+            attention = (copies // 2) * (layer.q_elements + layer.attention_output_elements)
+            joined = layer.kv_elements * (prefix * (2 if backward else 1))
+            size = (end - start) * max(mlp, attention + full_width) + joined
+            rebuilt = 0
+            if backward and any(mode.recompute for mode in modes):
+                rebuilt = self.frame_bytes(index, chunk, "whole")
+            most = max(most, size * shape.dtype_bytes * what.batch_rows + rebuilt)
+        return most
+
+
+CAUSES: dict[Saved, str] = {"whole": "frames", "products": "products", "skeleton": "skeletons"}
+"""The field of `TierBytes` that frames of a kind are counted under."""
 
 
 def check_budget(tier: str, what: str, *, need_bytes: int, have_bytes: int, remedy: str) -> None:
@@ -159,81 +354,3 @@ def check_budget(tier: str, what: str, *, need_bytes: int, have_bytes: int, reme
             f" needed, {have_bytes:,} bytes ({have_bytes / 2**30:.2f} GiB) in the budget, "
             f"{need_bytes - have_bytes:,} bytes missing. {remedy}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _ChunkFrames:
-    """Bytes per chunk, summed over layers, where they wait for backward."""
-
-    device_frames: list[int]
-    device_skeletons: list[int]
-    host_frames: list[int]
-    host_skeletons: list[int]
-    in_flight: list[int]
-
-
-def _frames_by_chunk(
-    shape: ModelShape, bounds: Bounds, mode: Callable[[int, int], FrameMode], batch_rows: int
-) -> _ChunkFrames:
-    num_chunks = len(bounds)
-    result = _ChunkFrames(*([0] * num_chunks for _ in range(5)))
-    frame = [shape.frame_bytes_per_token(layer) for layer in range(shape.num_layers)]
-    skeleton = [shape.skeleton_bytes_per_token(layer) for layer in range(shape.num_layers)]
-    for chunk, (start, end) in enumerate(bounds):
-        rows_tokens = batch_rows * (end - start)
-        for layer in range(shape.num_layers):
-            choice = mode(layer, chunk)
-            waits = rows_tokens * (skeleton if choice.recompute else frame)[layer]
-            in_flight = _FRAMES_IN_FLIGHT * waits if choice.offload else 0
-            if choice.recompute:
-                (result.host_skeletons if choice.offload else result.device_skeletons)[chunk] += (
-                    waits
-                )
-                # Backward rebuilds the whole frame of the layer it is in.
-                in_flight += rows_tokens * frame[layer]
-            else:
-                (result.host_frames if choice.offload else result.device_frames)[chunk] += waits
-            result.in_flight[chunk] = max(result.in_flight[chunk], in_flight)
-    return result
-
-
-def _moments(bounds: Bounds, training: bool) -> Iterator[tuple[int, str, int, int, int]]:
-    """Yields (chunk, name, K/V tokens, dK/dV tokens, chunks whose frames are held)."""
-    last = len(bounds) - 1
-    if not training:
-        for chunk, (_, end) in enumerate(bounds):
-            yield chunk, "forward", end, 0, 0
-        return
-    for chunk in range(last, -1, -1):
-        start, end = bounds[chunk]
-        yield chunk, "start of backward", end, 0 if chunk == last else end, chunk + 1
-        yield chunk, "end of backward", end, start, chunk
-
-
-def _logits_bytes(
-    shape: ModelShape, batch_rows: int, total_tokens: int, tile_tokens: int, return_logits: bool
-) -> int:
-    """One tile in the model's dtype, in float32, and its gradient; plus all logits if asked for."""
-    tile = min(tile_tokens, batch_rows * total_tokens)
-    per_token = shape.vocab_size * (shape.dtype_bytes + 2 * max(FLOAT32_BYTES, shape.dtype_bytes))
-    whole = batch_rows * total_tokens * shape.vocab_size * shape.dtype_bytes if return_logits else 0
-    return tile * per_token + whole
-
-
-def _workspace_bytes(shape: ModelShape, bound: tuple[int, int], *, training: bool) -> int:
-    """Temporaries of the busiest layer for one row of one chunk, the frame itself left out.
-
-    The MLP holds about two intermediates in forward and four with their gradients in backward,
-    beside two or four full-width tensors; attention holds q, its output and (in backward) their
-    gradients, and one layer's whole prefix of K/V (or dK/dV of one call) once more.
-    """
-    start, end = bound
-    copies = 4 if training else 2
-    most = 0
-    for layer in set(shape.layers):
-        full_width = copies * layer.hidden_size
-        mlp = copies * layer.mlp_width + full_width
-        attention = (copies // 2) * (layer.q_elements + layer.attention_output_elements)
-        prefix = layer.kv_elements * end
-        most = max(most, (end - start) * max(mlp, attention + full_width) + prefix)
-    return most * shape.dtype_bytes

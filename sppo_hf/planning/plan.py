@@ -1,62 +1,59 @@
 """The Plan: every decision about one batch shape, made before it runs, with its reasons.
 
 `make_plan` turns settings, a model's shape and a device's facts into chunk bounds, a mode per
-(layer, chunk), and a memory estimate, and refuses what cannot fit. It knows nothing of torch or of
-how anything is carried out. A Plan is a value: the engine, the tables and the tests read the same.
+(layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit. It knows
+nothing of torch or of how anything is carried out. A Plan is a value: the engine, the tables and
+the tests read the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
-from sppo_hf.config import SPPOConfig, parse_bytes
-from sppo_hf.planning.memory import MemoryEstimate, check_budget, estimate, loss_tile_tokens
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import BudgetError
+from sppo_hf.planning.choices import (
+    DeviceFacts,
+    away_tiers,
+    named_budgets,
+    read_budgets,
+    read_choices,
+    set_by_rule,
+)
+from sppo_hf.planning.cost import Correction, StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.memory import (
+    MemoryEstimate,
+    check_budget,
+    estimate,
+    loss_tile_tokens,
+)
 from sppo_hf.planning.modes import KEEP, FrameMode, Tier, mode_of
 from sppo_hf.planning.partition import Bounds, chunk_bounds
+from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.prediction import Prediction, predict
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.solve import (
+    Choices,
+    FirstLimit,
+    Solution,
+    fits,
+    fixed_policy,
+    least_memory,
+    over_budget,
+    play,
+    with_kv,
+)
+
+__all__ = ["DeviceFacts", "Plan", "make_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
-    """What planning needs to know of the machine; collected by rooms that may import torch."""
-
-    kind: str
-    """"cpu" or "cuda"."""
-
-    name: str
-    """As the driver gives it, or the processor's name."""
-
-    device_memory_bytes: int | None = None
-    """Memory of the device in bytes (of the machine, for a CPU); None where unknown."""
-
-    host_memory_bytes: int | None = None
-    """Host memory in bytes that this process may use; None where unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How one batch shape is run."""
-
-    total_tokens: int
-    """Tokens of each row, padding included."""
-
-    batch_rows: int
-    """Rows of the batch."""
-
-    bounds: Bounds
-    """Half-open (start, end) of each chunk, in tokens."""
-
-    num_layers: int
-    """Decoder layers."""
-
-    layer_modes: tuple[tuple[FrameMode, ...], ...]
-    """`layer_modes[chunk][layer]`. All alike for now; a solver fills it in chunk by chunk."""
-
-    training: bool
-    """Whether a backward follows. If not, no frame is kept and modes mean nothing."""
-
-    tile_tokens: int
-    """Tokens whose logits exist at once while the loss is computed."""
+class Plan(Decisions):
+    """How one batch shape is run, and why so."""
 
     device: DeviceFacts
     """Where it runs."""
@@ -71,40 +68,37 @@ class Plan:
     """Why frames are recomputed or not."""
 
     offload_reason: str
-    """Why frames go to the host or not."""
+    """Why frames leave the device or not."""
 
     estimate: MemoryEstimate
     """Predicted bytes."""
 
-    device_budget_bytes: int | None = None
-    """What the device may hold: the config's budget, else its memory, else unknown."""
+    budgets: Budgets
+    """What each tier may hold: the config's budget, else what there is, else unknown."""
 
-    host_budget_bytes: int | None = None
-    """The same for host memory."""
+    prediction: Prediction | None = None
+    """Predicted seconds; None where nothing is known of the device's speed."""
 
-    kv_tier: Tier = "device"
-    """Where keys, values and their gradient sums wait while no attention reads them."""
-
-    kv_block_tokens: int = 0
-    """Most tokens whose keys and values come back at once; a longer chunk is a block of its own.
-    At least `total_tokens` means layer by layer. Means nothing while `kv_tier` is "device"."""
+    cost: StageCost | None = None
+    """What the prediction was made with."""
 
     warnings: tuple[str, ...] = ()
     """What a user should know before the first step; nothing here stops it."""
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks."""
-        return len(self.bounds)
 
-    @property
-    def chunk_lengths(self) -> tuple[int, ...]:
-        """Tokens per chunk."""
-        return tuple(end - start for start, end in self.bounds)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What is planned for, read once."""
 
-    def mode(self, layer: int, chunk: int) -> FrameMode:
-        """Returns what becomes of the frame of (layer, chunk)."""
-        return self.layer_modes[chunk][layer]
+    config: SPPOConfig
+    shape: ModelShape
+    device: DeviceFacts
+    batch: Batch
+    total_tokens: int
+    budgets: Budgets
+    choices: Choices
+    cost: StageCost | None
+    bounds: Bounds | None
 
 
 def make_plan(
@@ -117,197 +111,332 @@ def make_plan(
     batch_rows: int,
     total_tokens: int,
     training: bool,
+    dtype_name: str = "bfloat16",
+    correction: Correction | None = None,
+    bounds: Bounds | None = None,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
+    Args:
+        config: the settings.
+        shape: the model.
+        device: the machine; with a profile, "auto" is solved for time.
+        backend_name: attention backend.
+        backend_reason: why this one.
+        batch_rows: rows that go through together.
+        total_tokens: tokens of each row.
+        training: whether a backward follows.
+        dtype_name: dtype of the compute.
+        correction: what the first steps taught about the profile.
+        bounds: chunks that must stay as they are; by default they are decided here too.
+
     Raises:
         ConfigError: the settings do not fit this length.
-        BudgetError: the device's budget cannot hold weights and gradients, or the host's cannot
-            hold what `offload="full"` sends there.
+        BudgetError: a budget that the user named cannot hold what it must.
     """
-    bounds = chunk_bounds(config, shape, total_tokens, device_kind=device.kind)
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
-    budgets = _Budgets.read(config, device)
-    _check_standing_bytes(config, shape, budgets, training=training)
-
-    last = len(bounds) - 1 if _keeps_last(config, device, len(bounds)) else None
-
-    def of_chunk(mode: FrameMode, chunk: int) -> FrameMode:
-        return KEEP if chunk == last else mode
-
-    def predict(mode: FrameMode) -> MemoryEstimate:
-        return estimate(
-            shape,
+    budgets = read_budgets(config, device)
+    task = _Task(
+        config=config,
+        shape=shape,
+        device=device,
+        batch=Batch(
             batch_rows=batch_rows,
-            bounds=bounds,
-            mode=lambda layer, chunk: of_chunk(mode, chunk),
-            training=training,
             tile_tokens=tile_tokens,
+            training=training,
             return_logits=config.return_logits,
-        )
-
-    recompute, recompute_reason = _choose_recompute(config)
-    if last is not None:
-        recompute_reason += "; the last chunk is kept, for its backward comes at once"
-    offload, offload_reason = _choose_offload(config, device)
-    mode = _uniform(recompute=recompute, offload=offload)
-    predicted = predict(mode)
-    if config.offload == "auto" and predicted.host.total > budgets.host_limit:
-        offload_reason = (
-            f"auto: {predicted.host.total / 2**30:.1f} GiB would not fit the host's "
-            f"{budgets.host_limit / 2**30:.1f} GiB"
-        )
-        mode = _uniform(recompute=recompute, offload=False)
-        predicted = predict(mode)
-    _check_host_bytes(config, budgets, predicted)
-    return Plan(
-        total_tokens=total_tokens,
-        batch_rows=batch_rows,
-        bounds=bounds,
-        num_layers=shape.num_layers,
-        layer_modes=tuple(
-            (of_chunk(mode, chunk),) * shape.num_layers for chunk in range(len(bounds))
+            staging_bytes=_staging_bytes(device, budgets),
         ),
-        training=training,
-        tile_tokens=tile_tokens,
+        total_tokens=total_tokens,
+        budgets=budgets,
+        choices=read_choices(config, device),
+        cost=None
+        if device.profile is None
+        else StageCost(
+            shape=shape,
+            profile=device.profile,
+            dtype_name=dtype_name,
+            batch_rows=batch_rows,
+            correction=correction or Correction(),
+        ),
+        bounds=bounds,
+    )
+    _check_standing_bytes(task)
+    decided = _decide(task)
+    predicted = estimate(shape, decided.decisions, device_kind=device.kind)
+    _check_named_budgets(task, predicted)
+    shared = {f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)}
+    return Plan(
+        **shared,
         device=device,
         backend_name=backend_name,
         backend_reason=backend_reason,
-        recompute_reason=recompute_reason,
-        offload_reason=offload_reason,
+        recompute_reason=decided.recompute_reason,
+        offload_reason=decided.offload_reason,
         estimate=predicted,
-        device_budget_bytes=budgets.device,
-        host_budget_bytes=budgets.host,
-        kv_tier=_kv_tier(config, device),
-        kv_block_tokens=total_tokens,
-        warnings=_warnings(shape, predicted, budgets, total_tokens, mode),
+        budgets=budgets,
+        prediction=decided.prediction,
+        cost=task.cost,
+        warnings=tuple(_warnings(task, decided.decisions, predicted)),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Budgets:
-    """Bytes a tier may use: what the config says, else what the machine has, else None."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decided:
+    decisions: Decisions
+    recompute_reason: str
+    offload_reason: str
+    prediction: Prediction | None = None
 
-    device: int | None
-    host: int | None
 
-    @classmethod
-    def read(cls, config: SPPOConfig, facts: DeviceFacts) -> _Budgets:
-        def of(value: int | float | str | None, field: str, total: int | None) -> int | None:
-            return total if value is None else parse_bytes(value, field=field, total_bytes=total)
+def _decide(task: _Task) -> _Decided:
+    config = task.config
+    if not task.batch.training:
+        return _evaluation(task)
+    if config.offload == "sppo":
+        return _paper(task)
+    saves_memory = task.device.kind == "cpu" and config.device_memory is None
+    if set_by_rule(config, task.device) or saves_memory or task.cost is None:
+        return _by_rule(task)
+    return _solved(task, task.cost)
 
-        return cls(
-            of(config.device_memory, "device_memory", facts.device_memory_bytes),
-            of(config.host_memory, "host_memory", facts.host_memory_bytes),
+
+def _evaluation(task: _Task) -> _Decided:
+    """Nothing waits for a backward; only K/V may have to leave."""
+    return _Decided(decisions=_kv_placed(task, _base(task)), recompute_reason="", offload_reason="")
+
+
+def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
+    """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
+    for kv_tier in task.choices.kv_tiers:
+        decisions = with_kv(decisions, kv_tier)
+        if fits(estimate(task.shape, decisions, device_kind=task.device.kind), task.budgets):
+            break
+    return decisions
+
+
+def _paper(task: _Task) -> _Decided:
+    if task.cost is None:
+        raise BudgetError(
+            "offload='sppo' weighs copies against compute, but nothing is known of the speed of "
+            f"{task.device.name!r}. Run `sppo calibrate`, name a profile (hardware='h100'), or use "
+            "offload='full' or 'none'."
         )
+    saved = "skeleton" if task.config.recompute == "full" else "whole"
+    base = with_kv(_base(task), task.choices.kv_tiers[0])
+    decisions = fixed_policy(task.cost, base, "sppo", saved, _with_host(task.choices))
+    assert decisions is not None, "the rule uses tiers that are there"
+    return _Decided(
+        decisions=decisions,
+        recompute_reason="set by the user" if saved == "skeleton" else "sppo: never",
+        offload_reason="sppo: of each chunk as much as one chunk's compute time can copy",
+        prediction=_predict(task.cost, decisions, policy="sppo"),
+    )
 
-    @property
-    def host_limit(self) -> float:
-        """The host's budget, without end where unknown."""
-        return float("inf") if self.host is None else self.host
+
+def _with_host(choices: Choices) -> Choices:
+    return choices if len(choices.tiers) > 1 else replace(choices, tiers=("device", "host"))
 
 
-def _check_standing_bytes(
-    config: SPPOConfig, shape: ModelShape, budgets: _Budgets, *, training: bool
-) -> None:
+def _by_rule(task: _Task) -> _Decided:
+    """Modes that need no search: the user fixed them, or memory alone counts."""
+    config, device = task.config, task.device
+    base = _base(task)
+    recompute, recompute_reason = True, "auto: least memory, and attention is never run again"
+    if config.recompute != "auto":
+        recompute, recompute_reason = config.recompute == "full", "set by the user"
+    away = away_tiers(config, device)
+    offload, offload_reason = bool(away), "auto: copies overlap with compute on their own streams"
+    if config.offload != "auto":
+        offload, offload_reason = config.offload == "full", "set by the user"
+    elif device.kind == "cpu" and away:
+        offload_reason = "auto: on a CPU the host's memory is the device's, so bytes go to the disk"
+    elif device.kind == "cpu":
+        offload_reason = "auto: on a CPU the host's memory is the device's"
+    tier: Tier = ((away or ("host",))[0]) if offload else "device"
+    mode = mode_of("skeleton" if recompute else "whole", tier)
+    modes = uniform_modes(base.num_chunks, base.num_layers, mode)
+    # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
+    # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.
+    automatic = config.recompute == config.offload == "auto"
+    if automatic and device.kind == "cpu" and base.num_chunks > 1:
+        modes = (*modes[:-1], (KEEP,) * base.num_layers)
+        recompute_reason += "; the last chunk is kept, for its backward comes at once"
+    decisions = _kv_placed(task, replace(base, layer_modes=modes))
+    return _Decided(
+        decisions=decisions,
+        recompute_reason=recompute_reason,
+        offload_reason=offload_reason,
+        prediction=None if task.cost is None else _predict(task.cost, decisions, policy="set"),
+    )
+
+
+def _solved(task: _Task, cost: StageCost) -> _Decided:
+    found = solve_chunks(
+        cost,
+        task.batch,
+        _cuts(task, cost),
+        task.budgets,
+        task.choices,
+        device_kind=task.device.kind,
+    )
+    if isinstance(found, FirstLimit):
+        found = _closest(task, cost, found)
+    reason = f"auto: fastest that fits ({found.policy})"
+    config = task.config
+    return _Decided(
+        decisions=found.decisions,
+        recompute_reason=reason if config.recompute == "auto" else "set by the user",
+        offload_reason=reason if config.offload == "auto" else "set by the user",
+        prediction=predict(
+            found.decisions,
+            cost,
+            found.timeline,
+            policy=found.policy,
+            bound_seconds=found.bound_seconds,
+        ),
+    )
+
+
+def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
+    """What comes closest, where only machines' own limits break; they are warned about.
+
+    Raises:
+        BudgetError: the user named the budget that breaks.
+    """
+    if limit.tier in named_budgets(task.config):
+        raise BudgetError(_limit_text(task, limit))
+    base = _base(task)
+    plans = [
+        least_memory(cost, with_kv(base, kv_tier), task.budgets, task.choices, task.device.kind)
+        for kv_tier in task.choices.kv_tiers
+    ]
+    estimates = [estimate(task.shape, p, device_kind=task.device.kind) for p in plans]
+
+    def missing(index: int) -> int:
+        return sum(o.missing_bytes for o in over_budget(estimates[index], task.budgets))
+
+    best = min(range(len(plans)), key=missing)
+    for other in over_budget(estimates[best], task.budgets):
+        if other.tier in named_budgets(task.config):
+            raise BudgetError(_limit_text(task, other))
+    return play(plans[best], cost, estimates[best], policy="least memory")
+
+
+def _limit_text(task: _Task, limit: FirstLimit) -> str:
+    have = task.budgets.of(limit.tier) or 0
+    need = have + limit.missing_bytes
+    remedies = {
+        "device": "Raise device_memory, give K/V room elsewhere (offload_kv='auto', host_memory, "
+        "offload_dir), train fewer parameters, or shorten the sequences.",
+        "host": "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences.",
+        "disk": "Raise disk_memory or free space in offload_dir, or shorten the sequences.",
+    }
+    return (
+        f"{limit.tier} memory cannot hold rows of {task.total_tokens:,} tokens under any allowed "
+        f"plan: at least {need:,} bytes ({need / 2**30:.2f} GiB) at the {limit.moment}, "
+        f"{have:,} bytes ({have / 2**30:.2f} GiB) in the budget, {limit.missing_bytes:,} bytes "
+        f"missing. {remedies[limit.tier]}"
+    )
+
+
+def _base(task: _Task) -> Decisions:
+    bounds = task.bounds
+    if bounds is None:
+        bounds = chunk_bounds(
+            task.config, task.shape, task.total_tokens, device_kind=task.device.kind
+        )
+    return task.batch.decisions(bounds, task.shape.num_layers)
+
+
+def _cuts(task: _Task, cost: StageCost) -> list[Bounds]:
+    """Ways to cut that the config leaves open; on a CPU length is settled by memory alone."""
+    config = task.config
+    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
+    if task.bounds is not None or fixed or task.device.kind == "cpu":
+        return [_base(task).bounds]
+    return list(chunk_cuts(cost, task.total_tokens, config.partition))
+
+
+def _predict(cost: StageCost, decisions: Decisions, *, policy: str) -> Prediction:
+    predicted = estimate(cost.shape, decisions)
+    played = play(decisions, cost, predicted, policy=policy)
+    return predict(decisions, cost, played.timeline, policy=policy)
+
+
+def _staging_bytes(device: DeviceFacts, budgets: Budgets) -> int:
+    """Host bytes through which frames pass on their way to the disk: small beside the budget."""
+    if device.kind == "cpu":
+        return 64 * 2**20
+    host = budgets.host
+    return 2**30 if host is None else max(64 * 2**20, min(4 * 2**30, host // 16))
+
+
+def _check_standing_bytes(task: _Task) -> None:
     # Only a budget that the user named is a reason to refuse: without one, the weights are already
     # where they are, or sharded over devices in a way that is not visible here.
-    if config.device_memory is None or budgets.device is None:
+    budget = task.budgets.device
+    if "device" not in named_budgets(task.config) or budget is None:
         return
-    what = "weights and gradients" if training else "the weights"
+    training = task.batch.training
+    shape = task.shape
     check_budget(
         "device",
-        what,
+        "weights and gradients" if training else "the weights",
         need_bytes=shape.weight_bytes + (shape.gradient_bytes if training else 0),
-        have_bytes=budgets.device,
+        have_bytes=budget,
         remedy="Raise device_memory, train fewer parameters (LoRA has almost no gradients), or load"
         " the model in a smaller dtype or quantised. No choice of chunks changes these bytes.",
     )
 
 
-def _check_host_bytes(config: SPPOConfig, budgets: _Budgets, predicted: MemoryEstimate) -> None:
-    # As above: what the machine merely has is warned about, what the user named is held.
-    if config.host_memory is None or budgets.host is None:
-        return
-    check_budget(
-        "host",
-        "what offload='full' sends there",
-        need_bytes=predicted.host.total,
-        have_bytes=budgets.host,
-        remedy="Raise host_memory, set recompute='full' (less to send) or offload='none', or "
-        "shorten the sequences.",
-    )
-
-
-def _uniform(*, recompute: bool, offload: bool) -> FrameMode:
-    return mode_of("skeleton" if recompute else "whole", "host" if offload else "device")
-
-
-def _choose_recompute(config: SPPOConfig) -> tuple[bool, str]:
-    if config.recompute == "auto":
-        return True, "auto: least memory, and attention is never run again"
-    return config.recompute == "full", "set by the user"
-
-
-def _keeps_last(config: SPPOConfig, device: DeviceFacts, num_chunks: int) -> bool:
-    # Its backward comes at once, so keeping it costs one chunk's frames at one moment and saves a
-    # recomputation. On a GPU a chunk is many times longer; whether it fits is for a solver to say.
-    automatic = config.recompute == config.offload == "auto"
-    return automatic and device.kind == "cpu" and num_chunks > 1
-
-
-def _choose_offload(config: SPPOConfig, device: DeviceFacts) -> tuple[bool, str]:
-    if config.offload != "auto":
-        return config.offload == "full", "set by the user"
-    if device.kind == "cpu":
-        return False, "auto: on a CPU the host's memory is the device's"
-    return True, "auto: copies overlap with compute on their own streams"
-
-
-def _kv_tier(config: SPPOConfig, device: DeviceFacts) -> Tier:
-    if config.offload_kv != "full":
-        return "device"
-    return "disk" if device.kind == "cpu" and config.offload_dir is not None else "host"
-
-
-def _warnings(
-    shape: ModelShape,
-    predicted: MemoryEstimate,
-    budgets: _Budgets,
-    total_tokens: int,
-    mode: FrameMode,
-) -> tuple[str, ...]:
-    found: list[str] = []
-    limit = shape.max_positions_tokens
-    if limit is not None and total_tokens > limit:
-        found.append(
-            f"sequences of {total_tokens:,} tokens are longer than the {limit:,} positions this "
-            "model was made for; expect poor quality unless its rotary scaling is changed"
+def _check_named_budgets(task: _Task, predicted: MemoryEstimate) -> None:
+    """Holds what the user named against what fixed modes need; a solved plan fits already."""
+    config = task.config
+    for limit in over_budget(predicted, task.budgets):
+        if limit.tier == "device" or limit.tier not in named_budgets(config):
+            continue
+        have = task.budgets.of(limit.tier)
+        assert have is not None, "a tier over its budget has one"
+        check_budget(
+            limit.tier,
+            f"what offload={config.offload!r} sends there",
+            need_bytes=have + limit.missing_bytes,
+            have_bytes=have,
+            remedy=f"Raise {limit.tier}_memory, set recompute='full' (less to send) or "
+            "offload='auto' (sends what fits), or shorten the sequences.",
         )
-    for tier, total, budget in (
-        ("device", predicted.device.total, budgets.device),
-        ("host", predicted.host.total, budgets.host),
-    ):
-        if budget is not None and total > budget:
-            found.append(
-                f"predicted {tier} peak {total / 2**30:.1f} GiB is over the "
-                f"{budget / 2**30:.1f} GiB there are ({_largest_cause(predicted, tier)}); "
-                + _remedy(mode, tier)
-            )
-    return tuple(found)
 
 
-def _largest_cause(predicted: MemoryEstimate, tier: str) -> str:
-    cause, size = max(getattr(predicted, tier).items(), key=lambda item: item[1])
+def _warnings(task: _Task, decisions: Decisions, predicted: MemoryEstimate) -> Iterator[str]:
+    limit = task.shape.max_positions_tokens
+    if limit is not None and task.total_tokens > limit:
+        yield (
+            f"sequences of {task.total_tokens:,} tokens are longer than the {limit:,} positions "
+            "this model was made for; expect poor quality unless its rotary scaling is changed"
+        )
+    modes = {mode for row in decisions.layer_modes for mode in row}
+    for over in over_budget(predicted, task.budgets):
+        have = task.budgets.of(over.tier) or 0
+        total = have + over.missing_bytes
+        yield (
+            f"predicted {over.tier} peak {total / 2**30:.1f} GiB is over the "
+            f"{have / 2**30:.1f} GiB there are ({_largest_cause(predicted, over.tier)}); "
+            + _remedy(modes, over.tier)
+        )
+
+
+def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
+    cause, size = max(predicted.peak(tier).tier(tier).items(), key=lambda item: item[1])
     return f"most of it {cause}, {size / 2**30:.1f} GiB"
 
 
-def _remedy(mode: FrameMode, tier: str) -> str:
-    if tier == "device" and not mode.recompute:
+def _remedy(modes: set[FrameMode], tier: Tier) -> str:
+    if tier == "device" and not all(mode.recompute for mode in modes):
         return "recompute='full' holds less"
-    if tier == "device" and not mode.offload:
+    if tier == "device" and not all(mode.offload for mode in modes):
         return "shorter sequences, or offload='full' where the host has room, hold less"
-    if tier == "host" and not mode.recompute:
+    if tier == "host" and not all(mode.recompute for mode in modes):
         return "recompute='full' sends less"
     return "shorter chunks or shorter sequences hold less"

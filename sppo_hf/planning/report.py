@@ -12,20 +12,30 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from sppo_hf.planning.chunk_groups import group_chunks
+from sppo_hf.planning.memory import MemoryEstimate
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.programme import Budgets
 
 _CAUSES = {
     "weights": ("weights", ""),
+    "lora": ("adapters", ""),
     "gradients": ("gradients", ""),
     "optimizer": ("optimizer", "assumed: AdamW, two float32 states"),
     "kv": ("K/V", ""),
     "dkv": ("dK/dV", "float32 accumulators"),
     "frames": ("frames", "all that backward needs"),
+    "products": ("products", "layer inputs, attention and matrix products"),
     "skeletons": ("skeletons", "layer inputs, attention outputs"),
+    "hidden": ("hidden", "gradients at the loss, embeddings"),
     "logits_tile": ("logits", "of one tile of the loss"),
-    "chunk_workspace": ("live chunk", "temporaries, copies in flight"),
+    "workspace": ("workspace", "the running layer's temporaries"),
+    "copies": ("copies", "on their way between tiers"),
+    "slabs": ("slabs", "rest of the host slabs"),
+    "reserve": ("reserve", "device context, fragmentation"),
 }
 _MOST_LENGTHS_SHOWN = 6
+_MOST_GROUPS_SHOWN = 6
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -66,30 +76,81 @@ def format_lengths(lengths: tuple[int, ...]) -> str:
     return f"{head}, {min(lengths):,} to {max(lengths):,}"
 
 
+def format_seconds(seconds: float) -> str:
+    """Writes seconds with three digits: "850 us", "12.3 ms", "1.50 s", "64.7 s", "1,234 s"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    decimals = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
+    return f"{seconds:,.{decimals}f} s"
+
+
+def format_speed(tokens_per_second: float, mfu: float | None) -> str:
+    """Writes a speed: "2,026 tokens/s, MFU 27.3%"."""
+    digits = 0 if tokens_per_second >= 100 else 1
+    text = f"{tokens_per_second:,.{digits}f} tokens/s"
+    return text if mfu is None else f"{text}, MFU {mfu:.1%}"
+
+
 def plan_table(plan: Plan, model_name: str) -> Group:
-    """Lays out a plan: what runs, how, why, and where the bytes will be at the device's peak."""
-    table = Table(
-        box=SIMPLE_HEAD, title=f"SPPO plan: {model_name}", title_justify="left", show_header=False
-    )
+    """Lays out a plan: what runs, how, why, and where the bytes will be at each tier's peak."""
+    table = start_table(f"SPPO plan: {model_name}")
+    add_plan_rows(table, plan)
+    table.add_section()
+    add_byte_rows(table, plan.estimate, plan.budgets)
+    return Group(table, *warning_lines(plan))
+
+
+def start_table(title: str) -> Table:
+    """Returns an empty table of three columns: what, its value, and why."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_header=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value", justify="left", overflow="fold")
     table.add_column("why", style="dim", overflow="fold")
+    return table
+
+
+def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
+    """Adds what is done and how long it is predicted to take.
+
+    Args:
+        table: made by `start_table`.
+        plan: what to add.
+        layers: whether to say of groups of chunks what becomes of their layers.
+    """
     rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows x "
     purpose = "training" if plan.training else "evaluation"
     table.add_row("tokens", rows + format_tokens(plan.total_tokens), purpose)
     table.add_row("chunks", format_lengths(plan.chunk_lengths), f"{plan.num_layers} layers each")
-    table.add_row("device", plan.device.name, "")
+    table.add_row("device", plan.device.name, speeds_known(plan))
     table.add_row("attention", plan.backend_name, plan.backend_reason)
     if plan.training:
-        modes = {mode for row in plan.layer_modes for mode in row}
-        recompute = _all_or_some({mode.recompute for mode in modes})
-        offload = _all_or_some({mode.offload for mode in modes})
-        table.add_row("recompute", recompute, plan.recompute_reason)
-        table.add_row("offload", offload, plan.offload_reason)
-    table.add_section()
-    _add_bytes(table, plan)
-    warnings = (Text(f"Warning: {warning}.", style="yellow") for warning in plan.warnings)
-    return Group(table, *warnings)
+        _add_modes(table, plan, layers=layers)
+    if plan.kv_tier != "device":
+        blocks = f"in blocks of {format_tokens(plan.kv_block_tokens)}"
+        if plan.kv_block_tokens >= plan.total_tokens:
+            blocks = "layer by layer"
+        table.add_row("K/V", f"on the {plan.kv_tier}", f"streamed back {blocks}")
+    predicted = plan.prediction
+    if predicted is not None:
+        speed = format_speed(predicted.tokens_per_second, predicted.mfu)
+        if predicted.stall_seconds > 0.0005 * predicted.step_seconds:
+            speed += f"; {format_seconds(predicted.stall_seconds)} of it waits for copies"
+        table.add_row("step", format_seconds(predicted.step_seconds), f"predicted: {speed}")
+
+
+def speeds_known(plan: Plan) -> str:
+    """Says where the plan's speeds come from: "" where there are none."""
+    profile = plan.device.profile
+    if profile is None:
+        return ""
+    return "speeds and sizes are estimates" if profile.estimated else "speeds were measured"
+
+
+def warning_lines(plan: Plan) -> list[Text]:
+    """Returns the plan's warnings, to stand below a table."""
+    return [Text(f"Warning: {warning}.", style="yellow") for warning in plan.warnings]
 
 
 def render_plan(plan: Plan, model_name: str, width: int = 100) -> str:
@@ -100,18 +161,38 @@ def render_plan(plan: Plan, model_name: str, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()).strip("\n")
 
 
+def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
+    modes = {mode for row in plan.layer_modes for mode in row}
+    recompute = _all_or_some({mode.recompute for mode in modes})
+    offload = _all_or_some({mode.offload for mode in modes})
+    table.add_row("recompute", recompute, plan.recompute_reason)
+    table.add_row("offload", offload, plan.offload_reason)
+    if layers and len(modes) > 1:
+        for index, group in enumerate(group_chunks(plan, most=_MOST_GROUPS_SHOWN)):
+            table.add_row("layers" if index == 0 else "", group.text, group.title)
+    ahead = plan.leave_bytes, plan.fetch_bytes
+    if any(mode.offload for mode in modes) and None not in ahead:
+        out, back = (format_bytes(size or 0) for size in ahead)
+        both = out if out == back else f"{out} out, {back} back"
+        table.add_row("look-ahead", both, "on the device, waiting for a copy or ahead of its use")
+
+
 def _all_or_some(answers: set[bool]) -> str:
     if len(answers) == 2:
         return "some frames"
     return "full" if answers == {True} else "none"
 
 
-def _add_bytes(table: Table, plan: Plan) -> None:
-    predicted = plan.estimate
+def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> None:
+    """Adds the bytes of each tier at its peak, by cause, against its budget."""
     note = f"predicted peak, at the {predicted.moment}"
-    tiers = [("device", predicted.device, plan.device_budget_bytes, note)]
-    if predicted.host.total:
-        tiers.append(("host", predicted.host, plan.host_budget_bytes, "predicted, offloaded"))
+    tiers = [("device", predicted.device, budgets.device, note)]
+    for tier, amounts, budget_bytes in (
+        ("host", predicted.host, budgets.host),
+        ("disk", predicted.disk, budgets.disk),
+    ):
+        if amounts.total:
+            tiers.append((tier, amounts, budget_bytes, "predicted, offloaded"))
     for tier, amounts, budget_bytes, note in tiers:
         size = format_bytes(amounts.total)
         if budget_bytes is not None:

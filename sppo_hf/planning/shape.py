@@ -28,6 +28,10 @@ from sppo_hf.planning.reader import (
 __all__ = ["FLOAT32_BYTES", "ModelShape"]
 
 
+# A model of which less than this share trains has its layers or adapters trained, not its ends.
+_MOSTLY = 0.5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The numbers of a causal language model that costs and memory follow from."""
@@ -153,6 +157,23 @@ class ModelShape:
     def trainable_fraction(self) -> float:
         """Share of the parameters that receive gradients, 0 to 1."""
         return min(1.0, self.trainable_parameters / max(1, self.total_parameters))
+
+    @property
+    def lora_bytes(self) -> int:
+        """Bytes of all adapters' weights."""
+        if self.lora is None:
+            return 0
+        return sum(work.adapter_weights for work in self._all_work()) * self.lora.dtype_bytes
+
+    @property
+    def embedding_trained(self) -> bool:
+        """Whether the embedding receives a gradient: not where only adapters train."""
+        return self.lora is None and self.trainable_fraction > _MOSTLY
+
+    @property
+    def head_trainable(self) -> float:
+        """Share of the head that receives a weight gradient, 0 or 1."""
+        return 1.0 if self.embedding_trained else 0.0
 
     def work(self, layer: int) -> LayerWork:
         """One token's FLOPs and saved bytes in a layer, attention between tokens left out."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.facts import device_facts, device_numa_node, device_versions
 from sppo_hf.planning.hardware import Curve, HardwareProfile
@@ -149,7 +150,7 @@ def calibrate(
     dtypes = {name: _dtype(name) for name in dtype_names or sizes.dtype_names}
     with near_device(device), _current(device), torch.no_grad():
         measured = _measure(device, sizes, dtypes, offload_dir, on_progress or _silent)
-    facts = device_facts(device)
+    facts = device_facts(device, SPPOConfig())
     backends = ", ".join(
         f"{speed.backend} for {name}" for name, speed in measured.attention.items()
     )

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, cast, get_args
 
 from sppo_hf.errors import ScheduleError
 
-Kind = Literal["F", "B", "R", "D", "H", "W", "L", "K", "O"]
+Kind = Literal["F", "B", "R", "D", "H", "S", "L", "K", "O"]
 """What an action does; see `KIND_NAMES`."""
 
 KIND_NAMES: dict[Kind, str] = {
@@ -20,7 +20,7 @@ KIND_NAMES: dict[Kind, str] = {
     "R": "recompute",
     "D": "device to host",
     "H": "host to device",
-    "W": "disk write",
+    "S": "disk store",
     "L": "disk load",
     "K": "K/V in",
     "O": "K/V out",

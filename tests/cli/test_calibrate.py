@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from sppo_hf.cli import app
 from sppo_hf.cli.calibrate import _scaled
+from sppo_hf.config import SPPOConfig
 from sppo_hf.model.facts import device_facts
 from sppo_hf.planning.profile_json import profile_from_json
 from sppo_hf.planning.profile_store import load_profile
@@ -77,7 +78,7 @@ def test_output_goes_to_the_file_only(
 def test_a_real_quick_run_is_not_kept(home: Path) -> None:
     code, out, err = _calibrate("--quick", "--device", "cpu")
     assert code == 0, err
-    assert device_facts(runtime.torch.device("cpu")).name in out
+    assert device_facts(runtime.torch.device("cpu"), SPPOConfig()).name in out
     assert "not measured" in out
     assert "not kept" in out
     assert not home.exists()

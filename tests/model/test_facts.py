@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.model import facts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
 
 
 def test_a_processor_has_a_name_and_the_hosts_memory() -> None:
-    found = facts.device_facts(CPU)
+    found = facts.device_facts(CPU, SPPOConfig())
     assert found.kind == "cpu"
     assert found.name
     assert found.device_memory_bytes == found.host_memory_bytes == facts.host_memory_bytes()

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sppo_hf.planning.memory import MemoryEstimate, TierBytes
+from sppo_hf.planning.memory import MemoryEstimate, Moment, TierBytes
 from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, mode_of
 from sppo_hf.planning.plan import DeviceFacts, Plan
+from sppo_hf.planning.programme import Budgets
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change, simulate
 from sppo_hf.schedule.timeline import Timeline
@@ -13,6 +14,8 @@ from sppo_hf.schedule.timeline import Timeline
 GIB = 2**30
 TOKENS = 131_072
 DISK = mode_of("whole", "disk")
+NOTHING = TierBytes()
+EMPTY = Moment(name="made up", chunk=0, device=NOTHING, host=NOTHING, disk=NOTHING)
 
 
 def mixed_plan(num_chunks: int, layers: int = 32) -> Plan:
@@ -22,10 +25,8 @@ def mixed_plan(num_chunks: int, layers: int = 32) -> Plan:
     """
     cuts = [round(TOKENS * (at / num_chunks) ** 0.7) for at in range(num_chunks + 1)]
     return Plan(
-        total_tokens=TOKENS,
         batch_rows=1,
         bounds=tuple(pairwise(cuts)),
-        num_layers=layers,
         layer_modes=tuple(_row(chunk, num_chunks, layers) for chunk in range(num_chunks)),
         training=True,
         tile_tokens=512,
@@ -34,7 +35,8 @@ def mixed_plan(num_chunks: int, layers: int = 32) -> Plan:
         backend_reason="asked for",
         recompute_reason="asked for",
         offload_reason="asked for",
-        estimate=MemoryEstimate(device=TierBytes(), host=TierBytes(), moment="made up"),
+        estimate=MemoryEstimate(moments=(EMPTY,)),
+        budgets=Budgets(device=None, host=None, disk=None),
     )
 
 
@@ -73,12 +75,12 @@ class Step:
         if action.kind in "FB":
             per_chunk = 16.0 / self.plan.num_chunks / self.plan.num_layers
             return per_chunk * (1.0 if action.kind == "F" else 2.2)
-        rate = {"D": 50e9, "H": 50e9, "W": 5e9, "L": 6e9}[action.kind]
+        rate = {"D": 50e9, "H": 50e9, "S": 5e9, "L": 6e9}[action.kind]
         return self.copy_slowness * self.frame_bytes(action) / rate
 
     def after(self, action: Action) -> list[Action]:
         to_disk = self.mode(action).tier == "disk"
-        needed = {"D": "F", "W": "D", "L": "W", "H": "L" if to_disk else "D"}.get(action.kind)
+        needed = {"D": "F", "S": "D", "L": "S", "H": "L" if to_disk else "D"}.get(action.kind)
         if action.kind == "B" and self.mode(action).offload:
             needed = "H"
         found = [] if needed is None else [action._replace(kind=needed)]
@@ -112,7 +114,7 @@ class Step:
         return {
             "D": [Change("host", below, size), Change("device", "frames", -size, "end")],
             "H": [Change("device", "frames", size), Change("host", below, -size, "end")],
-            "W": [Change("disk", "frames", size), Change("host", below, -size, "end")],
+            "S": [Change("disk", "frames", size), Change("host", below, -size, "end")],
             "L": [Change("host", below, size), Change("disk", "frames", -size, "end")],
         }[action.kind]
 
@@ -129,7 +131,7 @@ class Step:
                 "compute": forward + backward,
                 "D2H": [action._replace(kind="D") for action in gone],
                 "H2D": [action._replace(kind="H") for action in reversed(gone)],
-                "disk write": [action._replace(kind="W") for action in to_disk],
+                "disk write": [action._replace(kind="S") for action in to_disk],
                 "disk read": [action._replace(kind="L") for action in reversed(to_disk)],
             },
             seconds=self.seconds,

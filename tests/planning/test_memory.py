@@ -1,10 +1,14 @@
 """Predicted bytes: by hand for two chunks, by law for any."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
+from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import (
     MemoryEstimate,
     TierBytes,
@@ -14,6 +18,7 @@ from sppo_hf.planning.memory import (
 )
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import llama_config, tiny_shape
 
@@ -23,29 +28,32 @@ BOUNDS: Bounds = ((0, 600), (600, 1000))
 def predict(
     mode: FrameMode, bounds: Bounds = BOUNDS, rows: int = 1, training: bool = True
 ) -> MemoryEstimate:
-    return estimate(
-        ModelShape.from_config(llama_config(), dtype_bytes=2),
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    return estimate(shape, decided(mode, bounds, rows=rows, training=training))
+
+
+def decided(
+    mode: FrameMode,
+    bounds: Bounds = BOUNDS,
+    *,
+    layers: int = 32,
+    rows: int = 1,
+    training: bool = True,
+    **others: Any,
+) -> Decisions:
+    settings: dict[str, Any] = {"tile_tokens": 64, **others}
+    return Decisions(
         batch_rows=rows,
         bounds=bounds,
-        mode=lambda layer, chunk: mode,
+        layer_modes=uniform_modes(len(bounds), layers, mode),
         training=training,
-        tile_tokens=64,
+        **settings,
     )
 
 
 def test_standing_bytes() -> None:
     shape = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=1000)
-    both = [
-        estimate(
-            shape,
-            batch_rows=1,
-            bounds=BOUNDS,
-            mode=lambda layer, chunk: KEEP,
-            training=training,
-            tile_tokens=64,
-        ).device
-        for training in (True, False)
-    ]
+    both = [estimate(shape, decided(KEEP, training=training)).device for training in (True, False)]
     assert [tier.weights for tier in both] == [shape.weight_bytes] * 2
     assert [tier.gradients for tier in both] == [2000, 0]
     assert [tier.optimizer for tier in both] == [8000, 0]
@@ -84,14 +92,8 @@ def test_modes_order_as_they_should() -> None:
 
 def test_mixed_modes_split_between_tiers() -> None:
     shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
-    predicted = estimate(
-        shape,
-        batch_rows=1,
-        bounds=BOUNDS,
-        mode=lambda layer, chunk: OFFLOAD if (layer, chunk) == (1, 0) else KEEP,
-        training=True,
-        tile_tokens=64,
-    )
+    rows = ((KEEP, OFFLOAD, *[KEEP] * 30), (KEEP,) * 32)
+    predicted = estimate(shape, replace(decided(KEEP), layer_modes=rows))
     frame = shape.frame_bytes_per_token(0)
     assert predicted.host.frames == 600 * frame
     assert predicted.device.frames == (32 * 1000 - 600) * frame
@@ -109,12 +111,7 @@ def test_returned_logits_are_counted_whole() -> None:
     sizes = [
         estimate(
             shape,
-            batch_rows=2,
-            bounds=((0, 10),),
-            mode=lambda layer, chunk: KEEP,
-            training=True,
-            tile_tokens=4,
-            return_logits=asked,
+            decided(KEEP, ((0, 10),), layers=2, rows=2, tile_tokens=4, return_logits=asked),
         ).device.logits_tile
         for asked in (False, True)
     ]
@@ -129,14 +126,19 @@ def test_returned_logits_are_counted_whole() -> None:
 def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: FrameMode) -> None:
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
     one, many = predict(mode, bounds), predict(mode, bounds, rows=rows)
-    for cause in ("kv", "dkv", "frames", "skeletons", "chunk_workspace"):
+    for cause in ("kv", "dkv", "frames", "skeletons", "workspace", "copies", "hidden"):
         assert getattr(many.device, cause) == rows * getattr(one.device, cause)
-    assert many.host.total == rows * one.host.total
+    # Slabs, and what passes through to the disk, are as large whatever comes.
+    frames = [
+        max(m.host.frames + m.host.products + m.host.skeletons for m in predicted.moments)
+        for predicted in (one, many)
+    ]
+    assert frames[1] == rows * frames[0]
     assert many.device.weights == one.device.weights
 
 
 def test_total_is_the_sum_of_causes() -> None:
-    tier = TierBytes(weights=1, kv=20, chunk_workspace=300)
+    tier = TierBytes(weights=1, kv=20, workspace=300)
     assert tier.total == 321
     assert dict(tier.items())["kv"] == 20
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.facts import device_facts, device_versions
 from sppo_hf.planning.hardware import HardwareProfile
@@ -33,7 +34,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[HardwareProfile, To
 
 def test_every_figure_is_filled(quick: tuple[HardwareProfile, Told]) -> None:
     profile, _ = quick
-    facts = device_facts(CPU)
+    facts = device_facts(CPU, SPPOConfig())
     assert (profile.name, profile.kind) == (facts.name, "cpu")
     assert not profile.estimated
     assert "too small" in profile.source
@@ -68,7 +69,7 @@ def test_it_is_found_again(
     profile, _ = quick
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     save_profile(profile)
-    name = device_facts(CPU).name
+    name = device_facts(CPU, SPPOConfig()).name
     assert profile_for(name, "cpu", device_versions(CPU)) == profile
     assert profile_for(name, "cpu", {**device_versions(CPU), "threads": "99"}).estimated
     assert profile_from_json(profile_to_json(profile), where="x") == profile

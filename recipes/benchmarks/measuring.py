@@ -1,0 +1,103 @@
+"""One forward and backward of a model under given settings, measured in a process of its own.
+
+What the benchmarks share: real text, a fresh process per measurement, the operating system's peak.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
+
+import torch
+from report import forget_peak, host_bytes, peak_host_bytes
+from smollm2 import load_model, load_tokenizer
+
+from sppo_hf import SPPOPlugin
+from sppo_hf.data.documents import installed_packages
+from sppo_hf.data.packing import pack_documents
+from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.planning.plan import Plan
+
+
+class _Notebook(StepObserver):
+    """Keeps the plan and the record of the last step."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.record: StepRecord | None = None
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        self.plan = plan
+
+    def on_record(self, record: StepRecord) -> None:
+        self.record = record
+
+
+def real_tokens(model_name: str, rows: int, tokens: int) -> torch.Tensor:
+    """Rows of real source code, `[rows, tokens]`."""
+    tokenizer = load_tokenizer(model_name)
+    code = installed_packages(["transformers"], max_document_chars=8 * tokens * rows)
+    packed = pack_documents(code, tokenizer, max_length=tokens)
+    if len(packed) < rows or len(packed[rows - 1]["input_ids"]) < tokens:
+        raise SystemExit(f"fewer than {rows} rows of {tokens} tokens of text were found")
+    return torch.tensor([packed[row]["input_ids"] for row in range(rows)])
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job in this process: load, then one forward and backward.
+
+    Args:
+        job: `model`, `rows`, `tokens`, `threads`, `settings` of the plugin, and optionally `lora`
+            (a rank).
+    """
+    torch.set_num_threads(job["threads"])
+    input_ids = real_tokens(job["model"], job["rows"], job["tokens"])
+    model = load_model(job["model"], dtype=torch.float32).train()
+    if job.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=job["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
+    notes = _Notebook()
+    plugin = SPPOPlugin(show_progress=False, show_plan=False, **job["settings"])
+    plugin.observer.subscribe(notes)
+    plugin.convert(model)
+    forget_peak()  # unpacking the weights is not the contest
+    loaded_bytes = host_bytes()
+    began = time.perf_counter()
+    model(input_ids=input_ids, labels=input_ids).loss.backward()
+    seconds = time.perf_counter() - began
+    assert notes.plan is not None, "a step has a plan"
+    assert notes.record is not None, "a step has a record"
+    estimate = notes.plan.estimate
+    together = max(m.device.total + m.host.total for m in estimate.moments)
+    device = estimate.device
+    standing = device.weights + device.lora + device.optimizer
+    return {
+        "seconds": seconds,
+        "stall_seconds": notes.record.stall_seconds,
+        "peak_bytes_above_loaded": peak_host_bytes() - loaded_bytes,
+        # Weights are loaded before, and no optimizer runs here.
+        "predicted_bytes_above_loaded": together - standing,
+        "predicted_causes": dict(device.items()),
+        "moment": estimate.moment,
+        "disk_bytes": estimate.disk.total,
+        "num_chunks": notes.plan.num_chunks,
+    }
+
+
+def in_own_process(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job in a fresh process and return what it measured."""
+    command = [sys.executable, __file__, json.dumps(job)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

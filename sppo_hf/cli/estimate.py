@@ -1,0 +1,65 @@
+"""`sppo estimate MODEL --seq-len N`: does it fit, how fast is it, and how long may sequences be?
+
+Only arguments and printing; answering is `sppo_hf.planning.ask`. Neither torch nor Transformers is
+imported, so the answer comes at once.
+"""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from sppo_hf.cli import planning_arguments as given
+from sppo_hf.planning.answer_tables import estimate_table
+from sppo_hf.planning.ask import ask
+from sppo_hf.planning.plan_json import answer_to_dict
+
+
+def estimate(
+    model: given.Model,
+    seq_len: given.SeqLen,
+    device_memory: given.DeviceMemory = None,
+    host_memory: given.HostMemory = None,
+    disk: given.Disk = None,
+    hardware: given.Hardware = None,
+    lora: given.Lora = None,
+    rows: given.Rows = 1,
+    dtype: given.ComputeDtype = given.Dtype.bfloat16,
+    partition: given.Cut = given.Partition.flops,
+    num_chunks: given.NumChunks = "auto",
+    recompute: given.Recompute = None,
+    offload_kv: given.OffloadKv = given.Mode.auto,
+    as_json: given.AsJson = False,
+) -> None:
+    """Say whether training MODEL at a length fits a machine, how fast, and what breaks first.
+
+    The machine need not be this one, and no weights are read.
+
+    Exit code 0: it fits. 1: it does not. 2: bad input.
+    """
+    arguments = given.PlanningArguments(
+        model=model,
+        seq_len=seq_len,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
+        hardware=hardware,
+        lora=lora,
+        rows=rows,
+        dtype=dtype,
+        partition=partition,
+        num_chunks=num_chunks,
+        recompute=recompute,
+        offload_kv=offload_kv,
+    )
+    with given.bad_input(as_json):
+        question = arguments.question()
+        answer = ask(question)
+    if as_json:
+        typer.echo(json.dumps(answer_to_dict(answer)))
+    else:
+        out = given.console()
+        out.print(estimate_table(answer, arguments.title))
+        out.print(arguments.hardware_note(question), style="dim", highlight=False)
+    raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)

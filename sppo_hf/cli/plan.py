@@ -1,0 +1,122 @@
+"""`sppo plan MODEL --seq-len N`: what would be done with each chunk, and how policies compare.
+
+Only arguments, printing and files; answering is `sppo_hf.planning.ask`. Neither torch nor
+Transformers is imported, and matplotlib only to draw.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sppo_hf.cli import planning_arguments as given
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.answer_tables import plan_tables
+from sppo_hf.planning.ask import Answer, as_auto, ask, compare_policies, plan_for, timeline_of
+from sppo_hf.planning.figure import ENDINGS, draw_plan
+from sppo_hf.planning.modes import TIERS
+from sppo_hf.planning.plan_json import answer_to_dict, policies_to_list
+from sppo_hf.schedule.trace import write_trace
+
+
+def plan(
+    model: given.Model,
+    seq_len: given.SeqLen,
+    device_memory: given.DeviceMemory = None,
+    host_memory: given.HostMemory = None,
+    disk: given.Disk = None,
+    hardware: given.Hardware = None,
+    lora: given.Lora = None,
+    rows: given.Rows = 1,
+    dtype: given.ComputeDtype = given.Dtype.bfloat16,
+    partition: given.Cut = given.Partition.flops,
+    num_chunks: given.NumChunks = "auto",
+    recompute: given.Recompute = None,
+    offload_kv: given.OffloadKv = given.Mode.auto,
+    policy: Annotated[
+        given.Policy,
+        typer.Option(
+            help="What leaves the device: auto solves for time; none, full and sppo (the paper's"
+            " rule) are fixed, and recompute nothing unless --recompute says so."
+        ),
+    ] = given.Policy.auto,
+    figure: Annotated[
+        Path | None,
+        typer.Option(help=f"Draw the plan into a file ({', '.join(ENDINGS)})."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the simulated step as JSON for ui.perfetto.dev."),
+    ] = None,
+    as_json: given.AsJson = False,
+) -> None:
+    """Show the plan for training MODEL at a length on a machine, beside every fixed policy.
+
+    The machine need not be this one, and no weights are read.
+
+    Exit code 0: it fits. 1: it does not. 2: bad input.
+    """
+    arguments = given.PlanningArguments(
+        model=model,
+        seq_len=seq_len,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
+        hardware=hardware,
+        lora=lora,
+        rows=rows,
+        dtype=dtype,
+        partition=partition,
+        num_chunks=num_chunks,
+        recompute=recompute,
+        offload_kv=offload_kv,
+        policy=policy,
+    )
+    with given.bad_input(as_json):
+        if figure is not None and figure.suffix.lower() not in ENDINGS:
+            raise ConfigError(
+                f"--figure is {str(figure)!r}. Allowed: a file that ends in {', '.join(ENDINGS)}, "
+                "which says what kind of picture it is. Remedy: use one of these endings."
+            )
+        question = arguments.question()
+        answer = ask(question)
+        automatic = answer.plan
+        if automatic is None or policy is not given.Policy.auto:
+            automatic = plan_for(as_auto(question))
+        results = compare_policies(question, automatic)
+        _write_files(answer, arguments.title, figure, trace)
+    if as_json:
+        typer.echo(json.dumps({**answer_to_dict(answer), "policies": policies_to_list(results)}))
+    else:
+        out = given.console()
+        out.print(plan_tables(answer, results, arguments.title))
+        out.print(arguments.hardware_note(question), style="dim", highlight=False)
+    raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)
+
+
+def _write_files(answer: Answer, title: str, figure: Path | None, trace: Path | None) -> None:
+    """Writes the picture and the trace that were asked for.
+
+    Raises:
+        ConfigError: a file cannot be written, there is no plan to draw, or matplotlib is missing.
+    """
+    if figure is None and trace is None:
+        return
+    if answer.plan is None:
+        given.console(stderr=True).print("Nothing fits, so there is no plan to draw or trace.")
+        return
+    timeline = timeline_of(answer.plan)
+    budgets = {tier: answer.budgets.of(tier) for tier in TIERS}
+    try:
+        if figure is not None:
+            draw_plan(answer.plan, timeline, budgets=budgets, path=figure, title=title)
+        if trace is not None:
+            write_trace(timeline, trace)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or figure or trace} cannot be written: {error.strerror}. Remedy: name"
+            " a file in a writable folder."
+        ) from error

@@ -1,0 +1,310 @@
+"""Arguments that `sppo estimate` and `sppo plan` share, and the question that they ask.
+
+Only words into values; answering is `sppo_hf.planning.ask`. Imports no torch, and the hub's client
+only where MODEL is a hub id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.planning.ask import Question, question_for
+from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.profile_store import load_profile
+
+FITS, FITS_NOT, BAD_INPUT = 0, 1, 2
+DEFAULT_HARDWARE = "h100-80gb"
+
+_WIDTH = 110
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
+_TOKENS_PER_UNIT = {"": 1, "K": 1024, "M": 1024**2}
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class Dtype(StrEnum):
+    """Dtype of weights and compute; a choice on the command line."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Partition(StrEnum):
+    """Setting of `partition`; a choice on the command line."""
+
+    flops = "flops"
+    even = "even"
+    ramp = "ramp"
+
+
+class Mode(StrEnum):
+    """Setting of `recompute` and `offload_kv`; a choice on the command line."""
+
+    auto = "auto"
+    none = "none"
+    full = "full"
+
+
+class Policy(StrEnum):
+    """Setting of `offload`; a choice on the command line."""
+
+    auto = "auto"
+    none = "none"
+    full = "full"
+    sppo = "sppo"
+
+
+Model = Annotated[
+    str, typer.Argument(help="A local model folder, a config.json, or a hub id.", metavar="MODEL")
+]
+SeqLen = Annotated[
+    str, typer.Option(help="Tokens of each row: 131072, 128K (x 1024) or 1M (x 1024 x 1024).")
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(help="Budget on the device, 80GiB, or a share of the profile's, 0.9."),
+]
+HostMemory = Annotated[
+    str | None, typer.Option(help="Budget in host memory, 256GiB; no limit by default.")
+]
+Disk = Annotated[
+    str | None, typer.Option(help="Budget on a fast disk, 1TiB; no disk is used by default.")
+]
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="A shipped profile (a100, h100, h200) or a file of `sppo calibrate --output`."
+        f" [default: {DEFAULT_HARDWARE}]",
+        show_default=False,
+    ),
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(help="Rank of LoRA adapters on all linear layers; without it all weights train."),
+]
+Rows = Annotated[int, typer.Option(min=1, help="Rows that go through together.")]
+ComputeDtype = Annotated[Dtype, typer.Option(help="Dtype of weights and compute.")]
+Cut = Annotated[Partition, typer.Option(help="How chunks are cut.")]
+NumChunks = Annotated[str, typer.Option(help="Number of chunks, or auto.")]
+Recompute = Annotated[
+    Mode | None, typer.Option(help="What backward computes again. [default: auto]")
+]
+OffloadKv = Annotated[Mode, typer.Option(help="Whether K/V leave the device too.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningArguments:
+    """The command line as it was typed."""
+
+    model: str
+    seq_len: str
+    device_memory: str | None
+    host_memory: str | None
+    disk: str | None
+    hardware: str | None
+    lora: int | None
+    rows: int
+    dtype: Dtype
+    partition: Partition
+    num_chunks: str
+    recompute: Mode | None
+    offload_kv: Mode
+    policy: Policy = Policy.auto
+
+    @property
+    def title(self) -> str:
+        """The model for a table's title: "Llama-3.1-8B, LoRA rank 16, float16"."""
+        path = Path(self.model)
+        name = path.parent.name or path.name if path.name == "config.json" else self.model
+        parts = [name]
+        if self.lora is not None:
+            parts.append(f"LoRA rank {self.lora}")
+        if self.dtype is not Dtype.bfloat16:
+            parts.append(str(self.dtype))
+        return ", ".join(parts)
+
+    def question(self) -> Question:
+        """Reads the model's configuration and the profile, and checks every value.
+
+        Raises:
+            ConfigError: a value is refused, or a file is missing or damaged.
+            UnsupportedModelError: the engine refuses such models.
+        """
+        profile = load_profile(self.hardware or DEFAULT_HARDWARE)
+        return question_for(
+            read_model(self.model),
+            self._config(profile),
+            profile=profile,
+            total_tokens=parse_tokens(self.seq_len),
+            batch_rows=self.rows,
+            dtype_name=str(self.dtype),
+            lora_rank=self.lora,
+        )
+
+    def hardware_note(self, question: Question) -> str:
+        """Says in one line which profile the figures are from."""
+        profile = question.device.profile
+        assert profile is not None, "a question from the command line has a profile"
+        known = "estimated from public figures" if profile.estimated else "measured"
+        note = f"Hardware: {profile.name}, {known}"
+        if self.hardware is None:
+            note += "; it is the default, --hardware names another"
+        return note + "."
+
+    def _config(self, profile: HardwareProfile) -> SPPOConfig:
+        recompute = self.recompute
+        if recompute is None:
+            # The fixed policies are the paper's: they decide what leaves, and recompute nothing.
+            recompute = Mode.auto if self.policy is Policy.auto else Mode.none
+        return SPPOConfig(
+            num_chunks=_num_chunks(self.num_chunks),
+            partition=self.partition.value,
+            offload=self.policy.value,
+            offload_kv=self.offload_kv.value,
+            recompute=recompute.value,
+            device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),
+            host_memory=_budget("--host-memory", self.host_memory, profile.host_bytes),
+            disk_memory=_budget("--disk", self.disk, profile.disk_bytes),
+            # Nothing is written: planning asks only whether there is a disk.
+            offload_dir=None if self.disk is None else "--disk",
+        )
+
+
+def parse_tokens(text: str) -> int:
+    """Reads a number of tokens.
+
+    Args:
+        text: "131072", "128K" (K = 1024) or "1M" (M = 1024 x 1024).
+
+    Raises:
+        ConfigError: it is none of these, or not a whole number above zero.
+    """
+    match = _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    tokens = float(match[1]) * _TOKENS_PER_UNIT[match[2].upper()] if match else 0.0
+    if tokens < 1 or not tokens.is_integer():
+        raise ConfigError(
+            f"--seq-len is {text!r}. Allowed: a whole number of tokens above zero, such as 131072, "
+            "128K (K = 1024) or 1M (M = 1024 x 1024). Remedy: write one of these."
+        )
+    return int(tokens)
+
+
+def read_model(model: str) -> SimpleNamespace:
+    """Reads the configuration of a model by path or hub id; of a hub id nothing else is downloaded.
+
+    Raises:
+        ConfigError: there is no such file, folder or repository, or the hub cannot be reached.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return load_config(path)
+    if not _HUB_ID.fullmatch(model) or model.endswith(".json") or model.startswith("."):
+        raise ConfigError(
+            f"{model!r} is no file or folder here. Allowed: a model folder with a config.json, the "
+            "path of a config.json, or a hub id such as meta-llama/Llama-3.1-8B. Remedy: check the "
+            "path."
+        )
+    return load_config(_download(model))
+
+
+@contextmanager
+def bad_input(as_json: bool) -> Iterator[None]:
+    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2."""
+    try:
+        yield
+    except SPPOError as error:
+        if as_json:
+            typer.echo(json.dumps({"status": "bad input", "reason": str(error)}))
+        else:
+            message = Text.assemble(("bad input ", "red"), str(error))
+            console(stderr=True).print(message, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables go; where that is no terminal, they are wide enough for their columns."""
+    found = Console(stderr=stderr)
+    if not found.is_terminal:
+        found.width = max(found.width, _WIDTH)
+    return found
+
+
+def _download(repo_id: str) -> str:
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return hf_hub_download(repo_id, "config.json")
+    except errors.GatedRepoError as error:
+        reason, remedy = (
+            "its access is gated",
+            (f"ask for access at https://huggingface.co/{repo_id} and log in with `hf auth login`"),
+        )
+        raise _unreachable(repo_id, reason, remedy) from error
+    except errors.RepositoryNotFoundError as error:
+        reason, remedy = (
+            "there is no such repository, or it is private",
+            ("check the name, or log in with `hf auth login`"),
+        )
+        raise _unreachable(repo_id, reason, remedy) from error
+    except errors.LocalEntryNotFoundError as error:
+        reason, remedy = (
+            "the hub cannot be reached and the file is not in the cache",
+            ("go online (unset HF_HUB_OFFLINE), or give the path of a config.json"),
+        )
+        raise _unreachable(repo_id, reason, remedy) from error
+    except errors.EntryNotFoundError as error:
+        reason, remedy = (
+            "the repository holds no config.json",
+            ("choose a repository in Transformers' format"),
+        )
+        raise _unreachable(repo_id, reason, remedy) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        remedy = "go online, or give the path of a config.json"
+        raise _unreachable(repo_id, reason, remedy) from error
+
+
+def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"The configuration of {repo_id!r} cannot be had from the Hugging Face hub: {reason}. "
+        f"Allowed: a local model folder, a config.json, or a hub id. Remedy: {remedy}."
+    )
+
+
+def _num_chunks(text: str) -> int | Literal["auto"]:
+    if text == "auto" or (text.isdecimal() and int(text) > 0):
+        return "auto" if text == "auto" else int(text)
+    raise ConfigError(
+        f"--num-chunks is {text!r}. Allowed: a whole number above zero, or auto. Remedy: use auto, "
+        "which takes the number of chunks that is fastest."
+    )
+
+
+def _budget(option: str, text: str | None, total_bytes: int | None) -> int | None:
+    """A budget in bytes; what is not given is the profile's."""
+    if text is None:
+        return None
+    value: int | float | str = text
+    for kind in (int, float):
+        try:
+            value = kind(text)
+            break
+        except ValueError:
+            continue
+    return parse_bytes(value, field=option, total_bytes=total_bytes)

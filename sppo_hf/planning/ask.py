@@ -1,0 +1,370 @@
+"""Questions and answers: does this model at this length fit that machine, and how fast is it?
+
+What `sppo estimate`, `sppo plan` and the notebooks ask. One path from a model's config, settings
+and a hardware profile to a Plan; whatever does not fit is answered too, with the first limit that
+breaks. Knows nothing of torch: the machine in question need not be this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import BudgetError
+from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices, set_by_rule
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.memory import MemoryEstimate, estimate
+from sppo_hf.planning.partition import Bounds, chunk_bounds
+from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.refusals import check_config
+from sppo_hf.planning.search import Batch, chunk_cuts, longest
+from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.solve import (
+    Choices,
+    FirstLimit,
+    fits,
+    fixed_policies,
+    fixed_policy,
+    least_memory,
+    over_budget,
+    play,
+    with_kv,
+)
+from sppo_hf.planning.stage import lower
+from sppo_hf.planning.stage_bytes import StageBytes
+from sppo_hf.schedule.timeline import Timeline
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Dtypes that can be asked for, and the bytes of one element."""
+
+FIXED_POLICIES = ("none", "full", "sppo")
+"""Settings of `offload` that are rules instead of searches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A model, a length, a machine and settings."""
+
+    shape: ModelShape
+    """The model."""
+
+    config: SPPOConfig
+    """Settings; budgets it names count, what it leaves open comes from the device."""
+
+    device: DeviceFacts
+    """The machine; its profile must be known."""
+
+    total_tokens: int
+    """Length of each row."""
+
+    batch_rows: int = 1
+    """Rows of the batch."""
+
+    dtype_name: str = "bfloat16"
+    """Dtype of the compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a question came to."""
+
+    question: Question
+    """What was asked."""
+
+    plan: Plan | None
+    """The plan, or None where nothing fits."""
+
+    first_limit: FirstLimit | None
+    """What breaks first under the plan that comes closest; None where one fits."""
+
+    estimate: MemoryEstimate
+    """Bytes of the plan, or of the one that comes closest."""
+
+    budgets: Budgets
+    """What each tier may hold."""
+
+    max_seq_len: int
+    """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return self.plan is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """What one policy would come to, in the same chunks as the plan it is compared with."""
+
+    policy: str
+    """"auto", "none", "full" or "sppo"."""
+
+    frames: str
+    """What is saved of frames: "whole", "products", "skeletons", or "mixed" by the solver."""
+
+    first_limit: FirstLimit | None
+    """Why it does not fit."""
+
+    estimate: MemoryEstimate
+    """Its bytes."""
+
+    step_seconds: float | None
+    """Simulated duration of a step; None where it does not fit."""
+
+    tokens_per_second: float | None
+    """Likewise."""
+
+
+def question_for(
+    model_config: object,
+    config: SPPOConfig,
+    *,
+    profile: HardwareProfile,
+    total_tokens: int,
+    batch_rows: int = 1,
+    dtype_name: str = "bfloat16",
+    lora_rank: int | None = None,
+) -> Question:
+    """Puts a question together.
+
+    Args:
+        model_config: of Transformers, or an object with the fields of a `config.json`.
+        config: the settings; naming `offload_dir` gives the machine a disk.
+        profile: the machine: its speeds, and what it holds where `config` names no budget.
+        total_tokens: length of each row.
+        batch_rows: rows of the batch.
+        dtype_name: one of `DTYPE_BYTES`.
+        lora_rank: of adapters on all linear layers, float32 as PEFT makes them; None trains all.
+
+    Raises:
+        UnsupportedModelError: the engine refuses this family, or a size is missing.
+        ConfigError: a rank below one.
+    """
+    check_config(model_config)
+    lora = None if lora_rank is None else LoraShape(rank=lora_rank)
+    return Question(
+        shape=ModelShape.from_config(model_config, dtype_bytes=DTYPE_BYTES[dtype_name], lora=lora),
+        config=config,
+        device=DeviceFacts(
+            kind=profile.kind,
+            name=profile.name,
+            device_memory_bytes=profile.device_bytes,
+            host_memory_bytes=profile.host_bytes,
+            disk_memory_bytes=profile.disk_bytes,
+            profile=profile,
+        ),
+        total_tokens=total_tokens,
+        batch_rows=batch_rows,
+        dtype_name=dtype_name,
+    )
+
+
+def ask(question: Question) -> Answer:
+    """Answers a question.
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    plan = plan_for(question)
+    longest_tokens = _longest(question, plan)
+    if fits(plan.estimate, plan.budgets):
+        return Answer(
+            question=question,
+            plan=plan,
+            first_limit=None,
+            estimate=plan.estimate,
+            budgets=plan.budgets,
+            # Lengths are tried in steps, and in the shortest chunks only.
+            max_seq_len=max(longest_tokens, question.total_tokens),
+        )
+    limit, closest = _closest(question, plan)
+    return Answer(
+        question=question,
+        plan=None,
+        first_limit=limit,
+        estimate=closest,
+        budgets=plan.budgets,
+        max_seq_len=longest_tokens,
+    )
+
+
+def plan_for(question: Question) -> Plan:
+    """Makes the plan; where nothing fits, one that breaks budgets and warns of it.
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    config = question.config
+    if question.device.kind == "cpu" and config.device_memory is not None:
+        # On a CPU it takes a budget that is named for anything to be kept.
+        try:
+            return _make_plan(question, config)
+        except BudgetError:
+            pass
+    # A budget that the settings name is a reason to refuse; here it is one to answer.
+    return _make_plan(
+        question, config.replace(device_memory=None, host_memory=None, disk_memory=None)
+    )
+
+
+def _make_plan(question: Question, config: SPPOConfig) -> Plan:
+    budgets = read_budgets(question.config, question.device)
+    return make_plan(
+        config,
+        question.shape,
+        device=replace(
+            question.device,
+            device_memory_bytes=budgets.device,
+            host_memory_bytes=budgets.host,
+            disk_memory_bytes=budgets.disk,
+        ),
+        backend_name="auto",
+        backend_reason="chosen once the model is loaded; as fast as the profile says",
+        batch_rows=question.batch_rows,
+        total_tokens=question.total_tokens,
+        training=True,
+        dtype_name=question.dtype_name,
+    )
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """Simulates a plan made with a profile, with the bytes of every tier over time."""
+    held = StageBytes(plan, _cost(plan), plan.device.kind)
+    return lower(plan, _cost(plan)).simulate(held)
+
+
+def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]:
+    """Lays "auto" beside every fixed policy, in the same chunks and with K/V on the same tier.
+
+    Args:
+        question: what was asked; its `offload` is not looked at.
+        plan: made for `as_auto(question)`.
+
+    Returns:
+        The fastest first, "auto" before its equals; what does not fit last.
+    """
+    choices = read_choices(as_auto(question).config, question.device)
+    base = replace(
+        _batch(plan).decisions(plan.bounds, plan.num_layers),
+        kv_tier=plan.kv_tier,
+        kv_block_tokens=plan.kv_block_tokens,
+    )
+    named = [("auto, frames mixed", plan), *fixed_policies(_cost(plan), base, choices)]
+    results = [_result(plan, name, decisions) for name, decisions in named]
+    return tuple(sorted(results, key=lambda r: r.step_seconds or float("inf")))
+
+
+def as_auto(question: Question) -> Question:
+    """Returns the question with what leaves the device left to the solver."""
+    return replace(question, config=question.config.replace(offload="auto"))
+
+
+def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
+    cost = _cost(plan)
+    predicted = estimate(cost.shape, decisions, device_kind=plan.device.kind)
+    limit = next(over_budget(predicted, plan.budgets), None)
+    seconds = None
+    if limit is None:
+        seconds = play(decisions, cost, predicted, policy=name).step_seconds
+    tokens = plan.batch_rows * plan.total_tokens
+    policy, frames = name.split(", frames ")
+    return PolicyResult(
+        policy=policy,
+        frames=frames.removeprefix("reduced to "),
+        first_limit=limit,
+        estimate=predicted,
+        step_seconds=seconds,
+        tokens_per_second=None if seconds is None else tokens / seconds,
+    )
+
+
+def _closest(question: Question, plan: Plan) -> tuple[FirstLimit, MemoryEstimate]:
+    """The plan that lacks least, over all tiers, and what breaks first in it."""
+    predictions = [
+        plan.estimate,
+        *(
+            estimate(question.shape, decisions, device_kind=question.device.kind)
+            for decisions in _smallest(question, plan, question.total_tokens)
+        ),
+    ]
+
+    def missing(predicted: MemoryEstimate) -> int:
+        return sum(limit.missing_bytes for limit in over_budget(predicted, plan.budgets))
+
+    closest = min((p for p in predictions if missing(p)), key=missing)
+    return next(over_budget(closest, plan.budgets)), closest
+
+
+def _longest(question: Question, plan: Plan) -> int:
+    def possible(tokens: int) -> bool:
+        return any(
+            fits(estimate(question.shape, d, device_kind=question.device.kind), plan.budgets)
+            for d in _smallest(question, plan, tokens, most_cuts=1)
+        )
+
+    return longest(possible)
+
+
+def _smallest(
+    question: Question, plan: Plan, total_tokens: int, *, most_cuts: int | None = None
+) -> Iterator[Decisions]:
+    """Yields what holds least of all that the settings allow, by cut and by tier of K/V.
+
+    Args:
+        question: what is asked.
+        plan: made for it, at any length.
+        total_tokens: length of the rows.
+        most_cuts: how many ways to cut, shortest chunks first; None for all.
+    """
+    config, cost, kind = question.config, _cost(plan), question.device.kind
+    choices = read_choices(config, question.device)
+    cuts = _cuts(question, cost, total_tokens)
+    for bounds in islice(cuts, most_cuts):
+        base = _batch(plan).decisions(bounds, plan.num_layers)
+        # The paper's rule does not look for a place for K/V.
+        for kv_tier in choices.kv_tiers[: 1 if config.offload == "sppo" else None]:
+            placed = with_kv(base, kv_tier)
+            if set_by_rule(config, question.device):
+                yield _ruled(config, cost, placed, choices)
+            else:
+                yield least_memory(cost, placed, plan.budgets, choices, kind)
+
+
+def _ruled(config: SPPOConfig, cost: StageCost, base: Decisions, choices: Choices) -> Decisions:
+    saved = "skeleton" if config.recompute == "full" else "whole"
+    decisions = fixed_policy(cost, base, config.offload, saved, choices)
+    assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
+    return decisions
+
+
+def _cuts(question: Question, cost: StageCost, total_tokens: int) -> Iterator[Bounds]:
+    config, kind = question.config, question.device.kind
+    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
+    if not (fixed or set_by_rule(config, question.device) or kind == "cpu"):
+        yield from chunk_cuts(cost, total_tokens, config.partition)
+        return
+    num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)
+    if num_chunks != "auto":
+        # Other lengths than the one asked about are cut alike.
+        config = config.replace(chunk_lengths=None, num_chunks=min(num_chunks, total_tokens))
+    yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
+
+
+def _batch(plan: Plan) -> Batch:
+    return Batch(
+        batch_rows=plan.batch_rows,
+        tile_tokens=plan.tile_tokens,
+        training=plan.training,
+        staging_bytes=plan.staging_bytes,
+    )
+
+
+def _cost(plan: Plan) -> StageCost:
+    assert plan.cost is not None, "a plan made with a profile has costs"
+    return plan.cost

@@ -1,0 +1,105 @@
+"""What a config leaves to the solver: budgets in bytes, modes and tiers that may be used.
+
+Knows nothing of speeds and decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.modes import SAVED, Saved, Tier
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.solve import Choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What planning needs to know of the machine; collected by rooms that may import torch."""
+
+    kind: str
+    """"cpu" or "cuda"."""
+
+    name: str
+    """As the driver gives it, or the processor's name."""
+
+    device_memory_bytes: int | None = None
+    """Memory of the device in bytes (of the machine, for a CPU); None where unknown."""
+
+    host_memory_bytes: int | None = None
+    """Host memory in bytes that this process may use; None where unknown."""
+
+    disk_memory_bytes: int | None = None
+    """Free bytes below `offload_dir`; None where there is none or it is unknown."""
+
+    profile: HardwareProfile | None = None
+    """How fast it is; without it nothing can be planned by time."""
+
+
+def read_budgets(config: SPPOConfig, facts: DeviceFacts) -> Budgets:
+    """Returns what each tier may hold: what the config says, else what the machine has."""
+
+    def of(value: int | float | str | None, field: str, total: int | None) -> int | None:
+        return total if value is None else parse_bytes(value, field=field, total_bytes=total)
+
+    disk: int | None = 0
+    if config.offload_dir is not None:
+        disk = of(config.disk_memory, "disk_memory", facts.disk_memory_bytes)
+    return Budgets(
+        device=of(config.device_memory, "device_memory", facts.device_memory_bytes),
+        host=of(config.host_memory, "host_memory", facts.host_memory_bytes),
+        disk=disk,
+    )
+
+
+def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
+    """Returns the tiers whose budget the user named; only those are a reason to refuse.
+
+    What a machine merely has is warned about: weights may be sharded over devices in a way that is
+    not visible here, and an estimate may be wrong.
+    """
+    named: dict[Tier, object] = {
+        "device": config.device_memory,
+        "host": config.host_memory,
+        "disk": config.disk_memory,
+    }
+    return frozenset(tier for tier, value in named.items() if value is not None)
+
+
+def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
+    """Returns the modes and tiers that the config allows on this kind of device."""
+    saved: dict[str, tuple[Saved, ...]] = {
+        "auto": SAVED,
+        "none": ("whole",),
+        "full": ("skeleton",),
+    }
+    away = away_tiers(config, facts)
+    tiers: tuple[Tier, ...] = ("device", *away)
+    if config.offload == "none":
+        tiers = ("device",)
+    elif config.offload == "full":
+        tiers = away or ("host",)
+    kv_tiers: tuple[Tier, ...] = ("device", *away)
+    if config.offload_kv == "none":
+        kv_tiers = ("device",)
+    elif config.offload_kv == "full":
+        kv_tiers = away or ("host",)
+    return Choices(saved=saved[config.recompute], tiers=tiers, kv_tiers=kv_tiers)
+
+
+def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
+    """Whether nothing is left to search: modes are fixed, and what leaves has one place to go."""
+    # Where two tiers are away, something has to say what goes to which.
+    one_place = config.offload == "none" or len(away_tiers(config, facts)) < 2
+    fixed = config.offload != "auto" and config.recompute != "auto" and one_place
+    return fixed or config.offload == "sppo"
+
+
+def away_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
+    """Returns the tiers that are away from the device, nearest first.
+
+    On a CPU host memory is the device's own, so only a disk is away.
+    """
+    disk: tuple[Tier, ...] = ("disk",) if config.offload_dir is not None else ()
+    return disk if facts.kind == "cpu" else ("host", *disk)

@@ -1,0 +1,57 @@
+"""A measured step beside its plan, as one table: seconds per phase, bytes, and what was learned.
+
+Uses rich and prints nothing by itself.
+"""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.planning.plan import Plan
+
+
+def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group:
+    """Lays a measured step beside its plan, and says what is done about the difference.
+
+    Args:
+        before: the plan that ran; it has a prediction.
+        after: the plan from now on.
+        measured: a step of `before`.
+    """
+    planned = before.prediction
+    assert planned is not None, "a plan is corrected where it predicted something"
+    table = Table(box=SIMPLE_HEAD, title="SPPO: measured beside planned", title_justify="left")
+    table.add_column("what", style="bold")
+    table.add_column("planned", justify="right")
+    table.add_column("measured", justify="right")
+    forward = sum(chunk.forward_seconds for chunk in planned.chunks)
+    backward = sum(chunk.backward_seconds for chunk in planned.chunks)
+    rows = (
+        ("forward", forward, sum(measured.forward_seconds)),
+        ("backward", backward, sum(measured.backward_seconds)),
+        ("standing still", planned.stall_seconds, measured.stall_seconds),
+        ("step", planned.step_seconds, measured.step_seconds),
+    )
+    for name, said, took in rows:
+        table.add_row(name, f"{said:.3g} s", f"{took:.3g} s")
+    return Group(table, Text(_conclusion(before, after)))
+
+
+def _conclusion(before: Plan, after: Plan) -> str:
+    if after.layer_modes == before.layer_modes and after.kv_tier == before.kv_tier:
+        return "The same plan is still the fastest that fits; only its prediction is corrected."
+    assert after.prediction is not None, "a corrected plan is predicted"
+    changed = sum(
+        a != b
+        for row_a, row_b in zip(before.layer_modes, after.layer_modes, strict=True)
+        for a, b in zip(row_a, row_b, strict=True)
+    )
+    return (
+        f"Planned anew with the measured speeds: {changed} of "
+        f"{before.num_chunks * before.num_layers} frames change their mode, "
+        f"{after.prediction.step_seconds:.3g} s a step predicted."
+    )

@@ -1,0 +1,186 @@
+"""StageCost: seconds and bytes of every unit of work, from a model's shape and a machine's profile.
+
+The one place that turns FLOPs into seconds. The solver, the simulator and the reports ask it, so
+they agree. Knows nothing of plans or lanes. One unit is the forward or the backward of one decoder
+layer over one chunk; the head and the loss of a chunk are a unit of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sppo_hf.planning.flops import visible_pairs
+from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
+from sppo_hf.planning.layer import LayerShape
+from sppo_hf.planning.modes import Saved
+from sppo_hf.planning.shape import ModelShape
+
+ATTENTION_BACKWARD_FLOPS = 2.5
+"""Attention's backward in forwards: five matrix products where forward has two."""
+
+# A SATA-like guess for a disk that nobody has measured; `sppo calibrate --offload-dir` does.
+UNKNOWN_DISK_WRITE = 0.5e9
+UNKNOWN_DISK_READ = 0.5e9
+
+# Every byte that autograd saves was written once and read once in forward; backward reads it and
+# reads and writes a gradient of the same size.
+_FORWARD_TRAFFIC = 2
+_BACKWARD_TRAFFIC = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Measured over predicted, to correct a profile that lies; 1.0 where nothing was measured."""
+
+    forward: float = 1.0
+    """Seconds of forward units."""
+
+    backward: float = 1.0
+    """Seconds of backward units."""
+
+    d2h: float = 1.0
+    """Seconds per byte to the host."""
+
+    h2d: float = 1.0
+    """Seconds per byte to the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Costs of one stage's units on one device."""
+
+    shape: ModelShape
+    """The model."""
+
+    profile: HardwareProfile
+    """The machine."""
+
+    dtype_name: str
+    """Dtype of the compute, "bfloat16"."""
+
+    batch_rows: int = 1
+    """Rows that go through together; all seconds and bytes are of all of them."""
+
+    correction: Correction = Correction()
+    """What the first steps taught."""
+
+    # Not taken along by `dataclasses.replace`: another profile or correction, other seconds.
+    _memo: dict[tuple[object, ...], float] = field(
+        default_factory=dict[tuple[object, ...], float], init=False, repr=False, compare=False
+    )
+    _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Number the kinds of layers, for layers of one kind cost the same."""
+        first: dict[object, int] = {}
+        kinds = tuple(first.setdefault(x, i) for i, x in enumerate(self.shape.layers))
+        object.__setattr__(self, "_kinds", kinds)
+
+    def forward_seconds(self, layer: int, start: int, end: int) -> float:
+        """Forward of `layer` over tokens [start, end) with all keys before them."""
+        shape = self.shape.layers[layer]
+        key = ("F", self._kinds[layer], start, end)
+        if key not in self._memo:
+            tokens = end - start
+            linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens)
+            attention = self._pairs_flops(shape, start, end) / self._rate(
+                self.profile.attention_forward_flops, tokens
+            )
+            busy = linear + attention + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
+            seconds = max(busy, self.profile.launch_seconds)
+            self._memo[key] = seconds * self.correction.forward
+        return self._memo[key]
+
+    def backward_seconds(self, layer: int, start: int, end: int) -> float:
+        """Backward of `layer` over tokens [start, end), recomputation left out."""
+        shape = self.shape.layers[layer]
+        key = ("B", self._kinds[layer], start, end)
+        if key not in self._memo:
+            tokens = end - start
+            flops = self.shape.backward_linear_flops_per_token(layer)
+            linear = self._linear_seconds(flops, tokens)
+            attention = (
+                ATTENTION_BACKWARD_FLOPS
+                * self._pairs_flops(shape, start, end)
+                / self._rate(self.profile.attention_backward_flops, tokens)
+            )
+            busy = linear + attention + self._elementwise_seconds(layer, tokens, _BACKWARD_TRAFFIC)
+            # About two kernels for each of forward's.
+            seconds = max(busy, 2 * self.profile.launch_seconds)
+            self._memo[key] = seconds * self.correction.backward
+        return self._memo[key]
+
+    def recompute_seconds(self, layer: int, tokens: int, saved: Saved) -> float:
+        """What backward runs again of `layer` over a chunk of `tokens` tokens; never attention."""
+        if saved == "whole":
+            return 0.0
+        key = ("R", self._kinds[layer], tokens, saved)
+        if key not in self._memo:
+            linear = self._linear_seconds(
+                self.shape.recompute_flops_per_token(layer, saved), tokens
+            )
+            busy = linear + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
+            seconds = max(busy, self.profile.launch_seconds)
+            self._memo[key] = seconds * self.correction.backward
+        return self._memo[key]
+
+    def head_seconds(self, tokens: int, *, training: bool = True) -> float:
+        """Head and loss of a chunk; in training its gradients are computed on the spot."""
+        key = ("H", tokens, training)
+        if key not in self._memo:
+            products = 1.0 + (1.0 + self.shape.head_trainable if training else 0.0)
+            flops = products * self.shape.head_flops_per_token
+            # Logits and their gradient pass through memory a few times, in float32.
+            traffic = 6 * self.shape.vocab_size * 4 * tokens * self.batch_rows
+            seconds = self._linear_seconds(flops, tokens)
+            seconds += traffic / self.profile.memory_bytes_per_second
+            self._memo[key] = seconds * self.correction.forward
+        return self._memo[key]
+
+    def frame_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
+        """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
+        key = ("A", self._kinds[layer], saved)
+        if key not in self._memo:
+            self._memo[key] = self.shape.frame_bytes_per_token(layer, saved)
+        return self.batch_rows * tokens * int(self._memo[key])
+
+    def kv_bytes(self, layer: int, tokens: int) -> int:
+        """K and V of `tokens` tokens of `layer`."""
+        return self.batch_rows * tokens * self.shape.kv_bytes_per_token(layer)
+
+    def dkv_bytes(self, layer: int, tokens: int) -> int:
+        """Gradient sums of K and V of `tokens` tokens of `layer`."""
+        return self.batch_rows * tokens * self.shape.dkv_bytes_per_token(layer)
+
+    def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
+        """A copy to the host; `both` while another runs the other way."""
+        rate = self.profile.both_d2h_bytes_per_second if both else self.profile.d2h_bytes_per_second
+        return num_bytes / rate * self.correction.d2h
+
+    def h2d_seconds(self, num_bytes: float, *, both: bool = False) -> float:
+        """A copy to the device; `both` while another runs the other way."""
+        rate = self.profile.both_h2d_bytes_per_second if both else self.profile.h2d_bytes_per_second
+        return num_bytes / rate * self.correction.h2d
+
+    def disk_write_seconds(self, num_bytes: float) -> float:
+        """Writing to offload_dir."""
+        return num_bytes / (self.profile.disk_write_bytes_per_second or UNKNOWN_DISK_WRITE)
+
+    def disk_read_seconds(self, num_bytes: float) -> float:
+        """Reading from offload_dir."""
+        return num_bytes / (self.profile.disk_read_bytes_per_second or UNKNOWN_DISK_READ)
+
+    def _pairs_flops(self, shape: LayerShape, start: int, end: int) -> float:
+        pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)
+        return self.batch_rows * shape.attention_flops_per_key * pairs
+
+    def _linear_seconds(self, flops_per_token: float, tokens: int) -> float:
+        rows = tokens * self.batch_rows
+        return flops_per_token * rows / self._rate(self.profile.matmul_flops, rows)
+
+    def _elementwise_seconds(self, layer: int, tokens: int, traffic: int) -> float:
+        size = self.frame_bytes(layer, tokens, "whole")
+        return traffic * size / self.profile.memory_bytes_per_second
+
+    def _rate(self, curves: dict[str, Curve], tokens: int) -> float:
+        return curve_for(curves, self.dtype_name).at(tokens)

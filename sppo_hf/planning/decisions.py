@@ -1,0 +1,77 @@
+"""Decisions: everything about one batch shape that the solver, or a user, may choose.
+
+The estimator, the simulator and the engine read these and nothing else of a plan, so what is
+predicted is what is run. Knows nothing of torch, speeds or why something was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sppo_hf.planning.modes import FrameMode, Tier
+from sppo_hf.planning.partition import Bounds
+
+LayerModes = tuple[tuple[FrameMode, ...], ...]
+"""`layer_modes[chunk][layer]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """How one batch shape is run, without the reasons."""
+
+    batch_rows: int
+    """Rows of the batch that go through the chunks together."""
+
+    bounds: Bounds
+    """Half-open (start, end) of each chunk, in tokens."""
+
+    layer_modes: LayerModes
+    """`layer_modes[chunk][layer]`: what becomes of each frame."""
+
+    training: bool
+    """Whether a backward follows. If not, no frame is kept and modes mean nothing."""
+
+    tile_tokens: int
+    """Tokens whose logits exist at once while the loss is computed."""
+
+    return_logits: bool = False
+    """Whether the logits of the whole sequence are kept for the caller."""
+
+    kv_tier: Tier = "device"
+    """Where keys and values, and their gradients, wait between their uses."""
+
+    kv_block_tokens: int = 0
+    """Away from the device, K/V come back in blocks of whole chunks of at most so many tokens."""
+
+    leave_bytes: int | None = None
+    """Device bytes that may wait for their copy to the host; None: those of two frames."""
+
+    fetch_bytes: int | None = None
+    """Device bytes that may have come back before their use; None: those of one frame."""
+
+    staging_bytes: int = 2**30
+    """Host bytes through which frames pass on their way to and from the disk."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.bounds[-1][1]
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.bounds)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layer_modes[0])
+
+    @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        """Tokens per chunk."""
+        return tuple(end - start for start, end in self.bounds)
+
+    def mode(self, layer: int, chunk: int) -> FrameMode:
+        """Returns what becomes of the frame of (layer, chunk)."""
+        return self.layer_modes[chunk][layer]

@@ -1,0 +1,72 @@
+"""Fixed policies: modes of every frame by a rule instead of by a search.
+
+"none" keeps every frame, "full" offloads every frame, "sppo" is the paper's rule (see `policy`).
+Each may save frames whole or reduced. Also how counts of layers become modes of layers, which rules
+and solver share. Knows nothing of budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import LayerModes
+from sppo_hf.planning.modes import FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.policy import sppo_ratios
+
+
+def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerModes:
+    """Returns the same mode for every frame."""
+    return ((mode,) * num_layers,) * num_chunks
+
+
+def sppo_modes(
+    cost: StageCost, bounds: Bounds, *, saved: Saved = "whole", tier: Tier = "host"
+) -> LayerModes:
+    """Returns the paper's rule: of each chunk as many layers leave as one chunk's compute can copy.
+
+    `alpha_i = min(1, BW * T_chunk / A_i)` with T_chunk the mean forward time of a chunk; layers are
+    whole, so alpha is rounded to the nearest of them. The last chunk stays, as does what is not
+    offloaded.
+    """
+    num_layers = cost.shape.num_layers
+    layers = range(num_layers)
+    sizes = [sum(cost.frame_bytes(i, end - start, saved) for i in layers) for start, end in bounds]
+    forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
+    threshold_bytes = forward / len(bounds) / cost.d2h_seconds(1.0)
+    keep, away = mode_of(saved, "device"), mode_of(saved, tier)
+    modes: list[tuple[FrameMode, ...]] = []
+    for ratio in sppo_ratios(sizes, threshold_bytes):
+        leaving = round(ratio * num_layers)
+        modes.append(spread({away: leaving, keep: num_layers - leaving}, num_layers))
+    return tuple(modes)
+
+
+def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode, ...]:
+    """Lays modes over layers as evenly as their counts allow, so that copy lanes are used evenly.
+
+    Args:
+        counts: layers per mode; they sum to `num_layers`.
+        num_layers: how many layers there are.
+    """
+    assert sum(counts.values()) == num_layers, "every layer has one mode"
+    given = dict.fromkeys(counts, 0)
+    chosen: list[FrameMode] = []
+    for layer in range(num_layers):
+        # The mode that lags most behind its share of the layers so far.
+        mode = max(counts, key=lambda m: counts[m] * (layer + 1) / num_layers - given[m])
+        given[mode] += 1
+        chosen.append(mode)
+    return tuple(chosen)
+
+
+def spread_kinds(
+    counts: Sequence[Mapping[FrameMode, int]], members: Sequence[Sequence[int]], num_layers: int
+) -> tuple[FrameMode, ...]:
+    """Like `spread`, kind of layer by kind of layer."""
+    chosen: list[FrameMode | None] = [None] * num_layers
+    for kind, layers in zip(counts, members, strict=True):
+        for layer, mode in zip(layers, spread(kind, len(layers)), strict=True):
+            chosen[layer] = mode
+    return tuple(mode for mode in chosen if mode is not None)

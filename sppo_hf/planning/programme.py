@@ -1,0 +1,352 @@
+"""The linear programme behind "auto": how many layers of each chunk get which mode.
+
+Time is cut into 2N slots, forward and backward of each chunk. A slot lasts as long as its compute
+(recomputation included) and at least as long as the copies that must go on in it; the sum is
+minimised. Bytes are conserved: what leaves was produced, what comes back is there before its use,
+no more than the look-ahead waits on the device. All of it is linear in the numbers of layers, so
+the optimum over fractional numbers is found exactly (HiGHS, through SciPy) and bounds every plan
+of these modes and look-ahead from below; rounding to whole layers is `solve`'s.
+
+Knows nothing of budgets' origin, of rounding or of simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.highs import Rows, minimise
+from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, MemoryModel
+from sppo_hf.planning.modes import FrameMode
+from sppo_hf.planning.streams import KVStreams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier."""
+
+    device: int | None
+    host: int | None
+    disk: int | None = 0
+
+    def of(self, tier: str) -> int | None:
+        """Returns the bytes of a tier."""
+        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The optimum over fractional numbers of layers."""
+
+    counts: NDArray[np.float64]
+    """[chunk, kind, mode]: layers."""
+
+    seconds: float
+    """Duration of the step: no plan with these modes and look-ahead is faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKinds:
+    """Layers that cost the same, by a representative."""
+
+    representative: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, cost: StageCost) -> LayerKinds:
+        """Groups the layers of a model."""
+        groups: dict[object, list[int]] = {}
+        for index, layer in enumerate(cost.shape.layers):
+            groups.setdefault(layer, []).append(index)
+        members = tuple(tuple(group) for group in groups.values())
+        return cls(tuple(group[0] for group in members), members)
+
+
+class Programme:
+    """The programme of one batch shape, for given modes and look-ahead."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        cost: StageCost,
+        budgets: Budgets,
+        modes: Sequence[FrameMode],
+        *,
+        device_kind: str,
+    ) -> None:
+        """Prepare; `decisions.layer_modes` is not looked at."""
+        self._what = decisions
+        self._cost = cost
+        self._budgets = budgets
+        self._modes = modes
+        self._kinds = LayerKinds.of(cost)
+        self._memory = MemoryModel(cost.shape, decisions, device_kind)
+        self._streams = KVStreams(decisions, cost)
+        self._all = range(decisions.num_chunks)
+        self._slab_bytes = HOST_SLAB_BYTES if device_kind == "cuda" else 1
+        chunks, kinds = decisions.num_chunks, len(self._kinds.members)
+        self._shape = (chunks, kinds, len(modes))
+        self._x = chunks * kinds * len(modes)
+        # Behind the counts: one column per chunk and purpose.
+        names = (
+            *("forward", "backward", "kept", "host", "disk"),
+            *("out", "written", "sums", "stored", "coming", "back", "read"),
+        )
+        self._column = {name: self._x + i * chunks for i, name in enumerate(names)}
+        self._width = self._x + len(names) * chunks
+        self._compute_seconds = 0.0
+        self._less = Rows()
+        self._equal = Rows()
+
+    def solve(self) -> Mix | None:
+        """Returns the optimum, or None where nothing fits the budgets."""
+        self._count_layers()
+        self._hold_device()
+        self._hold_elsewhere()
+        self._take_time()
+        self._copy_out()
+        self._copy_back()
+        objective = np.zeros(self._width)
+        chunks = self._what.num_chunks
+        for name in ("forward", "backward"):
+            first = self._column[name]
+            objective[first : first + chunks] = 1.0
+        # Of equally fast plans, the one that moves less; never at a price that counts.
+        moved = self._moved()
+        most = moved.max(axis=2).sum(axis=0) @ [len(layers) for layers in self._kinds.members]
+        if most > 0.0:
+            objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved.ravel()
+        values = minimise(objective, self._less, self._equal)
+        if values is None:
+            return None
+        first = self._column["forward"]
+        seconds = float(values[first : first + 2 * chunks].sum())
+        return Mix(values[: self._x].reshape(self._shape), seconds)
+
+    # -- terms -------------------------------------------------------------------------------
+
+    def _at(self, chunk: int, kind: int, mode: int) -> int:
+        _, kinds, modes = self._shape
+        return (chunk * kinds + kind) * modes + mode
+
+    def _col(self, name: str, chunk: int) -> int:
+        return self._column[name] + chunk
+
+    def _frame_terms(self, chunk: int, tiers: frozenset[str]) -> list[tuple[int, float]]:
+        """Bytes of a chunk's frames on some tiers, in units of GiB for the solver's sake."""
+        terms: list[tuple[int, float]] = []
+        for kind, layer in enumerate(self._kinds.representative):
+            for index, mode in enumerate(self._modes):
+                if mode.tier in tiers:
+                    size = self._memory.frame_bytes(layer, chunk, mode.saved)
+                    terms.append((self._at(chunk, kind, index), size / _GIB))
+        return terms
+
+    def _from_the_end(self, chunk: int, tiers: Sequence[str]) -> list[tuple[int, float]]:
+        """GiB of the frames of this and all later chunks on some tiers."""
+        terms: list[tuple[int, float]] = []
+        for tier in tiers:
+            terms.append((self._col(tier, self._what.num_chunks - 1), 1.0))
+            if chunk:
+                terms.append((self._col(tier, chunk - 1), -1.0))
+        return terms
+
+    def _moved(self) -> NDArray[np.float64]:
+        moved = np.zeros(self._shape)
+        for chunk in range(self._what.num_chunks):
+            for column, size in self._frame_terms(chunk, _AWAY):
+                moved.ravel()[column] = size
+        return moved
+
+    # -- constraints -------------------------------------------------------------------------
+
+    def _count_layers(self) -> None:
+        for chunk in range(self._what.num_chunks):
+            for kind, members in enumerate(self._kinds.members):
+                terms = [(self._at(chunk, kind, m), 1.0) for m in range(len(self._modes))]
+                self._equal.add(terms, len(members))
+
+    def _sum_up(self, name: str, tiers: frozenset[str]) -> None:
+        """Makes column `name` of each chunk the GiB of all frames up to it on some tiers."""
+        for chunk in range(self._what.num_chunks):
+            terms = self._frame_terms(chunk, tiers)
+            terms.append((self._col(name, chunk), -1.0))
+            if chunk:
+                terms.append((self._col(name, chunk - 1), 1.0))
+            self._equal.add(terms, 0.0)
+
+    def _hold_device(self) -> None:
+        self._sum_up("kept", frozenset({"device"}))
+        budget = self._budgets.device
+        if budget is None:
+            return
+        modes = frozenset(self._modes)
+        for chunk, phase, kv_tokens, dkv_tokens, framed in self._memory.moments():
+            if not framed:
+                continue
+            fixed = self._memory.fixed_device(
+                chunk, phase, kv_tokens, dkv_tokens, modes, modes
+            ).total
+            share = 1.0 + FRAGMENTATION
+            terms = [(self._col("kept", framed - 1), share)]
+            self._less.add(terms, (budget - fixed) / _GIB)
+
+    def _hold_elsewhere(self) -> None:
+        what, shape = self._what, self._cost.shape
+        last = what.num_chunks - 1
+        kv = shape.kv_bytes_per_token() * what.batch_rows * what.total_tokens
+        dkv = shape.dkv_bytes_per_token() * what.batch_rows * what.bounds[last][0]
+        disks = {what.kv_tier, *(mode.tier for mode in self._modes)}
+        for tier in ("host", "disk"):
+            self._sum_up(tier, frozenset({tier}))
+            budget = self._budgets.of(tier)
+            if budget is None:
+                continue
+            if tier == "host":
+                budget -= budget % self._slab_bytes
+                budget -= what.staging_bytes if "disk" in disks else 0
+            here = what.kv_tier == tier
+            # Where backward starts, and after its first chunk, when most gradient sums wait.
+            self._less.add([(self._col(tier, last), 1.0)], (budget - here * kv) / _GIB)
+            if last:
+                room = (budget - here * (kv + dkv)) / _GIB
+                self._less.add([(self._col(tier, last - 1), 1.0)], room)
+
+    def _take_time(self) -> None:
+        cost = self._cost
+        for chunk, (start, end) in enumerate(self._what.bounds):
+            forward = cost.head_seconds(end - start, training=True)
+            backward: float = 0.0
+            terms: list[tuple[int, float]] = []
+            for kind, members in enumerate(self._kinds.members):
+                layer = members[0]
+                forward += len(members) * cost.forward_seconds(layer, start, end)
+                backward += len(members) * cost.backward_seconds(layer, start, end)
+                terms += [
+                    (
+                        self._at(chunk, kind, index),
+                        cost.recompute_seconds(layer, end - start, mode.saved),
+                    )
+                    for index, mode in enumerate(self._modes)
+                ]
+            self._compute_seconds += forward + backward
+            self._less.add([(self._col("forward", chunk), -1.0)], -forward)
+            self._less.add([*terms, (self._col("backward", chunk), -1.0)], -backward)
+
+    def _copy_out(self) -> None:
+        """D2H and writes: how much has left the device, and the host, by the end of each slot."""
+        cost, what, streams = self._cost, self._what, self._streams
+        per_gib = cost.d2h_seconds(_GIB, both=streams.active)
+        most_sums = max(self._largest_gib(chunk, streams.backward_out) for chunk in self._all)
+        leave = what.leave_bytes / _GIB if what.leave_bytes else most_sums
+        kv_gib, on_disk = 0.0, what.kv_tier == "disk"
+        stage = leave + what.staging_bytes / _GIB + on_disk * 2 * most_sums
+        for chunk in self._all:
+            kv_gib += self._kv_gib(chunk, streams.forward_out)
+            frames = [(self._col("host", chunk), 1.0), (self._col("disk", chunk), 1.0)]
+            self._flow("out", chunk, frames, kv_gib, lag_gib=leave)
+            stored = [(self._col("disk", chunk), 1.0)]
+            self._flow("written", chunk, stored, on_disk * kv_gib, lag_gib=stage)
+        self._pace("out", "forward", per_gib)
+        self._pace("written", "forward", cost.disk_write_seconds(_GIB))
+        if not streams.active:
+            return
+        # The gradient sums of backward, behind what of forward has not left yet.
+        frames = [(self._col(tier, self._all[-1]), 1.0) for tier in ("host", "disk")]
+        for chunk in reversed(self._all):
+            kv_gib += self._kv_gib(chunk, streams.backward_out)
+            self._flow("sums", chunk, frames, kv_gib, lag_gib=leave)
+            self._flow("stored", chunk, frames[1:], on_disk * kv_gib, lag_gib=stage)
+        self._pace("sums", "backward", per_gib, follows="out")
+        self._pace("stored", "backward", cost.disk_write_seconds(_GIB), follows="written")
+
+    def _copy_back(self) -> None:
+        """H2D and reads: what has come by the end of each slot; frames from the last chunk on."""
+        cost, what, streams = self._cost, self._what, self._streams
+        per_gib = cost.h2d_seconds(_GIB, both=streams.active)
+        read = cost.disk_read_seconds(_GIB)
+        fetch, staged = (what.fetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
+        kv_gib, on_disk, last = 0.0, what.kv_tier == "disk", self._all[-1]
+        if streams.active:
+            # K/V of a slot's first unit come while the unit before it still runs.
+            for chunk in self._all:
+                kv_gib += self._kv_gib(chunk, streams.forward_in)
+                first = self._largest_gib(min(chunk + 1, last), streams.forward_in)
+                self._flow("coming", chunk, [], kv_gib, lead_gib=first)
+            self._pace("coming", "forward", max(per_gib, on_disk * read))
+        kv_gib = 0.0
+        for chunk in reversed(self._all):
+            kv_gib += self._kv_gib(chunk, streams.backward_in)
+            lead = fetch + self._largest_gib(max(chunk - 1, 0), streams.backward_in)
+            frames = self._from_the_end(chunk, ("host", "disk"))
+            self._flow("back", chunk, frames, kv_gib, lead_gib=lead)
+            stored = self._from_the_end(chunk, ("disk",))
+            self._flow("read", chunk, stored, on_disk * kv_gib, lead_gib=lead + staged)
+        first = self._largest_gib(last, streams.backward_in)
+        self._pace("back", "backward", per_gib, head_start_gib=first)
+        self._pace("read", "backward", read, head_start_gib=first)
+
+    def _flow(
+        self,
+        name: str,
+        chunk: int,
+        frames: list[tuple[int, float]],
+        fixed_gib: float,
+        *,
+        lag_gib: float = 0.0,
+        lead_gib: float = 0.0,
+    ) -> None:
+        """Column `name` is within a lag or a lead of frames and fixed bytes, at a slot's end."""
+        moved = self._col(name, chunk)
+        self._less.add([(moved, 1.0), *_negative(frames)], fixed_gib + lead_gib)
+        self._less.add([*frames, (moved, -1.0)], lag_gib - fixed_gib)
+
+    def _pace(
+        self,
+        name: str,
+        slot: str,
+        per_gib: float,
+        *,
+        follows: str | None = None,
+        head_start_gib: float = 0.0,
+    ) -> None:
+        """What moves in a slot takes no longer than the slot.
+
+        Args:
+            name: column of what has moved by the end of each slot.
+            slot: "forward" or "backward", which says the order of the chunks too.
+            per_gib: seconds.
+            follows: a forward column that `name` goes on from; else it begins with nothing.
+            head_start_gib: what may have moved before the first slot.
+        """
+        chunks = self._all if slot == "forward" else self._all[::-1]
+        before = None if follows is None else self._col(follows, self._all[-1])
+        for chunk in chunks:
+            terms = [(self._col(name, chunk), per_gib), (self._col(slot, chunk), -1.0)]
+            if before is not None:
+                terms.append((before, -per_gib))
+            self._less.add(terms, head_start_gib * per_gib if before is None else 0.0)
+            before = self._col(name, chunk)
+
+    def _kv_gib(self, chunk: int, stream: Callable[[int, int], int]) -> float:
+        """GiB that all layers of a chunk stream."""
+        members = self._kinds.members
+        return sum(len(layers) * stream(layers[0], chunk) for layers in members) / _GIB
+
+    def _largest_gib(self, chunk: int, stream: Callable[[int, int], int]) -> float:
+        return max(stream(layers[0], chunk) for layers in self._kinds.members) / _GIB
+
+
+_GIB = 2**30
+# The most that a plan's time may be off for moving fewer bytes.
+_MOVING_SHARE = 1e-5
+_AWAY = frozenset({"host", "disk"})
+
+
+def _negative(terms: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [(column, -value) for column, value in terms]

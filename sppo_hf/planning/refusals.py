@@ -1,0 +1,69 @@
+"""What a config alone tells of models that cannot be run chunk by chunk.
+
+The engine has the last word: it sees the loaded model, and refuses more than a file can tell. This
+list lets `sppo estimate` refuse the well-known ones before a byte of them is downloaded. Knows
+nothing of torch; tests hold the names against what Transformers says of its classes.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.planning.reader import family, find_int, text_config
+
+RECURRENT = frozenset(
+    (
+        "bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba "
+        "kimi_linear mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+        "qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+    ).split()
+)
+"""Families that carry a state from token to token beside keys and values."""
+
+OWN_ATTENTION = frozenset(
+    (
+        "big_bird biogpt bloom blt codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt "
+        "openai-gpt reformer rembert roformer stablelm xglm xlm xlnet"
+    ).split()
+)
+"""Families whose attention does not go through Transformers' AttentionInterface."""
+
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Entries of `layer_types` that are softmax attention over all earlier keys or a window of them."""
+
+
+def check_config(config: object) -> None:
+    """Refuses a config whose family or layers are known not to run chunk by chunk.
+
+    Args:
+        config: of Transformers, or an object with the fields of a `config.json`.
+
+    Raises:
+        UnsupportedModelError: naming the reason and the remedy.
+    """
+    reason = _reason(config)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"Models of type {family(config) or family(text_config(config))!r} cannot be trained "
+            f"chunk by chunk: {reason}. Train it without sppo_hf, or choose a family from the "
+            "README's table (run `sppo check MODEL` to test one)."
+        )
+
+
+def _reason(config: object) -> str | None:
+    text = text_config(config)
+    families = {family(config), family(text)}
+    layer_types = cast("list[str]", getattr(text, "layer_types", None) or [])
+    foreign = sorted(set(layer_types) - ATTENTION_LAYER_TYPES)
+    if getattr(config, "is_encoder_decoder", False) is True:
+        return "it is an encoder-decoder; only decoder-only models run chunk by chunk"
+    if families & RECURRENT:
+        return "it has recurrent layers, whose state would have to be carried between chunks"
+    if foreign:
+        return f"it has layers of type {', '.join(foreign)}; only softmax attention is exact"
+    if families & OWN_ATTENTION:
+        return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
+    if (find_int(text, "num_kv_shared_layers") or 0) > 0:
+        return "some of its layers read the keys of another layer (num_kv_shared_layers)"
+    return None

@@ -1,0 +1,190 @@
+"""Searches around the solver: how many chunks, and how long a sequence can be.
+
+Knows nothing of configs or devices by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.modes import KEEP
+from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds
+from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.solve import (
+    Choices,
+    FirstLimit,
+    Solution,
+    compute_seconds,
+    fits,
+    least_memory,
+    solve,
+    with_kv,
+)
+
+TARGET_TOKENS = (2048, 4096, 8192, 16_384)
+"""Chunk lengths that are tried, in tokens: below, kernels starve; above, chunks only cost memory
+(SPPO, section 6: "2K to 16K")."""
+
+# More chunks than this make the programme slow and no plan better.
+_MOST_CHUNKS = 256
+# Of the ways to cut, those with the least compute are solved until so many fit.
+_PLANS_COMPARED = 2
+_LENGTH_STEP_TOKENS = 1024
+_LONGEST_TOKENS = 2**27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a plan is for: everything that no search changes."""
+
+    batch_rows: int
+    """Rows."""
+
+    tile_tokens: int
+    """Tokens of a tile of the loss."""
+
+    training: bool = True
+    """Whether a backward follows."""
+
+    return_logits: bool = False
+    """Whether logits are kept."""
+
+    staging_bytes: int = 2**30
+    """Host bytes through which frames pass on their way to and from the disk."""
+
+    def decisions(self, bounds: Bounds, num_layers: int) -> Decisions:
+        """Returns decisions with every frame kept, for others to change."""
+        return Decisions(
+            batch_rows=self.batch_rows,
+            bounds=bounds,
+            layer_modes=uniform_modes(len(bounds), num_layers, KEEP),
+            training=self.training,
+            tile_tokens=self.tile_tokens,
+            return_logits=self.return_logits,
+            staging_bytes=self.staging_bytes,
+        )
+
+
+def solve_chunks(
+    cost: StageCost,
+    batch: Batch,
+    cuts: Sequence[Bounds],
+    budgets: Budgets,
+    choices: Choices,
+    *,
+    device_kind: str = "cuda",
+) -> Solution | FirstLimit:
+    """Returns the fastest of the plans for several ways to cut a sequence.
+
+    Args:
+        cost: seconds and bytes of every unit.
+        batch: what is planned for.
+        cuts: bounds to choose from, at least one.
+        budgets: bytes per tier.
+        choices: modes and tiers that may be used.
+        device_kind: "cpu" or "cuda".
+    """
+    best: Solution | None = None
+    closest: FirstLimit | None = None
+    found_plans = 0
+    bases = [batch.decisions(bounds, cost.shape.num_layers) for bounds in cuts]
+    for base in sorted(bases, key=lambda base: compute_seconds(base, cost)):
+        if found_plans >= _PLANS_COMPARED:
+            break
+        found = solve(cost, base, budgets, choices, device_kind=device_kind)
+        if isinstance(found, FirstLimit):
+            if closest is None or found.missing_bytes < closest.missing_bytes:
+                closest = found
+            continue
+        found_plans += 1
+        if best is None or found.step_seconds < best.step_seconds:
+            best = found
+    if best is not None:
+        return best
+    assert closest is not None, "there is at least one way to cut"
+    return closest
+
+
+def chunk_cuts(
+    cost: StageCost,
+    total_tokens: int,
+    partition: str,
+    cut: Callable[[int], Bounds] | None = None,
+) -> Iterator[Bounds]:
+    """Yields ways to cut a sequence, by target length, each once.
+
+    Args:
+        cost: of the model.
+        total_tokens: length of the rows.
+        partition: "flops", "even" or "ramp".
+        cut: bounds for a target in tokens; `auto_bounds` with `partition` when None.
+    """
+    prefix = PrefixCost.of(cost.shape)
+    seen: set[Bounds] = set()
+    for target in TARGET_TOKENS:
+        if total_tokens > _MOST_CHUNKS * target:
+            if target != TARGET_TOKENS[-1]:
+                continue
+            target = -(-total_tokens // _MOST_CHUNKS)
+        if cut is not None:
+            bounds = cut(target)
+        else:
+            bounds = auto_bounds(prefix, total_tokens, target_tokens=target, partition=partition)
+        if bounds not in seen:
+            seen.add(bounds)
+            yield bounds
+
+
+def longest_sequence(
+    cost: StageCost, batch: Batch, budgets: Budgets, choices: Choices, *, device_kind: str = "cuda"
+) -> int:
+    """Returns the longest row, in tokens (a multiple of 1,024), that fits the budgets; 0 if none.
+
+    Asks only whether bytes fit, not how fast that is: smallest frames, as far away as allowed.
+    """
+
+    def possible(tokens: int) -> bool:
+        return any(
+            fits(
+                estimate(
+                    cost.shape,
+                    least_memory(cost, with_kv(base, kv_tier), budgets, choices, device_kind),
+                    device_kind=device_kind,
+                ),
+                budgets,
+            )
+            for base in _coarse(cost, batch, tokens)
+            for kv_tier in choices.kv_tiers
+        )
+
+    return longest(possible)
+
+
+def longest(possible: Callable[[int], bool]) -> int:
+    """Returns the largest number of tokens (a multiple of 1,024) that is possible; 0 if none.
+
+    Args:
+        possible: says so of one length; of two lengths, the shorter must not be harder.
+    """
+    step = _LENGTH_STEP_TOKENS
+    if not possible(step):
+        return 0
+    low, high = 1, 2
+    while high * step < _LONGEST_TOKENS and possible(high * step):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle * step) else (low, middle)
+    return low * step
+
+
+def _coarse(cost: StageCost, batch: Batch, total_tokens: int) -> Iterator[Decisions]:
+    prefix = PrefixCost.of(cost.shape)
+    for target in {max(t, total_tokens // _MOST_CHUNKS) for t in TARGET_TOKENS[:2]}:
+        bounds = auto_bounds(prefix, total_tokens, target_tokens=target, partition="even")
+        yield replace(batch.decisions(bounds, cost.shape.num_layers))

@@ -1,0 +1,296 @@
+"""The solver: of all plans for given bounds, the fastest that fits, or the first limit that breaks.
+
+The linear programme says how many layers of each chunk get which mode; counts are rounded to whole
+layers, the estimate is checked against every budget, and the simulator has the last word. The fixed
+policies are candidates like any other, so the answer is never worse, in its own simulation, than
+any of them that fits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions, LayerModes
+from sppo_hf.planning.least import (
+    Choices,
+    FirstLimit,
+    fits,
+    least_memory,
+    lookahead_bytes,
+    looking_ahead,
+    over_budget,
+    with_lookahead,
+)
+from sppo_hf.planning.memory import MemoryEstimate, estimate
+from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
+from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
+from sppo_hf.planning.stage import lower
+from sppo_hf.schedule.timeline import Timeline
+
+_ATTEMPTS = 4
+# Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
+_FRAMES_AHEAD = 2
+_MOST_FRAMES_AHEAD = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A plan that fits, with what it is predicted to take."""
+
+    decisions: Decisions
+    """What is done."""
+
+    estimate: MemoryEstimate
+    """What it holds."""
+
+    timeline: Timeline
+    """When what happens, simulated."""
+
+    policy: str
+    """Which candidate won: "solver", or a fixed policy by name."""
+
+    bound_seconds: float
+    """The linear programme's optimum over fractional layers; 0 where there is none."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Simulated duration of the step."""
+        return self.timeline.end_seconds
+
+
+def solve(
+    cost: StageCost,
+    base: Decisions,
+    budgets: Budgets,
+    choices: Choices,
+    *,
+    device_kind: str = "cuda",
+) -> Solution | FirstLimit:
+    """Finds the fastest plan that fits.
+
+    Args:
+        cost: seconds and bytes of every unit.
+        base: rows, bounds and tile; its modes and look-ahead are replaced.
+        budgets: bytes per tier.
+        choices: modes and tiers that may be used.
+        device_kind: "cpu" or "cuda".
+    """
+    best: Solution | None = None
+    for kv_tier in choices.kv_tiers:
+        placed = with_kv(base, kv_tier)
+        least = least_memory(cost, placed, budgets, choices, device_kind)
+        if base.training and not fits(
+            estimate(cost.shape, least, device_kind=device_kind), budgets
+        ):
+            continue
+        mixed = list(_mixed(cost, placed, budgets, choices, device_kind))
+        bound = min((seconds for *_, seconds in mixed), default=0.0)
+        named = [
+            (name, decisions, 0.0) for name, decisions in fixed_policies(cost, placed, choices)
+        ]
+        named.append(("least memory", least, 0.0))
+        # The most promising first: what cannot win is not simulated.
+        mixed.sort(key=lambda candidate: candidate[2])
+        for name, decisions, seconds in [*mixed, *named]:
+            if best is not None:
+                seconds = max(seconds, compute_seconds(decisions, cost))
+                if seconds >= best.step_seconds:
+                    continue
+            predicted = estimate(cost.shape, decisions, device_kind=device_kind)
+            if not fits(predicted, budgets):
+                continue
+            solution = play(decisions, cost, predicted, policy=name, bound_seconds=bound)
+            if best is None or solution.step_seconds < best.step_seconds:
+                best = solution
+    if best is not None:
+        return best
+    return first_limit(cost, base, budgets, choices, device_kind=device_kind)
+
+
+def play(
+    decisions: Decisions,
+    cost: StageCost,
+    predicted: MemoryEstimate,
+    *,
+    policy: str,
+    bound_seconds: float = 0.0,
+) -> Solution:
+    """Returns the solution that `decisions` are, simulated."""
+    return Solution(
+        decisions=decisions,
+        estimate=predicted,
+        timeline=lower(decisions, cost).simulate(),
+        policy=policy,
+        bound_seconds=bound_seconds,
+    )
+
+
+def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
+    """Returns the seconds of all compute of a step, waiting left out."""
+    total = 0.0
+    kinds = LayerKinds.of(cost)
+    for (start, end), modes in zip(decisions.bounds, decisions.layer_modes, strict=True):
+        total += cost.head_seconds(end - start, training=decisions.training)
+        for layer, members in zip(kinds.representative, kinds.members, strict=True):
+            total += len(members) * cost.forward_seconds(layer, start, end)
+            if decisions.training:
+                total += len(members) * cost.backward_seconds(layer, start, end)
+                counts: Counter[Saved] = Counter(modes[i].saved for i in members)
+                for saved, count in counts.items():
+                    total += count * cost.recompute_seconds(layer, end - start, saved)
+    return total
+
+
+def with_kv(base: Decisions, kv_tier: Tier) -> Decisions:
+    """Returns `base` with K/V on a tier; away from the device they come layer by layer."""
+    if kv_tier == "device":
+        return replace(base, kv_tier="device", kv_block_tokens=0)
+    return replace(base, kv_tier=kv_tier, kv_block_tokens=base.total_tokens)
+
+
+def fixed_policies(
+    cost: StageCost, base: Decisions, choices: Choices
+) -> Iterator[tuple[str, Decisions]]:
+    """Yields (name, decisions) of the fixed policies that use allowed modes only."""
+    for saved in choices.saved:
+        for policy in ("none", "full", "sppo"):
+            decisions = fixed_policy(cost, base, policy, saved, choices)
+            if decisions is not None:
+                yield f"{policy}, frames {_SAVED_WORDS[saved]}", decisions
+
+
+def fixed_policy(
+    cost: StageCost, base: Decisions, policy: str, saved: Saved, choices: Choices
+) -> Decisions | None:
+    """Returns one fixed policy, or None where it needs a tier that is not allowed."""
+    away: Tier | None = next((tier for tier in AWAY_TIERS if tier in choices.tiers), None)
+    if policy == "none":
+        if "device" not in choices.tiers:
+            return None
+        modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
+        return replace(base, layer_modes=modes)
+    if away is None or (policy == "sppo" and "device" not in choices.tiers):
+        return None
+    if policy == "full":
+        modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, away))
+    else:
+        modes = sppo_modes(cost, base.bounds, saved=saved, tier=away)
+    return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
+
+
+def first_limit(
+    cost: StageCost, base: Decisions, budgets: Budgets, choices: Choices, *, device_kind: str
+) -> FirstLimit:
+    """Returns what breaks first when as little as possible is held, and where."""
+    broken: list[list[FirstLimit]] = []
+    for kv_tier in choices.kv_tiers:
+        least = least_memory(cost, with_kv(base, kv_tier), budgets, choices, device_kind)
+        predicted = estimate(cost.shape, least, device_kind=device_kind)
+        broken.append(list(over_budget(predicted, budgets)))
+    # Where K/V wait so that least is missing over all tiers; there, what is missing most.
+    closest = min(broken, key=lambda limits: sum(limit.missing_bytes for limit in limits))
+    assert closest, "what does not fit breaks a limit"
+    return max(closest, key=lambda limit: limit.missing_bytes)
+
+
+def _mixed(
+    cost: StageCost, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
+) -> Iterator[tuple[str, Decisions, float]]:
+    """Yields rounded optima, for look-aheads that suit small frames and large ones."""
+    kinds = LayerKinds.of(cost)
+    for modes in _mode_sets(choices):
+        away: set[Saved] = {mode.saved for mode in modes if mode.offload}
+        ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
+        shaped = looking_ahead(cost, base, ahead)
+        tight, bound = budgets, float("inf")
+        for _ in range(_ATTEMPTS):
+            mix = Programme(shaped, cost, tight, modes, device_kind=device_kind).solve()
+            if mix is None:
+                break
+            bound = min(bound, mix.seconds)
+            decisions = replace(shaped, layer_modes=_rounded(mix, kinds, modes))
+            decisions = _settled(cost, decisions, budgets, device_kind)
+            predicted = estimate(cost.shape, decisions, device_kind=device_kind)
+            over = list(over_budget(predicted, budgets))
+            if not over:
+                yield "solver", decisions, bound
+                break
+            tight = _tightened(tight, over)
+
+
+def _mode_sets(choices: Choices) -> Iterator[tuple[FrameMode, ...]]:
+    """Allowed modes, with fewer and fewer of the large frames leaving the device.
+
+    What leaves needs room for its look-ahead, and that of whole frames is ten times a skeleton's.
+    """
+    if choices.tiers != ("device",):
+        for skipped in range(len(choices.saved)):
+            leaving = choices.saved[skipped:]
+            yield tuple(m for m in choices.modes if not m.offload or m.saved in leaving)
+    if "device" in choices.tiers:
+        yield tuple(m for m in choices.modes if not m.offload)
+
+
+def _rounded(mix: Mix, kinds: LayerKinds, modes: Sequence[FrameMode]) -> LayerModes:
+    """Whole layers by largest remainder, what is missing carried on to the next chunk."""
+    num_layers = sum(len(members) for members in kinds.members)
+    carry = np.zeros(mix.counts.shape[1:])
+    rows: list[tuple[FrameMode, ...]] = []
+    for counts in mix.counts:
+        wanted = np.maximum(counts + carry, 0.0)
+        per_kind: list[dict[FrameMode, int]] = []
+        for kind, members in enumerate(kinds.members):
+            whole = np.floor(wanted[kind] + 1e-9).astype(int)
+            while whole.sum() > len(members):
+                whole[int(np.argmax(whole))] -= 1
+            rest = wanted[kind] - whole
+            while whole.sum() < len(members):
+                most = int(np.argmax(rest))
+                whole[most] += 1
+                rest[most] -= 1.0
+            carry[kind] = counts[kind] + carry[kind] - whole
+            per_kind.append({m: int(n) for m, n in zip(modes, whole, strict=True) if n})
+        rows.append(spread_kinds(per_kind, kinds.members, num_layers))
+    return tuple(rows)
+
+
+def _settled(
+    cost: StageCost, decisions: Decisions, budgets: Budgets, device_kind: str
+) -> Decisions:
+    """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
+    away: set[Saved] = {m.saved for row in decisions.layer_modes for m in row if m.offload}
+    if not away:
+        return looking_ahead(cost, decisions, 0)
+    least = lookahead_bytes(cost, decisions, away, _FRAMES_AHEAD)
+    most = lookahead_bytes(cost, decisions, away, _MOST_FRAMES_AHEAD)
+    if budgets.device is None:
+        return looking_ahead(cost, decisions, most)
+    decisions = looking_ahead(cost, decisions, least)
+    peak = estimate(cost.shape, decisions, device_kind=device_kind).device.total
+    # A little less than all of it: the reserve grows with what is held.
+    spare = int(0.9 * (budgets.device - peak))
+    return looking_ahead(cost, decisions, min(most, least + max(0, spare)))
+
+
+def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
+    """Budgets lowered by what rounding broke them by, and a little more."""
+    lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
+
+    def of(tier: str) -> int | None:
+        budget = budgets.of(tier)
+        return None if budget is None else budget - lowered.get(tier, 0)
+
+    return Budgets(device=of("device"), host=of("host"), disk=of("disk"))
+
+
+_SAVED_WORDS: dict[Saved, str] = {
+    "whole": "whole",
+    "products": "reduced to products",
+    "skeleton": "reduced to skeletons",
+}
