@@ -160,6 +160,7 @@ def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> 
             config.offload_dir,
             budget_bytes=plan.budgets.disk,
             checksum=config.offload_checksum,
+            max_queued_bytes=plan.staging_bytes,
         )
     budget = plan.budgets.host
     if disk is not None and device.type == "cpu":
@@ -172,6 +173,7 @@ def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> 
         budget_bytes=budget,
         min_offload_elements=config.min_offload_size,
         disk=disk,
+        staging_bytes=plan.staging_bytes if disk is not None else None,
     )
 
 

@@ -216,7 +216,9 @@ class Sequence:
                 label=f"layer {call.layer}, chunk {call.chunk}",
             )
         if mode.offload:
-            return OffloadFrame(self._offload, self._tape, is_pinned_parameter=_never_moves)
+            return OffloadFrame(
+                self._offload, self._tape, is_pinned_parameter=_never_moves, tier=mode.tier
+            )
         return None
 
 
