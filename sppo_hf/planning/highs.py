@@ -7,9 +7,11 @@ Knows nothing of what a programme is about.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Rows:
@@ -39,6 +41,7 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
         less: rows that are at most their bound.
         equal: rows that are their bound.
     """
+    import numpy as np
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
@@ -24,6 +22,10 @@ from sppo_hf.planning.highs import Rows, minimise
 from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, MemoryModel
 from sppo_hf.planning.modes import FrameMode
 from sppo_hf.planning.streams import KVStreams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,8 @@ class Programme:
 
     def solve(self) -> Mix | None:
         """Returns the optimum, or None where nothing fits the budgets."""
+        import numpy as np
+
         self._count_layers()
         self._hold_device()
         self._hold_elsewhere()
@@ -157,6 +161,8 @@ class Programme:
         return terms
 
     def _moved(self) -> NDArray[np.float64]:
+        import numpy as np
+
         moved = np.zeros(self._shape)
         for chunk in range(self._what.num_chunks):
             for column, size in self._frame_terms(chunk, _AWAY):

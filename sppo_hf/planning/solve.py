@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions, LayerModes
 from sppo_hf.planning.least import (
@@ -239,6 +237,8 @@ def _mode_sets(choices: Choices) -> Iterator[tuple[FrameMode, ...]]:
 
 def _rounded(mix: Mix, kinds: LayerKinds, modes: Sequence[FrameMode]) -> LayerModes:
     """Whole layers by largest remainder, what is missing carried on to the next chunk."""
+    import numpy as np
+
     num_layers = sum(len(members) for members in kinds.members)
     carry = np.zeros(mix.counts.shape[1:])
     rows: list[tuple[FrameMode, ...]] = []
