@@ -6,7 +6,9 @@ Transformers is imported, and matplotlib only to draw.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +17,7 @@ import typer
 from sppo_hf.cli import planning_arguments as given
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.answer_tables import plan_tables
-from sppo_hf.planning.ask import Answer, as_auto, ask, compare_policies, plan_for, timeline_of
+from sppo_hf.planning.ask import Answer, PolicyResult, ask, compare_policies, plan_for, timeline_of
 from sppo_hf.planning.figure import ENDINGS, draw_plan
 from sppo_hf.planning.modes import TIERS
 from sppo_hf.planning.plan_json import answer_to_dict, policies_to_list
@@ -83,10 +85,7 @@ def plan(
             )
         question = arguments.question()
         answer = ask(question)
-        automatic = answer.plan
-        if automatic is None or policy is not given.Policy.auto:
-            automatic = plan_for(as_auto(question))
-        results = compare_policies(question, automatic)
+        results = _compare(arguments, answer)
         _write_files(answer, arguments.title, figure, trace)
     if as_json:
         typer.echo(json.dumps({**answer_to_dict(answer), "policies": policies_to_list(results)}))
@@ -95,6 +94,14 @@ def plan(
         out.print(plan_tables(answer, results, arguments.title))
         out.print(arguments.hardware_note(question), style="dim", highlight=False)
     raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)
+
+
+def _compare(arguments: given.PlanningArguments, answer: Answer) -> Sequence[PolicyResult]:
+    """Lays all policies side by side, whichever of them was asked for."""
+    if arguments.policy is given.Policy.auto:
+        return compare_policies(answer.question, answer.plan or plan_for(answer.question))
+    automatic = dataclasses.replace(arguments, policy=given.Policy.auto).question()
+    return compare_policies(automatic, plan_for(automatic))
 
 
 def _write_files(answer: Answer, title: str, figure: Path | None, trace: Path | None) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import typer
@@ -205,7 +204,7 @@ def parse_tokens(text: str) -> int:
     return int(tokens)
 
 
-def read_model(model: str) -> SimpleNamespace:
+def read_model(model: str) -> object:
     """Reads the configuration of a model by path or hub id; of a hub id nothing else is downloaded.
 
     Raises:

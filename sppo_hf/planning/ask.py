@@ -43,9 +43,6 @@ from sppo_hf.schedule.timeline import Timeline
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that can be asked for, and the bytes of one element."""
 
-FIXED_POLICIES = ("none", "full", "sppo")
-"""Settings of `offload` that are rules instead of searches."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -243,13 +240,13 @@ def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]
     """Lays "auto" beside every fixed policy, in the same chunks and with K/V on the same tier.
 
     Args:
-        question: what was asked; its `offload` is not looked at.
-        plan: made for `as_auto(question)`.
+        question: what was asked, with `offload="auto"`.
+        plan: made for it.
 
     Returns:
         The fastest first, "auto" before its equals; what does not fit last.
     """
-    choices = read_choices(as_auto(question).config, question.device)
+    choices = read_choices(question.config, question.device)
     base = replace(
         _batch(plan).decisions(plan.bounds, plan.num_layers),
         kv_tier=plan.kv_tier,
@@ -258,11 +255,6 @@ def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]
     named = [("auto, frames mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
     return tuple(sorted(results, key=lambda r: r.step_seconds or float("inf")))
-
-
-def as_auto(question: Question) -> Question:
-    """Returns the question with what leaves the device left to the solver."""
-    return replace(question, config=question.config.replace(offload="auto"))
 
 
 def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:

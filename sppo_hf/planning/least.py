@@ -17,6 +17,9 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.programme import Budgets, LayerKinds
 from sppo_hf.planning.streams import KVStreams
 
+# With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
+_FEW_FRAMES = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
@@ -77,12 +80,15 @@ def least_memory(
     choice may hold less, and the one that comes closest is taken.
     """
     plans: list[Decisions] = []
-    for saved in reversed(choices.saved):
+    few = base.num_chunks * base.num_layers <= _FEW_FRAMES
+    for saved in choices.saved[::-1] if few else choices.saved[-1:]:
         modes = _as_far_as_possible(cost, base, budgets, choices, saved, device_kind)
         plans.append(with_lookahead(cost, base, modes, frames=1))
-        if "device" in choices.tiers:
+        if few and "device" in choices.tiers:
             modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
             plans.append(with_lookahead(cost, base, modes, frames=1))
+    if len(plans) == 1:
+        return plans[0]
     best, least_missing = plans[0], float("inf")
     for plan in plans:
         predicted = estimate(cost.shape, plan, device_kind=device_kind)
@@ -118,6 +124,11 @@ def _as_far_as_possible(
         places[tier] = room[tier]
     rows: list[tuple[FrameMode, ...]] = []
     for chunk in reversed(sizes):
+        whole, size = _next_place(places, 0), sum(chunk)
+        if places[whole] >= size:
+            places[whole] -= size
+            rows.append((mode_of(saved, whole),) * base.num_layers)
+            continue
         row: list[FrameMode] = []
         for size in reversed(chunk):
             tier = _next_place(places, size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.decisions import Decisions
@@ -125,9 +126,16 @@ class MemoryModel:
         self._frame_bytes: dict[tuple[int, Saved], int] = {}
         first: dict[object, int] = {}
         self._like = [first.setdefault(x, i) for i, x in enumerate(shape.layers)]
+        self._kinds = sorted(set(self._like))
+        self._layer_kv = max(shape.kv_bytes_per_token(i) for i in self._kinds)
+        self._layer_dkv = max(shape.dkv_bytes_per_token(i) for i in self._kinds)
         self._kv = shape.kv_bytes_per_token() * decisions.batch_rows
         self._dkv = shape.dkv_bytes_per_token() * decisions.batch_rows
-        self._lengths = decisions.chunk_lengths
+        lengths = decisions.chunk_lengths
+        self._longest = list(
+            accumulate(range(len(lengths)), lambda a, b: max(a, b, key=lengths.__getitem__))
+        )
+        """The longest of the first 1, 2 ... N chunks."""
         self._passes_disk = decisions.kv_tier == "disk" or (
             decisions.training
             and any(mode.tier == "disk" for row in decisions.layer_modes for mode in row)
@@ -264,8 +272,8 @@ class MemoryModel:
         runs backward.
         """
         running = max((self._largest(chunk, m) for m in modes if m.offload), default=0)
-        first = max(range(chunk + 1), key=lambda i: self._lengths[i]) if before else chunk
-        largest = max((self._largest(first, m) for m in before if m.offload), default=running)
+        longest = self._longest[chunk]
+        largest = max((self._largest(longest, m) for m in before if m.offload), default=running)
         largest = max(largest, running)
         if not largest:
             return self._what.leave_bytes or 0 if self._what.kv_tier != "device" else 0
@@ -273,19 +281,18 @@ class MemoryModel:
         return running + max(out, self._what.fetch_bytes or 0, largest)
 
     def _largest(self, chunk: int, mode: FrameMode) -> int:
-        return max(self.frame_bytes(layer, chunk, mode.saved) for layer in set(self._like))
+        return max(self.frame_bytes(layer, chunk, mode.saved) for layer in self._kinds)
 
     def _stream_bytes(self, chunk: int, *, backward: bool) -> tuple[int, int]:
         """K/V and dK/dV on the device while they are streamed: the block in use and the next."""
         what = self._what
         start, end = what.bounds[chunk]
         own = end - start
-        longest = max(what.chunk_lengths[: chunk + 1])
+        longest_start, longest_end = what.bounds[self._longest[chunk]]
+        longest = longest_end - longest_start
         block = min(max(what.kv_block_tokens, longest), max(start, own))
         tokens = what.batch_rows * (2 * block + own)
-        layer_kv = max(self._shape.kv_bytes_per_token(i) for i in set(self._like))
-        layer_dkv = max(self._shape.dkv_bytes_per_token(i) for i in set(self._like))
-        return layer_kv * tokens, layer_dkv * tokens if backward else 0
+        return self._layer_kv * tokens, self._layer_dkv * tokens if backward else 0
 
     def _hidden_bytes(self, chunk: int, phase: str) -> int:
         what, shape = self._what, self._shape
@@ -324,7 +331,7 @@ class MemoryModel:
         copies = 4 if backward else 2
         prefix = 0 if what.kv_tier != "device" or start == 0 else end
         most = 0
-        for index in set(self._like):
+        for index in self._kinds:
             layer = shape.layers[index]
             full_width = copies * layer.hidden_size
             mlp = copies * layer.mlp_width + full_width

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,13 @@ class TierBytes:
     @property
     def total(self) -> int:
         """Sum over all causes."""
-        return sum(value for _, value in self.items())
+        return sum(_values(self))
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Yields (cause, bytes) in the order of the fields."""
-        for field in fields(self):
-            yield field.name, getattr(self, field.name)
+        """Returns (cause, bytes) pairs in the order of the fields."""
+        return zip(_NAMES, _values(self), strict=True)
+
+
+_NAMES = tuple(field.name for field in fields(TierBytes))
+# A plan is chosen among thousands of estimates, each of hundreds of these.
+_values = attrgetter(*_NAMES)

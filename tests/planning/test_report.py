@@ -1,10 +1,21 @@
 """The table: readable at 80 and 120 columns, complete, and short for many chunks."""
 
+from dataclasses import replace
+
 import pytest
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.chunk_groups import group_chunks
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
-from sppo_hf.planning.report import format_bytes, format_lengths, format_tokens, render_plan
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.report import (
+    format_bytes,
+    format_lengths,
+    format_seconds,
+    format_speed,
+    format_tokens,
+    render_plan,
+)
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import llama_config
 
@@ -13,11 +24,17 @@ CUDA = DeviceFacts(
 )
 
 
-def plan(*, total_tokens: int = 65_536, training: bool = True) -> Plan:
+def plan(
+    *,
+    total_tokens: int = 65_536,
+    training: bool = True,
+    device: DeviceFacts = CUDA,
+    config: SPPOConfig | None = None,
+) -> Plan:
     return make_plan(
-        SPPOConfig(),
+        config or SPPOConfig(),
         ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000),
-        device=CUDA,
+        device=device,
         backend_name="cudnn",
         backend_reason="fastest here for bf16 and heads of 128",
         batch_rows=1,
@@ -46,6 +63,26 @@ def test_format_bytes(size_bytes: int, text: str) -> None:
 def test_format_tokens() -> None:
     assert format_tokens(1) == "1 token"
     assert format_tokens(65_536) == "65,536 tokens"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.00085, "850 us"),
+        (0.0123, "12.3 ms"),
+        (0.9994, "999 ms"),
+        (1.5, "1.50 s"),
+        (64.66, "64.7 s"),
+        (1234.4, "1,234 s"),
+    ],
+)
+def test_format_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_format_speed() -> None:
+    assert format_speed(2025.7, 0.273) == "2,026 tokens/s, MFU 27.3%"
+    assert format_speed(12.34, None) == "12.3 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -87,3 +124,40 @@ def test_warnings_stand_below_the_table() -> None:
     text = render_plan(plan(total_tokens=200_000), "m")
     assert text.splitlines()[-1].strip()
     assert "Warning: sequences of 200,000 tokens" in text
+
+
+SOLVED = replace(CUDA, profile=load_profile("h100"))
+
+
+def test_a_solved_plan_says_what_becomes_of_chunks_and_how_long_a_step_takes() -> None:
+    made = plan(total_tokens=131_072, device=SOLVED, config=SPPOConfig(offload_kv="none"))
+    flat = " ".join(render_plan(made, "m", 140).split())
+    assert made.prediction is not None
+    assert format_seconds(made.prediction.step_seconds) in flat
+    assert f"{made.prediction.tokens_per_second:,.0f} tokens/s, MFU" in flat
+    assert "speeds and sizes are estimates" in flat
+    groups = group_chunks(made, most=6)
+    assert len(groups) > 1
+    for group in groups:
+        assert f"{group.text} {group.title}" in flat
+    assert made.leave_bytes is not None
+    assert f"look-ahead {format_bytes(made.leave_bytes)}" in flat
+    assert "K/V on the" not in flat
+
+
+def test_keys_that_wait_elsewhere_are_named() -> None:
+    made = plan(device=SOLVED, config=SPPOConfig(offload_kv="full", num_chunks=8))
+    assert made.kv_tier == "host"
+    assert "K/V on the host streamed back layer by layer" in " ".join(
+        render_plan(made, "m").split()
+    )
+    blocks = replace(made, kv_block_tokens=8192)
+    assert "in blocks of 8,192 tokens" in " ".join(render_plan(blocks, "m").split())
+
+
+def test_measured_speeds_are_not_called_estimates() -> None:
+    assert SOLVED.profile is not None
+    measured = replace(SOLVED, profile=replace(SOLVED.profile, estimated=False))
+    text = render_plan(plan(device=measured, config=SPPOConfig(num_chunks=2)), "m")
+    assert "speeds were measured" in text
+    assert "estimates" not in text

@@ -1,0 +1,145 @@
+"""`sppo estimate`: verdict, exit code, JSON and nothing else, bad input, and a quick start."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sppo_hf.cli import app
+from tests.cli.configs import LLAMA_8B, TINY, write_config
+
+MACHINE = ("--device-memory", "80GiB", "--host-memory", "256GiB", "--lora", "16")
+# Limits are found sooner on a small one.
+SMALL = ("--device-memory", "40GiB", "--host-memory", "64GiB", "--lora", "16")
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["estimate", *arguments], terminal_width=120)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def read_json(*arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out, err = run(*arguments, "--json")
+    assert err == ""
+    assert out.count("\n") == 1, "one object and nothing else"
+    return code, json.loads(out)
+
+
+def test_an_8b_model_fits(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    code, out, err = run(model, "--seq-len", "32K", *SMALL)
+    assert (code, err) == (0, "")
+    flat = " ".join(out.split())
+    assert "fits yes" in flat
+    assert "32,768 tokens" in flat
+    assert "of 40.0 GiB" in flat
+    assert "recomputation not counted" in flat
+    assert "estimated from public figures" in flat
+    code, result = read_json(model, "--seq-len", "32768", *SMALL)
+    assert code == 0
+    assert result["fits"] is True
+    assert result["peak_bytes"]["device"] <= 40 * 2**30
+    assert result["peak_bytes"]["host"] <= 64 * 2**30
+    assert f"longest {result['max_seq_len']:,} tokens" in flat
+
+
+def test_speed_falls_and_time_grows_with_length(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    results = [read_json(model, "--seq-len", length, *MACHINE)[1] for length in ("16K", "256K")]
+    assert results[0]["max_seq_len"] == results[1]["max_seq_len"] >= 262_144
+    assert results[0]["tokens_per_second"] > results[1]["tokens_per_second"]
+    assert results[0]["step_seconds"] < results[1]["step_seconds"]
+    assert all(0.1 < result["mfu"] < 0.7 for result in results)
+
+
+def test_what_is_too_long(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    code, result = read_json(model, "--seq-len", "256K", *SMALL)
+    assert code == 1
+    assert result["fits"] is False
+    assert result["first_limit"]["missing_bytes"] > 0
+    assert result["chunks"] == []
+    code, out, _ = run(model, "--seq-len", "256K", *SMALL)
+    assert code == 1
+    assert "fits no" in " ".join(out.split())
+
+
+def test_settings_reach_the_plan(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    machine = ("--device-memory", "2GiB", "--host-memory", "1GiB")
+    fixed = (*machine, "--num-chunks", "4", "--partition", "even", "--recompute", "full")
+    code, result = read_json(model, "--seq-len", "4K", *fixed, "--offload-kv", "full")
+    assert code == 0
+    assert [chunk["tokens"] for chunk in result["chunks"]] == [1024] * 4
+    assert all(chunk["recompute_layers"] == 2 for chunk in result["chunks"])
+    assert result["kv_tier"] == "host"
+    rows = read_json(model, "--seq-len", "4K", *machine, "--rows", "2")[1]
+    assert rows["tokens_per_second"] == pytest.approx(2 * 4096 / rows["step_seconds"])
+    other = read_json(model, "--seq-len", "4K", *machine, "--hardware", "a100")[1]
+    assert "A100" in other["hardware"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq-len", "12G"], "128K"),
+        (["--seq-len", "1K", "--device-memory", "80"], "80GiB"),
+        (["--seq-len", "1K", "--host-memory", "80GX"], "--host-memory"),
+        (["--seq-len", "1K", "--hardware", "h900"], "h100"),
+        (["--seq-len", "1K", "--num-chunks", "some"], "--num-chunks"),
+        (["--seq-len", "1K", "--num-chunks", "2000"], "num_chunks=2000"),
+        (["--seq-len", "1K", "--lora", "0"], "rank"),
+        (["--seq-len", "1K", "--disk", "0.5"], "--disk"),
+    ],
+)
+def test_bad_input(tmp_path: Path, arguments: list[str], message: str) -> None:
+    model = write_config(tmp_path, TINY)
+    code, out, err = run(model, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    code, result = read_json(model, *arguments)
+    assert code == 2
+    assert result["status"] == "bad input"
+    assert message in result["reason"]
+
+
+def test_models_that_cannot_be_read_or_run(tmp_path: Path) -> None:
+    code, _, err = run(str(tmp_path / "nothing"), "--seq-len", "1K")
+    assert code == 2
+    assert "no file or folder" in err
+    code, _, err = run(write_config(tmp_path, TINY, model_type="mamba"), "--seq-len", "1K")
+    assert code == 2
+    assert "recurrent layers" in err
+
+
+_START = """
+import sys, time
+from sppo_hf.cli import app
+estimate = sys.modules["sppo_hf.cli.estimate"]
+ask, solving = estimate.ask, []
+def timed(question):
+    begin = time.process_time()
+    answer = ask(question)
+    solving.append(time.process_time() - begin)
+    return answer
+estimate.ask = timed
+try:
+    app(["estimate", sys.argv[1], "--seq-len", "8K", "--lora", "16", "--json"])
+except SystemExit as exit:
+    assert exit.code == 0
+for absent in ("torch", "transformers", "accelerate", "matplotlib", "huggingface_hub"):
+    assert absent not in sys.modules, absent
+seconds = time.process_time() - solving[0]
+assert seconds < 2, f"{seconds} seconds of CPU beside the solving"
+"""
+
+
+@pytest.mark.process
+def test_it_starts_at_once_and_imports_no_torch(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    subprocess.run([sys.executable, "-c", _START, model], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,196 @@
+"""What is typed: token counts, models by path and by hub id, and errors that name the remedy."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from sppo_hf.cli.planning_arguments import (
+    Dtype,
+    Mode,
+    Partition,
+    PlanningArguments,
+    Policy,
+    parse_tokens,
+    read_model,
+)
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.ask import Question
+from tests.cli.configs import TINY, write_config
+
+GIB = 2**30
+
+
+def typed(model: str, **changes: object) -> PlanningArguments:
+    arguments: dict[str, object] = {
+        "model": model,
+        "seq_len": "8K",
+        "device_memory": None,
+        "host_memory": None,
+        "disk": None,
+        "hardware": None,
+        "lora": None,
+        "rows": 1,
+        "dtype": Dtype.bfloat16,
+        "partition": Partition.flops,
+        "num_chunks": "auto",
+        "recompute": None,
+        "offload_kv": Mode.auto,
+    }
+    return PlanningArguments(**{**arguments, **changes})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("131072", 131_072),
+        ("131,072", 131_072),
+        ("128K", 131_072),
+        ("128k", 131_072),
+        ("1M", 1_048_576),
+        ("1.5M", 1_572_864),
+        (" 7 ", 7),
+    ],
+)
+def test_tokens(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "12G", "K", "1.5", "many", "0.0001K"])
+def test_tokens_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="128K") as raised:
+        parse_tokens(text)
+    assert repr(text) in str(raised.value)
+
+
+def test_the_question_holds_what_was_typed(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    asked = typed(
+        model,
+        device_memory="0.5",
+        host_memory="64GiB",
+        disk="1TiB",
+        hardware="h200",
+        rows=3,
+        dtype=Dtype.float32,
+        partition=Partition.even,
+        num_chunks="4",
+        offload_kv=Mode.full,
+    ).question()
+    config = asked.config
+    assert asked.total_tokens == 8192
+    assert asked.batch_rows == 3
+    assert asked.shape.dtype_bytes == 4
+    assert asked.device.name == "NVIDIA H200"
+    assert asked.device.device_memory_bytes is not None
+    assert config.device_memory == asked.device.device_memory_bytes // 2
+    assert config.host_memory == 64 * GIB
+    assert config.disk_memory == 1024 * GIB
+    assert config.offload_dir is not None
+    assert (config.partition, config.num_chunks, config.offload_kv) == ("even", 4, "full")
+    assert (config.offload, config.recompute) == ("auto", "auto")
+
+
+def test_nothing_typed_is_the_default_profile_and_no_disk(tmp_path: Path) -> None:
+    arguments = typed(write_config(tmp_path, TINY))
+    asked = arguments.question()
+    assert asked.device.name == "NVIDIA H100 80GB HBM3"
+    assert asked.config.offload_dir is None
+    note = arguments.hardware_note(asked)
+    assert "estimated" in note
+    assert "--hardware" in note
+    assert "--hardware" not in typed(arguments.model, hardware="h100").hardware_note(asked)
+
+
+def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+
+    def trainable(question: Question) -> int:
+        return question.shape.trainable_parameters
+
+    small, large = (trainable(typed(model, lora=rank).question()) for rank in (8, 16))
+    assert large == 2 * small
+    assert large < trainable(typed(model).question()) / 2
+    with pytest.raises(ConfigError, match="rank"):
+        typed(model, lora=0).question()
+
+
+@pytest.mark.parametrize(
+    ("policy", "recompute", "expected"),
+    [
+        (Policy.auto, None, "auto"),
+        (Policy.sppo, None, "none"),
+        (Policy.full, None, "none"),
+        (Policy.full, Mode.full, "full"),
+        (Policy.auto, Mode.none, "none"),
+    ],
+)
+def test_fixed_policies_recompute_nothing_unless_told(
+    tmp_path: Path, policy: Policy, recompute: Mode | None, expected: str
+) -> None:
+    asked = typed(write_config(tmp_path, TINY), policy=policy, recompute=recompute).question()
+    assert (asked.config.offload, asked.config.recompute) == (str(policy), expected)
+
+
+def test_titles() -> None:
+    assert typed("meta-llama/Llama-3.1-8B").title == "meta-llama/Llama-3.1-8B"
+    folder = typed("models/llama/config.json", lora=16, dtype=Dtype.float16)
+    assert folder.title == "llama, LoRA rank 16, float16"
+
+
+def test_models_by_folder_and_by_file(tmp_path: Path) -> None:
+    file = write_config(tmp_path, TINY)
+    assert read_model(str(tmp_path)) == read_model(file)
+    for missing in (str(tmp_path / "other"), "no/such/folder/here", "other.json", "./llama"):
+        with pytest.raises(ConfigError, match="no file or folder"):
+            read_model(missing)
+
+
+def test_a_hub_id_downloads_the_configuration_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_config(tmp_path, TINY)
+    asked: list[tuple[str, str]] = []
+
+    def download(repo_id: str, filename: str) -> str:
+        asked.append((repo_id, filename))
+        return file
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert isinstance(read_model("meta-llama/Llama-3.1-8B"), SimpleNamespace)
+    assert asked == [("meta-llama/Llama-3.1-8B", "config.json")]
+
+
+_RESPONSE: Any = SimpleNamespace(headers={}, request=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errors.GatedRepoError("gated", response=_RESPONSE), "hf auth login"),
+        (errors.RepositoryNotFoundError("404", response=_RESPONSE), "check the name"),
+        (errors.LocalEntryNotFoundError("offline"), "path of a config.json"),
+        (errors.RemoteEntryNotFoundError("none", response=_RESPONSE), "Transformers' format"),
+        (errors.HfHubHTTPError("500 error", response=_RESPONSE), "500 error"),
+        (OSError("no route"), "no route"),
+    ],
+)
+def test_hubs_that_do_not_answer(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repo_id: str, filename: str) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ConfigError, match="meta-llama/Llama-3") as raised:
+        read_model("meta-llama/Llama-3.1-8B")
+    assert said in str(raised.value)
+
+
+def test_offline_for_real() -> None:
+    # Tests run with HF_HUB_OFFLINE=1 and an empty cache.
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
+        read_model("meta-llama/Llama-3.1-8B")

@@ -1,0 +1,36 @@
+"""Questions about Llama-3.1-8B with LoRA on half of the shipped H100, for tests of answers."""
+
+from functools import cache
+from typing import Any
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.ask import Answer, Question, ask, question_for
+from sppo_hf.planning.profile_store import load_profile
+from tests.planning.shapes import llama_config
+
+GIB = 2**30
+TOO_LONG_TOKENS = 262_144
+"""More than fits without a disk."""
+
+
+def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> Question:
+    """40 GiB on the device, 64 GiB in the host, and 64 GiB of disk where asked.
+
+    A small machine, because its limits are found sooner.
+    """
+    budgets: dict[str, Any] = {"device_memory": 40 * GIB, "host_memory": 64 * GIB}
+    if disk:
+        budgets |= {"disk_memory": 64 * GIB, "offload_dir": "a disk"}
+    return question_for(
+        llama_config(),
+        SPPOConfig(**{**budgets, **settings}),
+        profile=load_profile("h100"),
+        total_tokens=total_tokens,
+        lora_rank=16,
+    )
+
+
+@cache
+def answer(total_tokens: int) -> Answer:
+    """The answer to the plain question of a length; answering takes a second or two."""
+    return ask(question(total_tokens))

@@ -1,0 +1,128 @@
+"""Answers: they fit their budgets, agree with each other, and "auto" is no slower than any rule."""
+
+import pytest
+
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.planning import search
+from sppo_hf.planning.ask import (
+    PolicyResult,
+    ask,
+    compare_policies,
+    plan_for,
+    question_for,
+    timeline_of,
+)
+from sppo_hf.planning.modes import TIERS
+from sppo_hf.planning.solve import fits, over_budget
+from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
+from tests.planning.shapes import llama_config
+
+LENGTHS = (8192, 32_768, 65_536)
+
+
+def policies(total_tokens: int) -> tuple[PolicyResult, ...]:
+    asked, made = answer(total_tokens).question, answer(total_tokens).plan
+    assert made is not None
+    return compare_policies(asked, made)
+
+
+@pytest.mark.parametrize("total_tokens", LENGTHS)
+def test_what_fits_is_within_every_budget(total_tokens: int) -> None:
+    found = answer(total_tokens)
+    assert found.plan is not None
+    assert found.first_limit is None
+    assert found.max_seq_len >= total_tokens
+    assert found.estimate == found.plan.estimate
+    assert fits(found.estimate, found.budgets)
+    assert found.budgets.device == 40 * GIB
+    assert found.budgets.host == 64 * GIB
+    assert found.budgets.disk == 0
+
+
+def test_what_does_not_fit_says_which_limit_breaks_first_and_by_how_much() -> None:
+    found = ask(question(TOO_LONG_TOKENS))
+    assert found.plan is None
+    limit = found.first_limit
+    assert limit == next(over_budget(found.estimate, found.budgets))
+    assert limit.missing_bytes > 0
+    assert 0 < found.max_seq_len < TOO_LONG_TOKENS
+    # With just as much more of that tier, the tier is enough for the same plan.
+    budget = found.budgets.of(limit.tier)
+    assert budget is not None
+    assert found.estimate.peak(limit.tier).tier(limit.tier).total == budget + limit.missing_bytes
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    longest = answer(8192).max_seq_len
+    assert ask(question(longest, num_chunks="auto")).fits
+    assert not ask(question(longest + 16_384)).fits
+
+
+def test_a_disk_lets_rows_be_longer() -> None:
+    assert ask(question(8192, disk=True)).max_seq_len > 1.2 * answer(8192).max_seq_len
+
+
+@pytest.mark.parametrize("total_tokens", LENGTHS)
+def test_auto_is_first_among_the_policies(total_tokens: int) -> None:
+    results = policies(total_tokens)
+    assert results[0].policy == "auto"
+    assert {result.policy for result in results} == {"auto", "none", "full", "sppo"}
+    fitting = [r for r in results if r.first_limit is None]
+    assert list(results[: len(fitting)]) == fitting, "what does not fit comes last"
+    seconds = [result.step_seconds for result in fitting]
+    assert None not in seconds
+    assert seconds == sorted(seconds, key=lambda s: s or 0.0)
+    for result in results[len(fitting) :]:
+        assert result.step_seconds is result.tokens_per_second is None
+        assert not fits(result.estimate, answer(total_tokens).budgets)
+
+
+def test_fixed_policies_do_what_they_say() -> None:
+    for policy, offloaded in (("none", 0), ("full", 1)):
+        made = plan_for(question(8192, offload=policy, recompute="none"))
+        modes = {mode for row in made.layer_modes for mode in row}
+        assert {int(mode.offload) for mode in modes} == {offloaded}
+        assert not any(mode.recompute for mode in modes)
+    made = plan_for(question(32_768, offload="sppo", recompute="none", num_chunks=4))
+    assert not any(mode.offload for mode in made.layer_modes[-1]), "the last chunk stays"
+
+
+def test_a_fixed_policy_has_its_own_longest_row() -> None:
+    kept = ask(question(8192, offload="none", recompute="none"))
+    assert kept.max_seq_len < answer(8192).max_seq_len
+    fixed = ask(question(8192, num_chunks=1))
+    assert fixed.max_seq_len < answer(8192).max_seq_len, "one chunk has to hold it all"
+
+
+def test_fixed_chunks_that_are_more_than_short_rows_have_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "_LENGTH_STEP_TOKENS", 16)
+    monkeypatch.setattr(search, "_LONGEST_TOKENS", 64)
+    assert ask(question(64, num_chunks=20)).max_seq_len == 64
+    with pytest.raises(ConfigError, match="num_chunks=90"):
+        ask(question(64, num_chunks=90))
+
+
+def test_the_timeline_holds_the_bytes_of_the_plan() -> None:
+    found = answer(32_768)
+    assert found.plan is not None
+    assert found.plan.prediction is not None
+    timeline = timeline_of(found.plan)
+    assert timeline.end_seconds == pytest.approx(found.plan.prediction.step_seconds)
+    for tier in TIERS[:2]:
+        predicted = found.estimate.peak(tier).tier(tier).total
+        held = timeline.peak(tier).num_bytes if tier in timeline.tiers else 0
+        assert held <= predicted * 1.05 + GIB
+
+
+def test_what_the_engine_refuses_is_refused_before_anything_is_planned() -> None:
+    asked = question(1024)
+    assert asked.device.profile is not None
+    with pytest.raises(UnsupportedModelError, match="recurrent"):
+        question_for(
+            llama_config(model_type="mamba"),
+            asked.config,
+            profile=asked.device.profile,
+            total_tokens=1024,
+        )

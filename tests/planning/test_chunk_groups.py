@@ -1,0 +1,69 @@
+"""Grouping: equal neighbours, then alike ones, then by number; nothing lost."""
+
+import pytest
+
+from sppo_hf.planning.chunk_groups import ChunkGroup, group_chunks, span, words
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.modes import (
+    ALL_MODES,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    FrameMode,
+    mode_of,
+)
+
+
+def decisions(*rows: tuple[FrameMode, ...]) -> Decisions:
+    return Decisions(
+        batch_rows=1,
+        bounds=tuple((i, i + 1) for i in range(len(rows))),
+        layer_modes=rows,
+        training=True,
+        tile_tokens=1,
+    )
+
+
+def mixed(kept: int) -> tuple[FrameMode, ...]:
+    return (KEEP,) * kept + (OFFLOAD,) * (8 - kept)
+
+
+def test_equal_neighbours_are_one_group_whatever_their_order_of_layers() -> None:
+    made = decisions(mixed(3), tuple(reversed(mixed(3))), mixed(8), mixed(3))
+    groups = group_chunks(made, most=10)
+    assert [(group.title, group.text) for group in groups] == [
+        ("chunks 1-2", "3 kept whole, 5 whole to host"),
+        ("chunk 3", "8 kept whole"),
+        ("chunk 4", "3 kept whole, 5 whole to host"),
+    ]
+
+
+def test_too_many_are_grouped_by_the_modes_that_they_have() -> None:
+    made = decisions(*(mixed(kept) for kept in (1, 2, 3, 4, 5)), (RECOMPUTE,) * 8)
+    groups = group_chunks(made, most=2)
+    assert groups == [
+        ChunkGroup(0, 4, {KEEP: (1, 5), OFFLOAD: (3, 7)}),
+        ChunkGroup(5, 5, {RECOMPUTE: (8, 8)}),
+    ]
+    assert groups[0].text == "1-5 kept whole, 3-7 whole to host"
+
+
+@pytest.mark.parametrize(("chunks", "most"), [(64, 16), (65, 16), (7, 3), (5, 5), (1, 1)])
+def test_never_more_than_asked_and_every_chunk_once(chunks: int, most: int) -> None:
+    made = decisions(*((ALL_MODES[i % 9],) * 2 for i in range(chunks)))
+    groups = group_chunks(made, most=most)
+    assert len(groups) <= most
+    listed = [i for group in groups for i in range(group.first, group.last + 1)]
+    assert listed == list(range(chunks))
+
+
+def test_words_tell_all_modes_apart() -> None:
+    assert len({words(mode) for mode in ALL_MODES}) == 9
+    assert words(RECOMPUTE_OFFLOAD) == "skeletons to host"
+    assert words(mode_of("products", "disk")) == "products to disk"
+
+
+def test_span() -> None:
+    assert span(3, 3) == "3"
+    assert span(1024, 2048) == "1,024-2,048"

@@ -1,0 +1,50 @@
+"""Refusals from a config alone: they agree with what Transformers says of its classes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.planning.refusals import OWN_ATTENTION, RECURRENT, check_config
+from tests.planning.shapes import llama_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "mamba2"}, "recurrent"),
+        ({"model_type": "gptj"}, "AttentionInterface"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"layer_types": ["full_attention", "conv"]}, "layers of type conv"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"text_config": SimpleNamespace(model_type="rwkv")}, "recurrent"),
+    ],
+)
+def test_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason) as raised:
+        check_config(llama_config(**changes))
+    assert "sppo check" in str(raised.value), "the remedy"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"layer_types": ["sliding_attention", "full_attention"]}, {"num_kv_shared_layers": 0}],
+)
+def test_accepted(changes: dict[str, Any]) -> None:
+    check_config(llama_config(**changes))
+
+
+@pytest.mark.fake
+def test_names_are_what_transformers_says_of_its_classes() -> None:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    # A few of each: importing every family takes half a minute.
+    some = ("mamba", "mamba2", "bloom", "gptj", "llama")
+    for family in some:
+        model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+        stateful = bool(getattr(model, "_is_stateful", False))
+        assert stateful == (family in RECURRENT), family
+        own = not stateful and not getattr(model, "_supports_attention_backend", False)
+        assert own == (family in OWN_ATTENTION), family
