@@ -1,0 +1,115 @@
+"""Seconds and bytes of units, by hand where every figure is round."""
+
+from dataclasses import replace
+
+import pytest
+
+from sppo_hf.planning.cost import Correction, StageCost
+from sppo_hf.planning.hardware import Curve
+from tests.planning.profiles import changed
+from tests.planning.situations import slow_cost, small_shape
+
+NO_MEMORY_TIME = {"memory_bytes_per_second": 1e30}
+
+
+def test_forward_is_linear_plus_visible_pairs() -> None:
+    shape = small_shape()
+    cost = slow_cost(shape, **NO_MEMORY_TIME)
+    pairs = sum(range(301, 501))
+    flops = 200 * shape.linear_flops_per_token(0) + pairs * shape.attention_flops_per_key(0)
+    assert cost.forward_seconds(0, 300, 500) == pytest.approx(flops / 1e12)
+
+
+def test_windows_see_no_more_than_their_keys() -> None:
+    shape = small_shape(window=100)
+    cost = slow_cost(shape, **NO_MEMORY_TIME)
+    flops = 200 * (shape.linear_flops_per_token(0) + 100 * shape.attention_flops_per_key(0))
+    assert cost.forward_seconds(0, 300, 500) == pytest.approx(flops / 1e12)
+    assert cost.forward_seconds(1, 300, 500) > cost.forward_seconds(0, 300, 500)
+
+
+def test_backward_of_frozen_weights_has_no_weight_gradients() -> None:
+    frozen = small_shape()
+    trained = replace(frozen, trainable_parameters=frozen.total_parameters)
+    short, long = (
+        slow_cost(shape, **NO_MEMORY_TIME).backward_seconds(0, 0, 100)
+        for shape in (frozen, trained)
+    )
+    assert 1.5 < long / short < 2.0
+
+
+def test_attention_backward_is_two_and_a_half_forwards() -> None:
+    cost = slow_cost(small_shape(), **NO_MEMORY_TIME)
+    shape = cost.shape
+    near, far = ((0, 100), (100_000, 100_100))
+    pairs = 100 * 100_000
+    forward = cost.forward_seconds(0, *far) - cost.forward_seconds(0, *near)
+    backward = cost.backward_seconds(0, *far) - cost.backward_seconds(0, *near)
+    assert forward == pytest.approx(pairs * shape.attention_flops_per_key(0) / 1e12)
+    assert backward == pytest.approx(2.5 * forward)
+
+
+def test_recomputation_never_runs_attention() -> None:
+    cost = slow_cost(small_shape())
+    assert cost.recompute_seconds(0, 100, "whole") == 0.0
+    products, skeleton = (cost.recompute_seconds(0, 100, s) for s in ("products", "skeleton"))
+    assert 0.0 < products < skeleton < cost.forward_seconds(0, 0, 100)
+
+
+def test_a_unit_takes_as_long_as_its_launches() -> None:
+    cost = slow_cost(small_shape(), launch_seconds=1.0)
+    assert cost.forward_seconds(0, 0, 1) == 1.0
+    assert cost.backward_seconds(0, 0, 1) == 2.0
+
+
+def test_rows_multiply_bytes_and_work() -> None:
+    one = slow_cost(small_shape())
+    two = replace(one, batch_rows=2)
+    assert two.frame_bytes(0, 10, "whole") == 2 * one.frame_bytes(0, 10, "whole")
+    assert two.kv_bytes(0, 10) == 2 * one.kv_bytes(0, 10) == 40 * 2 * 2 * 64
+    assert two.dkv_bytes(0, 10) == 2 * two.kv_bytes(0, 10)
+    assert two.forward_seconds(0, 0, 500) == pytest.approx(2 * one.forward_seconds(0, 0, 500))
+    assert two.head_seconds(500) == pytest.approx(2 * one.head_seconds(500))
+
+
+def test_a_changed_cost_forgets_what_it_knew() -> None:
+    cost = slow_cost(small_shape())
+    before = cost.forward_seconds(0, 0, 500)
+    twice = replace(cost, correction=Correction(forward=2.0, backward=3.0, d2h=4.0, h2d=5.0))
+    assert twice.forward_seconds(0, 0, 500) == pytest.approx(2 * before)
+    assert twice.backward_seconds(0, 0, 500) == pytest.approx(3 * cost.backward_seconds(0, 0, 500))
+    assert twice.recompute_seconds(0, 9, "skeleton") == pytest.approx(
+        3 * cost.recompute_seconds(0, 9, "skeleton")
+    )
+    assert twice.d2h_seconds(10) == pytest.approx(4 * cost.d2h_seconds(10))
+    assert twice.h2d_seconds(10) == pytest.approx(5 * cost.h2d_seconds(10))
+
+
+def test_copies_both_ways_are_slower() -> None:
+    cost = slow_cost(small_shape())
+    assert cost.d2h_seconds(5e8) == pytest.approx(1.0)
+    assert cost.d2h_seconds(4e8, both=True) == pytest.approx(1.0)
+    assert cost.h2d_seconds(4e8, both=True) == pytest.approx(1.0)
+
+
+def test_a_disk_that_nobody_measured_is_slow() -> None:
+    unknown = slow_cost(
+        small_shape(), disk_write_bytes_per_second=None, disk_read_bytes_per_second=None
+    )
+    assert unknown.disk_write_seconds(1e9) == unknown.disk_read_seconds(1e9) == 2.0
+    assert slow_cost(small_shape()).disk_read_seconds(2e8) == 1.0
+
+
+def test_short_chunks_are_slower_per_token() -> None:
+    curve = {"bfloat16": Curve(((128, 1e11), (2048, 1e12)))}
+    cost = StageCost(
+        shape=small_shape(),
+        profile=changed(matmul_flops=curve, **NO_MEMORY_TIME, launch_seconds=0.0),
+        dtype_name="bfloat16",
+    )
+    assert cost.forward_seconds(0, 0, 128) / 128 > 5 * cost.forward_seconds(0, 0, 2048) / 2048
+
+
+def test_evaluation_has_no_head_gradients() -> None:
+    cost = slow_cost(small_shape(), **NO_MEMORY_TIME)
+    assert cost.head_seconds(100) == pytest.approx(2 * cost.head_seconds(100, training=False))

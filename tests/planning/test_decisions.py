@@ -1,0 +1,19 @@
+"""What decisions say of themselves."""
+
+from sppo_hf.planning.modes import KEEP, OFFLOAD
+from tests.planning.situations import decided
+
+
+def test_sizes_follow_from_bounds_and_modes() -> None:
+    what = decided(((0, 5), (5, 8)), ((KEEP, OFFLOAD, KEEP), (KEEP, KEEP, KEEP)))
+    assert what.total_tokens == 8
+    assert what.num_chunks == 2
+    assert what.num_layers == 3
+    assert what.chunk_lengths == (5, 3)
+    assert what.mode(1, 0) == OFFLOAD
+    assert what.mode(0, 1) == KEEP
+
+
+def test_decisions_of_equal_content_are_equal() -> None:
+    assert decided(((0, 5),)) == decided(((0, 5),))
+    assert hash(decided(((0, 5),))) != hash(decided(((0, 6),)))

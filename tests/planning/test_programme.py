@@ -1,0 +1,123 @@
+"""The linear programme: its optimum bounds every simulated plan of its modes and look-ahead."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
+from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
+from sppo_hf.planning.solve import compute_seconds
+from sppo_hf.planning.stage import lower
+from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
+
+NO_LIMIT = Budgets(device=None, host=None, disk=None)
+
+
+def optimum(
+    what: Decisions,
+    cost: StageCost,
+    budgets: Budgets = NO_LIMIT,
+    modes: tuple[FrameMode, ...] = ALL_MODES,
+) -> Mix:
+    mix = Programme(what, cost, budgets, modes, device_kind="cuda").solve()
+    assert mix is not None
+    return mix
+
+
+def test_kinds_of_layers() -> None:
+    kinds = LayerKinds.of(slow_cost(small_shape(5, window=100)))
+    assert kinds.members == ((0, 2, 4), (1, 3))
+    assert kinds.representative == (0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_counts_are_all_layers(window: int | None) -> None:
+    cost = slow_cost(small_shape(5, window=window))
+    what = decided(falling_bounds(4), layers=5, leave_bytes=2**20, fetch_bytes=2**20)
+    everything = estimate(cost.shape, what).device
+    budget = everything.total - everything.frames // 3
+    mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
+    kinds = LayerKinds.of(cost)
+    assert mix.counts.shape == (4, len(kinds.members), 9)
+    assert mix.counts.min() > -1e-9
+    sums = mix.counts.sum(axis=2)
+    assert sums == pytest.approx(np.tile([len(m) for m in kinds.members], (4, 1)))
+
+
+def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
+    cost, what = slow_cost(small_shape()), decided(falling_bounds(3))
+    mix = optimum(what, cost)
+    assert mix.counts[:, :, ALL_MODES.index(KEEP)] == pytest.approx(np.full((3, 1), 4.0))
+    assert mix.seconds == pytest.approx(compute_seconds(what, cost), rel=1e-5)
+
+
+def test_no_room_no_answer() -> None:
+    cost, what = slow_cost(small_shape()), decided(falling_bounds(3))
+    tight = Budgets(device=10, host=None, disk=None)
+    assert Programme(what, cost, tight, (KEEP, RECOMPUTE), device_kind="cuda").solve() is None
+
+
+def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:
+    for rate, preferred in ((1e12, OFFLOAD), (1e5, RECOMPUTE)):
+        cost = slow_cost(small_shape(), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
+        frame = cost.frame_bytes(0, 768, "whole")
+        what = decided(falling_bounds(6), leave_bytes=2 * frame, fetch_bytes=2 * frame)
+        modes = (KEEP, OFFLOAD, RECOMPUTE)
+        everything = estimate(cost.shape, what).device
+        budgets = Budgets(device=everything.total - everything.frames // 4, host=None)
+        counts = optimum(what, cost, budgets, modes).counts.sum(axis=(0, 1))
+        assert counts[modes.index(preferred)] > 1
+        others = {OFFLOAD, RECOMPUTE} - {preferred}
+        assert all(counts[modes.index(other)] < 0.01 for other in others)
+
+
+@given(run=runs())
+@settings(max_examples=100)
+def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -> None:
+    cost, what = run
+    largest = max(
+        cost.frame_bytes(layer, end - start, "whole")
+        for start, end in what.bounds
+        for layer in range(what.num_layers)
+    )
+    # The engine's own look-ahead (None) has no bound in bytes for the programme to know.
+    leave = what.leave_bytes or 2 * largest
+    what = replace(what, leave_bytes=leave, fetch_bytes=max(what.fetch_bytes or 0, largest))
+    simulated = lower(what, cost).simulate().end_seconds
+    assert _fixed_seconds(what, cost) <= simulated * (1 + 1e-6)
+    assert optimum(what, cost).seconds <= simulated * (1 + 1e-6)
+
+
+def _fixed_seconds(what: Decisions, cost: StageCost) -> float:
+    """The programme's answer where `what`'s own modes are all there is: the bound is tight then."""
+    kinds = LayerKinds.of(cost)
+    programme = Programme(what, cost, NO_LIMIT, ALL_MODES, device_kind="cuda")
+    for chunk, row in enumerate(what.layer_modes):
+        for kind, members in enumerate(kinds.members):
+            for index, mode in enumerate(ALL_MODES):
+                count = sum(row[layer] == mode for layer in members)
+                programme._equal.add([(programme._at(chunk, kind, index), 1.0)], count)
+    mix = programme.solve()
+    assert mix is not None
+    return mix.seconds
+
+
+def test_the_bound_is_near() -> None:
+    cost = slow_cost(small_shape(16), d2h_bytes_per_second=2e8, h2d_bytes_per_second=2e8)
+    frame = cost.frame_bytes(0, 800, "whole")
+    what = decided(
+        falling_bounds(8),
+        uniform_modes(8, 16, OFFLOAD),
+        layers=16,
+        leave_bytes=2 * frame,
+        fetch_bytes=2 * frame,
+    )
+    simulated = lower(what, cost).simulate().end_seconds
+    assert simulated > 1.2 * compute_seconds(what, cost)
+    assert _fixed_seconds(what, cost) > 0.95 * simulated

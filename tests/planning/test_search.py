@@ -1,0 +1,104 @@
+"""How many chunks, and how long a row."""
+
+from dataclasses import replace
+
+import pytest
+
+from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.search import (
+    TARGET_TOKENS,
+    Batch,
+    chunk_cuts,
+    longest,
+    longest_sequence,
+    solve_chunks,
+)
+from sppo_hf.planning.solve import Choices, FirstLimit, Solution, solve
+from tests.planning.situations import MIB, decided, falling_bounds, slow_cost, small_shape
+
+BATCH = Batch(batch_rows=1, tile_tokens=64, staging_bytes=MIB)
+NO_LIMIT = Budgets(device=None, host=None, disk=0)
+
+
+def test_batch_carries_over() -> None:
+    batch = replace(BATCH, batch_rows=3, training=False, return_logits=True)
+    what = batch.decisions(((0, 5), (5, 9)), 2)
+    assert (what.batch_rows, what.training, what.return_logits) == (3, False, True)
+    assert (what.num_chunks, what.num_layers, what.tile_tokens) == (2, 2, 64)
+    assert what.staging_bytes == MIB
+
+
+def test_cuts_aim_at_targets_once_each() -> None:
+    cost = slow_cost(small_shape())
+    cuts = list(chunk_cuts(cost, 65_536, "flops"))
+    assert [len(bounds) for bounds in cuts] == [65_536 // target for target in TARGET_TOKENS]
+    assert len(list(chunk_cuts(cost, 1000, "flops"))) == 1
+
+
+def test_rows_of_any_length_have_a_cut_with_few_chunks() -> None:
+    for tokens in (2**20, 2**24):
+        cuts = list(chunk_cuts(slow_cost(small_shape()), tokens, "even"))
+        assert cuts
+        assert min(len(bounds) for bounds in cuts) <= max(256, tokens // 16_384)
+
+
+def test_cuts_may_come_from_elsewhere() -> None:
+    asked: list[int] = []
+
+    def cut(target: int) -> Bounds:
+        asked.append(target)
+        return ((0, 100),)
+
+    assert list(chunk_cuts(slow_cost(small_shape()), 100, "flops", cut)) == [((0, 100),)]
+    assert asked == list(TARGET_TOKENS)
+
+
+def test_the_fastest_cut_wins() -> None:
+    cost = slow_cost(small_shape(), launch_seconds=1.0)
+    cuts = [falling_bounds(6), falling_bounds(2, 1536), falling_bounds(3, 1024)]
+    found = solve_chunks(cost, BATCH, cuts, NO_LIMIT, Choices())
+    assert isinstance(found, Solution)
+    assert found.decisions.num_chunks == 2  # launches cost a second each
+
+
+def test_a_cut_that_does_not_fit_gives_way() -> None:
+    cost = slow_cost(small_shape(), launch_seconds=1.0)
+    long, short = falling_bounds(1, 16_384), falling_bounds(16, 1024)
+    needs = [
+        solve(cost, decided(bounds), Budgets(device=10, host=None), Choices())
+        for bounds in (long, short)
+    ]
+    assert all(isinstance(limit, FirstLimit) for limit in needs)
+    more, less = (10 + limit.missing_bytes for limit in needs if isinstance(limit, FirstLimit))
+    assert less < more
+    budgets = Budgets(device=(less + more) // 2, host=None)
+    found = solve_chunks(cost, BATCH, [long, short], budgets, Choices())
+    assert isinstance(found, Solution)
+    assert found.decisions.bounds == short
+    tight = Budgets(device=less - 5, host=None)
+    limit = solve_chunks(cost, BATCH, [long, short], tight, Choices())
+    assert isinstance(limit, FirstLimit)
+    assert limit.missing_bytes == 5
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 1000, 4097])
+def test_longest_finds_the_last_that_is_possible(most: int) -> None:
+    assert longest(lambda tokens: tokens <= most * 1024) == most * 1024
+
+
+def test_longest_sequence_grows_with_what_there_is() -> None:
+    cost = slow_cost(small_shape())
+    device = 700 * MIB  # of which CUDA's context takes 600
+    at_home = longest_sequence(
+        cost, BATCH, Budgets(device=device, host=0), Choices(tiers=("device",))
+    )
+    with_host = longest_sequence(cost, BATCH, Budgets(device=device, host=None), Choices())
+    streamed = longest_sequence(
+        cost,
+        BATCH,
+        Budgets(device=device, host=None),
+        Choices(kv_tiers=("device", "host")),
+    )
+    assert 0 < at_home < with_host < streamed
+    assert longest_sequence(cost, BATCH, Budgets(device=10, host=None), Choices()) == 0

@@ -1,0 +1,263 @@
+"""The solver: within every budget, never worse than a fixed policy, near the best there is."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.least import least_memory, with_lookahead
+from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.modes import SAVED, TIERS, Tier, mode_of
+from sppo_hf.planning.partition import PrefixCost, balanced_bounds
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.search import Batch
+from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.solve import (
+    Choices,
+    FirstLimit,
+    Solution,
+    compute_seconds,
+    fits,
+    fixed_policies,
+    over_budget,
+    play,
+    solve,
+    with_kv,
+)
+from tests.planning.profiles import PROFILE
+from tests.planning.shapes import llama_config
+from tests.planning.situations import (
+    MIB,
+    bounds_of,
+    costs,
+    decided,
+    falling_bounds,
+    slow_cost,
+    small_shape,
+)
+
+GIB = 2**30
+NO_DISK: tuple[Tier, ...] = ("device", "host")
+
+
+def device_bytes(cost: StageCost, what: Decisions) -> int:
+    return estimate(cost.shape, what).device.total
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[StageCost, Decisions, Budgets, Choices]:
+    """Budgets from just too little to more than enough."""
+    cost = draw(costs(layers=st.sampled_from([1, 2, 5, 16])))
+    base = decided(draw(bounds_of()), layers=cost.shape.num_layers)
+    everything = device_bytes(cost, base)
+    standing = device_bytes(cost, decided(((0, 16),), layers=cost.shape.num_layers))
+    share = draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 1.1]))
+    kv = draw(st.sampled_from([("device",), ("device", "host"), ("host",), ("device", "disk")]))
+    tiers = draw(st.sampled_from([NO_DISK, ("device",), ("host",), TIERS]))
+    return (
+        cost,
+        base,
+        Budgets(
+            device=draw(st.sampled_from([None, int(standing + share * (everything - standing))])),
+            host=draw(st.sampled_from([None, GIB, 300 * MIB])),
+            disk=draw(st.sampled_from([0, 20 * MIB, None])),
+        ),
+        Choices(tiers=tiers, kv_tiers=kv, saved=draw(st.sampled_from([SAVED, ("whole",)]))),
+    )
+
+
+@given(problem=problems())
+@settings(max_examples=60)
+def test_within_budgets_and_never_worse_than_a_fixed_policy(
+    problem: tuple[StageCost, Decisions, Budgets, Choices],
+) -> None:
+    cost, base, budgets, choices = problem
+    found = solve(cost, base, budgets, choices)
+    rivals = [
+        what
+        for kv_tier in choices.kv_tiers
+        for _, what in fixed_policies(cost, with_kv(base, kv_tier), choices)
+        if fits(estimate(cost.shape, what), budgets)
+    ]
+    if isinstance(found, FirstLimit):
+        assert not rivals
+        broken = [
+            limit
+            for kv_tier in choices.kv_tiers
+            for limit in over_budget(
+                estimate(
+                    cost.shape,
+                    least_memory(cost, with_kv(base, kv_tier), budgets, choices, "cuda"),
+                ),
+                budgets,
+            )
+        ]
+        assert found in broken
+        return
+    assert found.decisions.bounds == base.bounds
+    assert all(len(row) == base.num_layers for row in found.decisions.layer_modes)
+    used = {mode for row in found.decisions.layer_modes for mode in row}
+    assert used <= set(choices.modes)
+    assert found.decisions.kv_tier in choices.kv_tiers
+    assert not list(over_budget(estimate(cost.shape, found.decisions), budgets))
+    assert found.estimate == estimate(cost.shape, found.decisions)
+    for rival in rivals:
+        seconds = play(rival, cost, found.estimate, policy="").step_seconds
+        assert found.step_seconds <= seconds * (1 + 1e-9)
+
+
+def test_first_limit_says_what_is_missing_to_the_byte() -> None:
+    cost, base = slow_cost(small_shape(16)), decided(falling_bounds(4), layers=16)
+    choices = Choices(tiers=NO_DISK)
+    roomy = Budgets(device=None, host=None)
+    least = least_memory(cost, base, roomy, choices, "cuda")
+    need = device_bytes(cost, least)
+    enough = solve(cost, base, Budgets(device=need, host=None), choices)
+    assert isinstance(enough, Solution)
+    limit = solve(cost, base, Budgets(device=need - 1000, host=None), choices)
+    assert limit == FirstLimit(
+        tier="device", missing_bytes=1000, moment=estimate(cost.shape, least).moment
+    )
+
+
+def test_first_limit_of_the_host() -> None:
+    cost, base = slow_cost(small_shape(16)), decided(falling_bounds(8, 4096), layers=16)
+    choices = Choices(tiers=("host",), saved=("whole",))
+    limit = solve(cost, base, Budgets(device=None, host=256 * MIB), choices)
+    assert isinstance(limit, FirstLimit)
+    assert limit.tier == "host"
+    needs = 256 * MIB + limit.missing_bytes
+    assert isinstance(solve(cost, base, Budgets(device=None, host=needs), choices), Solution)
+
+
+def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
+    cost, base = slow_cost(small_shape(4)), decided(((0, 512), (512, 1024), (1024, 1536)))
+    frame = cost.frame_bytes(0, 512, "skeleton")
+    budgets = Budgets(device=None, host=256 * MIB, disk=6 * frame)
+    choices = Choices(tiers=("device", "disk"))
+    rows = least_memory(cost, base, budgets, choices, "cuda").layer_modes
+    tiers = [mode.tier for row in rows for mode in row]
+    assert tiers == ["disk"] * 6 + ["device"] * 6
+
+
+def test_the_earliest_frames_go_to_the_disk() -> None:
+    cost = slow_cost(small_shape(4))
+    base = decided(tuple((i * 65_536, (i + 1) * 65_536) for i in range(4)), staging_bytes=MIB)
+    choices = Choices(tiers=TIERS)
+    budgets = Budgets(device=None, host=512 * MIB, disk=None)
+    what = least_memory(cost, base, budgets, choices, "cuda")
+    tiers = [mode.tier for row in what.layer_modes for mode in row]
+    assert set(tiers) == {"disk", "host"}
+    assert tiers == sorted(tiers)  # disk, then host
+    assert fits(estimate(cost.shape, what), budgets)
+
+
+def test_more_memory_is_never_slower() -> None:
+    cost, base = slow_cost(small_shape(8)), decided(falling_bounds(6), layers=8)
+    low = device_bytes(
+        cost, least_memory(cost, base, Budgets(device=None, host=None), Choices(), "cuda")
+    )
+    high = device_bytes(cost, base)
+    seconds: list[float] = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        budget = Budgets(device=int(low + share * (high - low)), host=None)
+        found = solve(cost, base, budget, Choices(tiers=NO_DISK))
+        assert isinstance(found, Solution)
+        seconds.append(found.step_seconds)
+    # Rounding to whole layers may cost a little here and there.
+    assert all(b <= a * 1.02 for a, b in pairwise(seconds))
+    assert seconds[-1] == pytest.approx(compute_seconds(base, cost))
+
+
+def test_keys_leave_when_that_makes_room_for_frames() -> None:
+    """K/V on the device fit, but with them nothing else does; streaming them is faster."""
+    # One head of keys per query head, long rows, fast copies, slow recomputation.
+    cost = slow_cost(
+        small_shape(16, kv_heads=4),
+        both_d2h_bytes_per_second=1e12,
+        both_h2d_bytes_per_second=1e12,
+        d2h_bytes_per_second=1e6,
+        h2d_bytes_per_second=1e6,
+    )
+    base = decided(falling_bounds(16, 1024), layers=16)
+    here = Choices(tiers=NO_DISK)
+    least = least_memory(cost, base, Budgets(device=None, host=None), here, "cuda")
+    budgets = Budgets(device=device_bytes(cost, least) + 8 * MIB, host=None)
+    stays = solve(cost, base, budgets, here)
+    free = solve(cost, base, budgets, replace(here, kv_tiers=NO_DISK))
+    assert isinstance(stays, Solution)
+    assert isinstance(free, Solution)
+    assert free.decisions.kv_tier == "host"
+    assert free.step_seconds < 0.9 * stays.step_seconds
+
+
+@pytest.mark.parametrize("share", [0.35, 0.55, 0.8])
+@pytest.mark.parametrize("rate", [2e8, 1e9])
+def test_near_the_best_of_all_assignments(share: float, rate: float) -> None:
+    """Every assignment of four modes to two chunks of three layers, simulated."""
+    cost = slow_cost(small_shape(3), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
+    base = decided(((0, 1024), (1024, 1792)), layers=3)
+    choices = Choices(tiers=NO_DISK, saved=("whole", "skeleton"))
+    everything = device_bytes(cost, base)
+    least = least_memory(cost, base, Budgets(device=None, host=None), choices, "cuda")
+    low = device_bytes(cost, least)
+    budgets = Budgets(device=int(low + share * (everything - low)), host=None)
+    found = solve(cost, base, budgets, choices)
+    assert isinstance(found, Solution)
+    best = min(
+        play(what, cost, found.estimate, policy="").step_seconds
+        for what in _all_assignments(cost, base, choices)
+        if fits(estimate(cost.shape, what), budgets)
+    )
+    assert found.step_seconds <= 1.05 * best
+
+
+def _all_assignments(cost: StageCost, base: Decisions, choices: Choices) -> Iterator[Decisions]:
+    modes = [mode_of(saved, tier) for saved in choices.saved for tier in choices.tiers]
+    for flat in product(modes, repeat=base.num_chunks * base.num_layers):
+        rows = tuple(
+            flat[chunk * base.num_layers : (chunk + 1) * base.num_layers]
+            for chunk in range(base.num_chunks)
+        )
+        yield with_lookahead(cost, base, rows, frames=1)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "disk", "tiers"),
+    [(300, 1000, 0, NO_DISK), (80, 256, 2000, TIERS), (140, 100, 4000, TIERS)],
+    ids=["K/V here", "K/V on the host", "K/V on the disk"],
+)
+def test_sixty_four_chunks_of_eighty_layers_in_time(
+    device: int, host: int, disk: int, tiers: tuple[Tier, ...]
+) -> None:
+    """Promised: 2 seconds. Asserted: twice that, for machines that are busy."""
+    config = llama_config(
+        num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=28_672
+    )
+    shape = ModelShape.from_config(
+        config, dtype_bytes=2, trainable_parameters=200_000_000, weight_bytes=35 * GIB
+    )
+    cost = StageCost(shape=shape, profile=PROFILE, dtype_name="bfloat16")
+    bounds = balanced_bounds(PrefixCost.of(shape), 262_144, 64)
+    base = Batch(batch_rows=1, tile_tokens=512).decisions(bounds, 80)
+    budgets = Budgets(device=device * GIB, host=host * GIB, disk=disk * GIB)
+    begun = time.process_time()
+    found = solve(cost, base, budgets, Choices(tiers=tiers, kv_tiers=tiers))
+    assert time.process_time() - begun < 4.0
+    assert isinstance(found, Solution)
+    assert found.step_seconds < 1.02 * found.bound_seconds
+
+
+@given(cost=costs(), bounds=bounds_of())
+@settings(max_examples=20)
+def test_compute_seconds_are_the_lanes(cost: StageCost, bounds: object) -> None:
+    base = decided(bounds, mode_of("skeleton", "host"), layers=cost.shape.num_layers)  # type: ignore[arg-type]
+    assume(base.num_chunks > 0)
+    timeline = play(base, cost, estimate(cost.shape, base), policy="").timeline
+    assert compute_seconds(base, cost) == pytest.approx(timeline.busy_seconds("compute"))
