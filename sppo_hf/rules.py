@@ -126,11 +126,14 @@ def text(field: str, value: object) -> object:
     if value is None:
         return None
     if isinstance(value, str | PathLike):
-        written: object = fspath(cast("str | PathLike[str]", value))
+        written = cast("str | bytes", fspath(cast("str | PathLike[str]", value)))
         if isinstance(written, str) and written:
             return written
     refuse(
-        field, value, allowed="None (null in YAML) or a text", remedy=f"give one, or drop {field}"
+        field,
+        cast("object", value),
+        allowed="None (null in YAML) or a text",
+        remedy=f"give one, or drop {field}",
     )
 
 

@@ -67,6 +67,7 @@ class Engine:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._backends: dict[Requirement, Backend] = {}
         self._offload: OffloadEngine | None = None
+        self._staging_bytes = 0
         self._shape: ModelShape | None = None
         self._warned: set[str] = set()
         self._teacher = Teacher()
@@ -193,7 +194,7 @@ class Engine:
             last_position=positions.max().view(1, 1),
             choose_backend=self.choose_backend,
             counters=self.counters,
-            offload=self.offload(call.device, plan),
+            offload=self.offload,
         )
         slices = Slices(self._inputs(call), positions, call.constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
@@ -255,6 +256,7 @@ class Engine:
                 self._warn_once(warning, warning)
             self._plans[key] = plan
             self.observer.on_plan(plan, self.parts.name)
+            self._make_room(device, plan)
         return self._plans[key]
 
     def _make_plan(
@@ -301,6 +303,7 @@ class Engine:
                 bounds=before.bounds,
             )
             self._plans[key] = after
+            self._make_room(torch.device(kind), after)
             self.observer.on_correction(before, after, lesson.measured)
 
     def shape(self) -> ModelShape:
@@ -340,11 +343,24 @@ class Engine:
         selection = select_backend(self.config.attention_backend, requirement)
         return selection.backend.name, selection.reason
 
-    def offload(self, device: torch.device, plan: Plan | None = None) -> OffloadEngine:
-        """The offload engine, made for the first plan that comes."""
+    def _make_room(self, device: torch.device, plan: Plan) -> None:
+        """Make the offload engine for the first plan, and what host memory each plan will need.
+
+        Pinning memory takes seconds and must not happen in the middle of a step.
+        """
+        if self._offload is not None and self._staging_bytes < plan.staging_bytes:
+            # Longer chunks need more room on their way to the disk; what is away must come first.
+            if not self._offload.stats().live_handles:
+                self.close()
         if self._offload is None:
-            assert plan is not None, "the first plan says how large the offload engine may be"
             self._offload = new_offload_engine(self.config, device, plan)
+            self._staging_bytes = plan.staging_bytes
+        self._offload.reserve(plan.estimate.host.held)
+
+    @property
+    def offload(self) -> OffloadEngine:
+        """The offload engine; the first plan says how large it may be, so it is there after."""
+        assert self._offload is not None, "no batch was planned yet"
         return self._offload
 
     def last_position(self) -> Tensor | None:

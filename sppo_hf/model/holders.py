@@ -6,12 +6,12 @@ Knows nothing of layers: a holder has one tensor, which is taken once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
-from sppo_hf.planning.modes import Tier
+from sppo_hf.planning.modes import AwayTier
 
 
 class Holder(Protocol):
@@ -54,11 +54,9 @@ class Kept:
 class Offloaded:
     """A tensor that travels to `tier` and back."""
 
-    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: Tier) -> None:
+    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: AwayTier) -> None:
         self._engine = engine
-        # An engine without a disk tier does not know the word.
-        where: dict[str, Any] = {"tier": tier} if tier == "disk" else {}
-        self._handle: OffloadedTensor | None = engine.start_offload(tensor, **where)
+        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
 
     def handles(self) -> Iterable[OffloadedTensor]:
         """See `Holder`."""

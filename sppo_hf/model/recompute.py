@@ -158,7 +158,7 @@ class RecomputedFrame:
             self._recorder.resume(out_BNCH, lse_BNC)
 
     def _hold(self, kind: str, tensor: Tensor) -> Holder:
-        if self._mode.offload:
+        if self._mode.tier != "device":
             return Offloaded(self._offload, tensor, self._mode.tier)
         assert self._keep is not None, "what is kept is kept while the frame is open"
         return Kept(self._keep(kind, tensor))

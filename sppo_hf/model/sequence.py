@@ -215,7 +215,7 @@ class Sequence:
                 mode=mode,
                 label=f"layer {call.layer}, chunk {call.chunk}",
             )
-        if mode.offload:
+        if mode.tier != "device":
             return OffloadFrame(
                 self._offload, self._tape, is_pinned_parameter=_never_moves, tier=mode.tier
             )

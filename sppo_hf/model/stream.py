@@ -6,8 +6,6 @@ knows no attention. This is the adapter between the two, and knows neither layer
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from sppo_hf.attention.mover import Mover
@@ -16,6 +14,7 @@ from sppo_hf.attention.streamed import KVStream
 from sppo_hf.model.arena import return_free_heap
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.planning.modes import AwayTier
 from sppo_hf.planning.plan import Plan
 
 LABEL = "keys, values or their gradients"
@@ -36,7 +35,7 @@ class EngineMover(Mover):
         self,
         engine: OffloadEngine,
         *,
-        tier: Literal["host", "disk"] = "host",
+        tier: AwayTier = "host",
         leave_bytes: int | None = None,
     ) -> None:
         """Adapt `engine`.
@@ -48,7 +47,7 @@ class EngineMover(Mover):
                 the last block be on their way.
         """
         self._engine = engine
-        self._tier: Literal["host", "disk"] = tier
+        self._tier: AwayTier = tier
         self._leave_bytes = leave_bytes
         self._trims = engine.device.type == "cpu"
         self._fetched_bytes = 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool
 from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.tape import Tape
+from sppo_hf.planning.modes import AwayTier
 
 
 class OffloadEngine:
@@ -107,7 +107,7 @@ class OffloadEngine:
 
     @torch.no_grad()
     def start_offload(
-        self, tensor: Tensor, *, label: object = None, tier: Literal["host", "disk"] = "host"
+        self, tensor: Tensor, *, label: object = None, tier: AwayTier = "host"
     ) -> OffloadedTensor:
         """Start copying `tensor` to the host or on to the disk; return what stands for it.
 

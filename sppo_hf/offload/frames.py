@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.tape import Tape
+from sppo_hf.planning.modes import AwayTier
 
 
 class _Saved(NamedTuple):
@@ -50,13 +51,13 @@ class OffloadFrame:
         is_pinned_parameter: Callable[[Tensor], bool] | None = None,
         *,
         label: object = None,
-        tier: Literal["host", "disk"] = "host",
+        tier: AwayTier = "host",
     ) -> None:
         self._engine = engine
         self._tape = tape
         self._is_pinned_parameter = is_pinned_parameter
         self._label = label
-        self._tier: Literal["host", "disk"] = tier
+        self._tier: AwayTier = tier
         self._hooks: saved_tensors_hooks | None = None
         self._closed = False
         self._used = False

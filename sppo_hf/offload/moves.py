@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Literal
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from sppo_hf.offload.origins import Origins
 from sppo_hf.offload.pool import HostPool, Region
 from sppo_hf.offload.spans import Span, bytes_of
 from sppo_hf.offload.staging import Staging
+from sppo_hf.planning.modes import AwayTier
 
 
 class Moves:
@@ -53,7 +53,7 @@ class Moves:
         staged = self.staging is not None and not self.staging.is_drained
         return self.pool.used_bytes == in_limbo_bytes and not staged
 
-    def move(self, tensor: Tensor, tier: Literal["host", "disk"]) -> Owner:
+    def move(self, tensor: Tensor, tier: AwayTier) -> Owner:
         """Start copying out what `tensor` reaches, unless a move before has it."""
         owner = self.origins.owner_of(tensor)
         if owner is not None:
@@ -86,7 +86,7 @@ class Moves:
             self.staging.add(cargo)
         return owner
 
-    def _room(self, num_bytes: int, tier: Literal["host", "disk"]) -> tuple[HostPool, Region]:
+    def _room(self, num_bytes: int, tier: AwayTier) -> tuple[HostPool, Region]:
         """A region for a copy out, and the pool that it is from."""
         if tier == "host":
             try:

@@ -20,9 +20,6 @@ from sppo_hf.planning.tier_bytes import TierBytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
 OPTIMIZER_BYTES_PER_PARAMETER = 8
-# Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
-# head's matrix product is already bound by arithmetic.
-_LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 # What the driver, cuBLAS and cuDNN take for themselves before the first tensor: an assumption.
 CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
 # The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
@@ -85,16 +82,6 @@ class MemoryEstimate:
     def moment(self) -> str:
         """When the device's peak is reached, in words."""
         return self.peak("device").name
-
-
-def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
-    """Returns the tokens per tile of the loss for `loss_tile_tokens="auto"`.
-
-    As many (in multiples of 64) as keep a tile's float32 logits within 128 MiB on a CPU and 256 MiB
-    on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU.
-    """
-    tokens = _LOGITS_TILE_BYTES[device_kind] // (shape.vocab_size * FLOAT32_BYTES)
-    return max(64, tokens // 64 * 64)
 
 
 def estimate(
@@ -284,15 +271,24 @@ class MemoryModel:
         return max(self.frame_bytes(layer, chunk, mode.saved) for layer in self._kinds)
 
     def _stream_bytes(self, chunk: int, *, backward: bool) -> tuple[int, int]:
-        """K/V and dK/dV on the device while they are streamed: the block in use and the next."""
+        """K/V and dK/dV on the device while they are streamed, in the busiest layer.
+
+        Beside the chunk's own: the block in use and the next one, and where a block is several
+        chunks, the run that they are joined to. In backward the sums of as many and of the block
+        before, which is leaving, and the gradient of the block in use, not yet added.
+        """
         what = self._what
         start, end = what.bounds[chunk]
         own = end - start
         longest_start, longest_end = what.bounds[self._longest[chunk]]
         longest = longest_end - longest_start
         block = min(max(what.kv_block_tokens, longest), max(start, own))
-        tokens = what.batch_rows * (2 * block + own)
-        return self._layer_kv * tokens, self._layer_dkv * tokens if backward else 0
+        joined = block if block > longest else 0
+        kv = self._layer_kv * (2 * block + joined + own)
+        if not backward:
+            return what.batch_rows * kv, 0
+        dkv = self._layer_dkv * (3 * block + own) + self._layer_kv * block
+        return what.batch_rows * kv, what.batch_rows * dkv
 
     def _hidden_bytes(self, chunk: int, phase: str) -> int:
         what, shape = self._what, self._shape

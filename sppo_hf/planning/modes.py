@@ -21,6 +21,9 @@ itself is never run again.
 Tier = Literal["device", "host", "disk"]
 """Where bytes wait: beside the compute, in host memory, or in files below `offload_dir`."""
 
+AwayTier = Literal["host", "disk"]
+"""A tier that bytes leave the device for."""
+
 
 @dataclass(frozen=True, slots=True)
 class FrameMode:

@@ -8,7 +8,6 @@ the tests read the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from sppo_hf.config import SPPOConfig
@@ -23,15 +22,17 @@ from sppo_hf.planning.choices import (
 )
 from sppo_hf.planning.cost import Correction, StageCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import (
-    MemoryEstimate,
-    check_budget,
-    estimate,
-    loss_tile_tokens,
+from sppo_hf.planning.limits import (
+    check_named_budgets,
+    check_standing_bytes,
+    limit_text,
+    limit_warnings,
 )
-from sppo_hf.planning.modes import KEEP, FrameMode, Tier, mode_of
+from sppo_hf.planning.memory import MemoryEstimate, estimate
+from sppo_hf.planning.modes import KEEP, Tier, mode_of
 from sppo_hf.planning.partition import Bounds, chunk_bounds
 from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
@@ -162,10 +163,10 @@ def make_plan(
         ),
         bounds=bounds,
     )
-    _check_standing_bytes(task)
+    check_standing_bytes(config, shape, budgets, training=training)
     decided = _decide(task)
     predicted = estimate(shape, decided.decisions, device_kind=device.kind)
-    _check_named_budgets(task, predicted)
+    check_named_budgets(config, budgets, predicted)
     shared = {f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)}
     return Plan(
         **shared,
@@ -178,7 +179,7 @@ def make_plan(
         budgets=budgets,
         prediction=decided.prediction,
         cost=task.cost,
-        warnings=tuple(_warnings(task, decided.decisions, predicted)),
+        warnings=tuple(limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens)),
     )
 
 
@@ -210,7 +211,7 @@ def _evaluation(task: _Task) -> _Decided:
 def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
     """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
     for kv_tier in task.choices.kv_tiers:
-        decisions = with_kv(decisions, kv_tier)
+        decisions = with_kv(decisions, kv_tier, task.shape, task.device.kind)
         if fits(estimate(task.shape, decisions, device_kind=task.device.kind), task.budgets):
             break
     return decisions
@@ -224,7 +225,7 @@ def _paper(task: _Task) -> _Decided:
             "offload='full' or 'none'."
         )
     saved = "skeleton" if task.config.recompute == "full" else "whole"
-    base = with_kv(_base(task), task.choices.kv_tiers[0])
+    base = with_kv(_base(task), task.choices.kv_tiers[0], task.shape, task.device.kind)
     decisions = fixed_policy(task.cost, base, "sppo", saved, _with_host(task.choices))
     assert decisions is not None, "the rule uses tiers that are there"
     return _Decided(
@@ -306,10 +307,16 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
         BudgetError: the user named the budget that breaks.
     """
     if limit.tier in named_budgets(task.config):
-        raise BudgetError(_limit_text(task, limit))
+        raise BudgetError(limit_text(limit, task.budgets, task.total_tokens))
     base = _base(task)
     plans = [
-        least_memory(cost, with_kv(base, kv_tier), task.budgets, task.choices, task.device.kind)
+        least_memory(
+            cost,
+            with_kv(base, kv_tier, task.shape, task.device.kind),
+            task.budgets,
+            task.choices,
+            task.device.kind,
+        )
         for kv_tier in task.choices.kv_tiers
     ]
     estimates = [estimate(task.shape, p, device_kind=task.device.kind) for p in plans]
@@ -320,25 +327,8 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
     best = min(range(len(plans)), key=missing)
     for other in over_budget(estimates[best], task.budgets):
         if other.tier in named_budgets(task.config):
-            raise BudgetError(_limit_text(task, other))
+            raise BudgetError(limit_text(other, task.budgets, task.total_tokens))
     return play(plans[best], cost, estimates[best], policy="least memory")
-
-
-def _limit_text(task: _Task, limit: FirstLimit) -> str:
-    have = task.budgets.of(limit.tier) or 0
-    need = have + limit.missing_bytes
-    remedies = {
-        "device": "Raise device_memory, give K/V room elsewhere (offload_kv='auto', host_memory, "
-        "offload_dir), train fewer parameters, or shorten the sequences.",
-        "host": "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences.",
-        "disk": "Raise disk_memory or free space in offload_dir, or shorten the sequences.",
-    }
-    return (
-        f"{limit.tier} memory cannot hold rows of {task.total_tokens:,} tokens under any allowed "
-        f"plan: at least {need:,} bytes ({need / 2**30:.2f} GiB) at the {limit.moment}, "
-        f"{have:,} bytes ({have / 2**30:.2f} GiB) in the budget, {limit.missing_bytes:,} bytes "
-        f"missing. {remedies[limit.tier]}"
-    )
 
 
 def _base(task: _Task) -> Decisions:
@@ -371,72 +361,3 @@ def _staging_bytes(device: DeviceFacts, budgets: Budgets) -> int:
         return 64 * 2**20
     host = budgets.host
     return 2**30 if host is None else max(64 * 2**20, min(4 * 2**30, host // 16))
-
-
-def _check_standing_bytes(task: _Task) -> None:
-    # Only a budget that the user named is a reason to refuse: without one, the weights are already
-    # where they are, or sharded over devices in a way that is not visible here.
-    budget = task.budgets.device
-    if "device" not in named_budgets(task.config) or budget is None:
-        return
-    training = task.batch.training
-    shape = task.shape
-    check_budget(
-        "device",
-        "weights and gradients" if training else "the weights",
-        need_bytes=shape.weight_bytes + (shape.gradient_bytes if training else 0),
-        have_bytes=budget,
-        remedy="Raise device_memory, train fewer parameters (LoRA has almost no gradients), or load"
-        " the model in a smaller dtype or quantised. No choice of chunks changes these bytes.",
-    )
-
-
-def _check_named_budgets(task: _Task, predicted: MemoryEstimate) -> None:
-    """Holds what the user named against what fixed modes need; a solved plan fits already."""
-    config = task.config
-    for limit in over_budget(predicted, task.budgets):
-        if limit.tier == "device" or limit.tier not in named_budgets(config):
-            continue
-        have = task.budgets.of(limit.tier)
-        assert have is not None, "a tier over its budget has one"
-        check_budget(
-            limit.tier,
-            f"what offload={config.offload!r} sends there",
-            need_bytes=have + limit.missing_bytes,
-            have_bytes=have,
-            remedy=f"Raise {limit.tier}_memory, set recompute='full' (less to send) or "
-            "offload='auto' (sends what fits), or shorten the sequences.",
-        )
-
-
-def _warnings(task: _Task, decisions: Decisions, predicted: MemoryEstimate) -> Iterator[str]:
-    limit = task.shape.max_positions_tokens
-    if limit is not None and task.total_tokens > limit:
-        yield (
-            f"sequences of {task.total_tokens:,} tokens are longer than the {limit:,} positions "
-            "this model was made for; expect poor quality unless its rotary scaling is changed"
-        )
-    modes = {mode for row in decisions.layer_modes for mode in row}
-    for over in over_budget(predicted, task.budgets):
-        have = task.budgets.of(over.tier) or 0
-        total = have + over.missing_bytes
-        yield (
-            f"predicted {over.tier} peak {total / 2**30:.1f} GiB is over the "
-            f"{have / 2**30:.1f} GiB there are ({_largest_cause(predicted, over.tier)}); "
-            + _remedy(modes, over.tier)
-        )
-
-
-def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
-    cause, size = max(predicted.peak(tier).tier(tier).items(), key=lambda item: item[1])
-    return f"most of it {cause}, {size / 2**30:.1f} GiB"
-
-
-def _remedy(modes: set[FrameMode], tier: Tier) -> str:
-    if tier == "device" and not all(mode.recompute for mode in modes):
-        return "recompute='full' holds less"
-    if tier == "device" and not all(mode.offload for mode in modes):
-        return "shorter sequences, or offload='full' where the host has room, hold less"
-    if tier == "host" and not all(mode.recompute for mode in modes):
-        return "recompute='full' sends less"
-    return "shorter chunks or shorter sequences hold less"

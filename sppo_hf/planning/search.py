@@ -153,7 +153,13 @@ def longest_sequence(
             fits(
                 estimate(
                     cost.shape,
-                    least_memory(cost, with_kv(base, kv_tier), budgets, choices, device_kind),
+                    least_memory(
+                        cost,
+                        with_kv(base, kv_tier, cost.shape, device_kind),
+                        budgets,
+                        choices,
+                        device_kind,
+                    ),
                     device_kind=device_kind,
                 ),
                 budgets,

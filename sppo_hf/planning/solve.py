@@ -27,7 +27,9 @@ from sppo_hf.planning.least import (
 from sppo_hf.planning.memory import MemoryEstimate, estimate
 from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
+from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
 from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
+from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stage import lower
 from sppo_hf.schedule.timeline import Timeline
 
@@ -81,7 +83,7 @@ def solve(
     """
     best: Solution | None = None
     for kv_tier in choices.kv_tiers:
-        placed = with_kv(base, kv_tier)
+        placed = with_kv(base, kv_tier, cost.shape, device_kind)
         least = least_memory(cost, placed, budgets, choices, device_kind)
         if base.training and not fits(
             estimate(cost.shape, least, device_kind=device_kind), budgets
@@ -145,11 +147,27 @@ def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
     return total
 
 
-def with_kv(base: Decisions, kv_tier: Tier) -> Decisions:
-    """Returns `base` with K/V on a tier; away from the device they come layer by layer."""
-    if kv_tier == "device":
-        return replace(base, kv_tier="device", kv_block_tokens=0)
-    return replace(base, kv_tier=kv_tier, kv_block_tokens=base.total_tokens)
+def with_kv(base: Decisions, kv_tier: Tier, shape: ModelShape, device_kind: str) -> Decisions:
+    """Returns `base` with K/V on a tier, and room for what then passes through to the disk.
+
+    Away from the device they come back layer by layer, and block by block past what is small.
+    """
+    rows = base.batch_rows
+    block = 0
+    if kv_tier != "device":
+        block = kv_block_tokens(shape, base.total_tokens, batch_rows=rows, device_kind=device_kind)
+    passing = passing_bytes(
+        shape,
+        max(base.chunk_lengths),
+        batch_rows=rows,
+        block_tokens=block if kv_tier == "disk" else 0,
+    )
+    return replace(
+        base,
+        kv_tier=kv_tier,
+        kv_block_tokens=block,
+        staging_bytes=max(base.staging_bytes, passing),
+    )
 
 
 def fixed_policies(
@@ -188,7 +206,9 @@ def first_limit(
     """Returns what breaks first when as little as possible is held, and where."""
     broken: list[list[FirstLimit]] = []
     for kv_tier in choices.kv_tiers:
-        least = least_memory(cost, with_kv(base, kv_tier), budgets, choices, device_kind)
+        least = least_memory(
+            cost, with_kv(base, kv_tier, cost.shape, device_kind), budgets, choices, device_kind
+        )
         predicted = estimate(cost.shape, least, device_kind=device_kind)
         broken.append(list(over_budget(predicted, budgets)))
     # Where K/V wait so that least is missing over all tiers; there, what is missing most.

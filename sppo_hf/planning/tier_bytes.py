@@ -65,6 +65,11 @@ class TierBytes:
         """Sum over all causes."""
         return sum(_values(self))
 
+    @property
+    def held(self) -> int:
+        """What stays for its backward: neither passing through nor a slab's unused rest."""
+        return self.total - self.copies - self.slabs
+
     def items(self) -> Iterator[tuple[str, int]]:
         """Returns (cause, bytes) pairs in the order of the fields."""
         return zip(_NAMES, _values(self), strict=True)

@@ -24,7 +24,7 @@ def _train(device, measure, **settings):
         optimizer.step()
         optimizer.zero_grad()
         seen.append(measure())
-    return seen, get_engine(model).offload(torch.device(device))
+    return seen, get_engine(model).offload
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -291,7 +291,7 @@ def test_offloaded_products_lie_between_skeleton_and_whole() -> None:
             loss = model(**make_batch(tokens=TOKENS)).loss
             engine = get_engine(model)
             assert engine is not None
-            offload = engine.offload(torch.device("cpu"))
+            offload = engine.offload
             sent[saved] = offload.stats().d2h_bytes
             loss.backward()
             offload.assert_drained()

@@ -138,7 +138,8 @@ def _trained(monkeypatch, *, block_tokens=6, **settings):
     model = convert(build_tiny_model("llama").train(), _config(**settings))
     engine = get_engine(model)
     assert engine is not None
-    return model, engine.offload(torch.device("cpu"))
+    engine.plan(1, TOKENS, torch.device("cpu"))  # makes the offload engine
+    return model, engine.offload
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -238,7 +239,7 @@ def test_keys_do_not_go_through_the_arena(monkeypatch):
 def test_keys_on_disk(monkeypatch, tmp_path, recompute):
     engines = []
 
-    def with_disk(config, device):
+    def with_disk(config, device, plan):
         engines.append(
             make_engine(
                 device,

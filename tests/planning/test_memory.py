@@ -14,11 +14,11 @@ from sppo_hf.planning.memory import (
     TierBytes,
     check_budget,
     estimate,
-    loss_tile_tokens,
 )
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import llama_config, tiny_shape
 

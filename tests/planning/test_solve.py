@@ -82,7 +82,7 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     rivals = [
         what
         for kv_tier in choices.kv_tiers
-        for _, what in fixed_policies(cost, with_kv(base, kv_tier), choices)
+        for _, what in fixed_policies(cost, with_kv(base, kv_tier, cost.shape, "cuda"), choices)
         if fits(estimate(cost.shape, what), budgets)
     ]
     if isinstance(found, FirstLimit):
@@ -93,7 +93,9 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
             for limit in over_budget(
                 estimate(
                     cost.shape,
-                    least_memory(cost, with_kv(base, kv_tier), budgets, choices, "cuda"),
+                    least_memory(
+                        cost, with_kv(base, kv_tier, cost.shape, "cuda"), budgets, choices, "cuda"
+                    ),
                 ),
                 budgets,
             )

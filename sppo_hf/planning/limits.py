@@ -1,0 +1,116 @@
+"""What a plan has to say about limits: which budget breaks, by how many bytes, and what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.choices import named_budgets
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.memory import MemoryEstimate, check_budget
+from sppo_hf.planning.modes import FrameMode, Tier
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.solve import FirstLimit, over_budget
+
+
+def limit_text(limit: FirstLimit, budgets: Budgets, total_tokens: int) -> str:
+    """Why nothing fits, in bytes, and what would help."""
+    have = budgets.of(limit.tier) or 0
+    need = have + limit.missing_bytes
+    remedies = {
+        "device": "Raise device_memory, give K/V room elsewhere (offload_kv='auto', host_memory, "
+        "offload_dir), train fewer parameters, or shorten the sequences.",
+        "host": "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences.",
+        "disk": "Raise disk_memory or free space in offload_dir, or shorten the sequences.",
+    }
+    return (
+        f"{limit.tier} memory cannot hold rows of {total_tokens:,} tokens under any allowed "
+        f"plan: at least {need:,} bytes ({need / 2**30:.2f} GiB) at the {limit.moment}, "
+        f"{have:,} bytes ({have / 2**30:.2f} GiB) in the budget, {limit.missing_bytes:,} bytes "
+        f"missing. {remedies[limit.tier]}"
+    )
+
+
+def check_standing_bytes(
+    config: SPPOConfig, shape: ModelShape, budgets: Budgets, *, training: bool
+) -> None:
+    """Holds what stays on the device throughout against the budget that the user named.
+
+    Raises:
+        BudgetError: no choice of chunks can fit.
+    """
+    # Only a budget that the user named is a reason to refuse: without one, the weights are already
+    # where they are, or sharded over devices in a way that is not visible here.
+    budget = budgets.device
+    if "device" not in named_budgets(config) or budget is None:
+        return
+    check_budget(
+        "device",
+        "weights and gradients" if training else "the weights",
+        need_bytes=shape.weight_bytes + (shape.gradient_bytes if training else 0),
+        have_bytes=budget,
+        remedy="Raise device_memory, train fewer parameters (LoRA has almost no gradients), or load"
+        " the model in a smaller dtype or quantised. No choice of chunks changes these bytes.",
+    )
+
+
+def check_named_budgets(config: SPPOConfig, budgets: Budgets, predicted: MemoryEstimate) -> None:
+    """Holds what the user named against what fixed modes need; a solved plan fits already.
+
+    Raises:
+        BudgetError: a budget of the host or the disk is too small.
+    """
+    for limit in over_budget(predicted, budgets):
+        if limit.tier == "device" or limit.tier not in named_budgets(config):
+            continue
+        have = budgets.of(limit.tier)
+        assert have is not None, "a tier over its budget has one"
+        check_budget(
+            limit.tier,
+            f"what offload={config.offload!r} sends there",
+            need_bytes=have + limit.missing_bytes,
+            have_bytes=have,
+            remedy=f"Raise {limit.tier}_memory, set recompute='full' (less to send) or "
+            "offload='auto' (sends what fits), or shorten the sequences.",
+        )
+
+
+def limit_warnings(
+    shape: ModelShape,
+    decisions: Decisions,
+    predicted: MemoryEstimate,
+    budgets: Budgets,
+    total_tokens: int,
+) -> Iterator[str]:
+    """What a user should know before the first step, though nothing here stops it."""
+    limit = shape.max_positions_tokens
+    if limit is not None and total_tokens > limit:
+        yield (
+            f"sequences of {total_tokens:,} tokens are longer than the {limit:,} positions "
+            "this model was made for; expect poor quality unless its rotary scaling is changed"
+        )
+    modes = {mode for row in decisions.layer_modes for mode in row}
+    for over in over_budget(predicted, budgets):
+        have = budgets.of(over.tier) or 0
+        total = have + over.missing_bytes
+        yield (
+            f"predicted {over.tier} peak {total / 2**30:.1f} GiB is over the "
+            f"{have / 2**30:.1f} GiB there are ({_largest_cause(predicted, over.tier)}); "
+            + _remedy(modes, over.tier)
+        )
+
+
+def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
+    cause, size = max(predicted.peak(tier).tier(tier).items(), key=lambda item: item[1])
+    return f"most of it {cause}, {size / 2**30:.1f} GiB"
+
+
+def _remedy(modes: set[FrameMode], tier: Tier) -> str:
+    if tier == "device" and not all(mode.recompute for mode in modes):
+        return "recompute='full' holds less"
+    if tier == "device" and not all(mode.offload for mode in modes):
+        return "shorter sequences, or offload='full' where the host has room, hold less"
+    if tier == "host" and not all(mode.recompute for mode in modes):
+        return "recompute='full' sends less"
+    return "shorter chunks or shorter sequences hold less"

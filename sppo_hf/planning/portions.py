@@ -1,0 +1,68 @@
+"""How much of something long is held at once: tiles of logits, blocks of K/V, bytes on their way.
+
+Knows nothing of plans; each figure follows from the model's sizes and the kind of device.
+"""
+
+from __future__ import annotations
+
+from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
+
+# Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
+# head's matrix product is already bound by arithmetic.
+_LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
+# One layer's K/V in a block. Larger blocks would save a few sums of partial attention; several
+# blocks and their float32 sums are on the device at once, so they are as small as costs nothing.
+_KV_BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+_KV_BLOCK_MULTIPLE_TOKENS = 1024
+
+
+def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
+    """Returns the tokens per tile of the loss for `loss_tile_tokens="auto"`.
+
+    As many (in multiples of 64) as keep a tile's float32 logits within 128 MiB on a CPU and 256 MiB
+    on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU.
+    """
+    tokens = _LOGITS_TILE_BYTES[device_kind] // (shape.vocab_size * FLOAT32_BYTES)
+    return max(64, tokens // 64 * 64)
+
+
+def kv_block_tokens(
+    shape: ModelShape, total_tokens: int, *, batch_rows: int, device_kind: str
+) -> int:
+    """Returns the tokens per block of K/V that are streamed to the device.
+
+    The whole sequence while one layer's K/V are small, which makes a layer's prefix one block; past
+    that, as many (in multiples of 1,024) as have 256 MiB of K/V in a layer on a GPU, 8 MiB on a
+    CPU: 65,536 tokens of Llama-3.1-8B in bf16.
+    """
+    layer_bytes = max(shape.kv_bytes_per_token(i) for i in range(len(shape.layers))) * batch_rows
+    tokens = _KV_BLOCK_BYTES[device_kind] // layer_bytes
+    rounded = tokens // _KV_BLOCK_MULTIPLE_TOKENS * _KV_BLOCK_MULTIPLE_TOKENS
+    return min(total_tokens, max(_KV_BLOCK_MULTIPLE_TOKENS, rounded))
+
+
+def passing_bytes(
+    shape: ModelShape, chunk_tokens: int, *, batch_rows: int, block_tokens: int
+) -> int:
+    """Returns the least staging memory with which a copy and a disk transfer overlap.
+
+    Two tensors of the largest kind that frames or K/V have: both halves of an MLP's first product
+    in one, fused queries, keys and values, or the float32 sums of a block's key gradients.
+
+    Args:
+        shape: the model.
+        chunk_tokens: tokens of the longest chunk.
+        batch_rows: rows that go through together.
+        block_tokens: tokens of a block of K/V; 0 where K/V do not pass.
+    """
+    size = max(shape.dtype_bytes, shape.parameter_bytes or 0)
+    per_token = max(
+        max(
+            size * (2 * x.mlp_width),
+            size * (x.q_elements + x.kv_elements),
+            max(size, FLOAT32_BYTES) * x.hidden_size,
+        )
+        for x in shape.layers
+    )
+    sums = max(shape.dkv_bytes_per_token(i) for i in range(len(shape.layers)))
+    return 2 * batch_rows * max(chunk_tokens * per_token, max(block_tokens, 0) * sums)
