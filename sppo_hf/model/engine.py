@@ -26,16 +26,17 @@ from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.calls import ForwardCall, read_call
-from sppo_hf.model.facts import device_facts, dtype_name, model_shape, new_offload_engine
+from sppo_hf.model.facts import device_facts, dtype_name, model_shape
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout, read_layout
 from sppo_hf.model.lessons import Teacher
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.room import OffloadRoom
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.structure import ModelParts, check_trainable
-from sppo_hf.model.watch import NOTHING_MOVED, ForwardWatch
+from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.shape import ModelShape
@@ -66,8 +67,7 @@ class Engine:
         self._head = ModelHead(parts, original_forward)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._backends: dict[Requirement, Backend] = {}
-        self._offload: OffloadEngine | None = None
-        self._staging_bytes = 0
+        self._room = OffloadRoom(config)
         self._shape: ModelShape | None = None
         self._warned: set[str] = set()
         self._teacher = Teacher()
@@ -256,7 +256,7 @@ class Engine:
                 self._warn_once(warning, warning)
             self._plans[key] = plan
             self.observer.on_plan(plan, self.parts.name)
-            self._make_room(device, plan)
+            self._room.prepare(device, plan)
         return self._plans[key]
 
     def _make_plan(
@@ -303,7 +303,7 @@ class Engine:
                 bounds=before.bounds,
             )
             self._plans[key] = after
-            self._make_room(torch.device(kind), after)
+            self._room.prepare(torch.device(kind), after)
             self.observer.on_correction(before, after, lesson.measured)
 
     def shape(self) -> ModelShape:
@@ -343,25 +343,10 @@ class Engine:
         selection = select_backend(self.config.attention_backend, requirement)
         return selection.backend.name, selection.reason
 
-    def _make_room(self, device: torch.device, plan: Plan) -> None:
-        """Make the offload engine for the first plan, and what host memory each plan will need.
-
-        Pinning memory takes seconds and must not happen in the middle of a step.
-        """
-        if self._offload is not None and self._staging_bytes < plan.staging_bytes:
-            # Longer chunks need more room on their way to the disk; what is away must come first.
-            if not self._offload.stats().live_handles:
-                self.close()
-        if self._offload is None:
-            self._offload = new_offload_engine(self.config, device, plan)
-            self._staging_bytes = plan.staging_bytes
-        self._offload.reserve(plan.estimate.host.held)
-
     @property
     def offload(self) -> OffloadEngine:
-        """The offload engine; the first plan says how large it may be, so it is there after."""
-        assert self._offload is not None, "no batch was planned yet"
-        return self._offload
+        """The offload engine; there once a batch was planned."""
+        return self._room.engine
 
     def last_position(self) -> Tensor | None:
         """Largest position of the running sequence, `[1, 1]`; None when none runs."""
@@ -369,13 +354,11 @@ class Engine:
 
     def take_stats(self) -> OffloadStats:
         """What the offload engine did since the last time this was asked."""
-        return NOTHING_MOVED if self._offload is None else self._offload.take_stats()
+        return self._room.take_stats()
 
     def close(self) -> None:
         """Wait for copies under way and give the host memory back."""
-        if self._offload is not None:
-            self._offload.close()
-            self._offload = None
+        self._room.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""

@@ -15,23 +15,13 @@ from transformers.modeling_outputs import ModelOutput
 from sppo_hf.model.arena import return_free_heap
 from sppo_hf.model.observer import StepObserver, StepRecord
 from sppo_hf.model.stopwatch import Stopwatch
-from sppo_hf.offload.engine import OffloadStats
+from sppo_hf.offload.stats import NOTHING_MOVED, OffloadStats
 from sppo_hf.planning.flops import forward_flops, step_flops
 from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.shape import ModelShape
 
 # B batch rows, C tokens of a chunk, D model width.
-
-NOTHING_MOVED = OffloadStats(
-    d2h_bytes=0,
-    h2d_bytes=0,
-    stall_seconds=0.0,
-    pinned_bytes=0,
-    host_bytes=0,
-    host_used_bytes=0,
-    live_handles=0,
-)
 
 
 class ForwardWatch:

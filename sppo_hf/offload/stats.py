@@ -48,3 +48,14 @@ class OffloadStats:
             disk_stall_seconds=self.disk_stall_seconds - before.disk_stall_seconds,
             spilled_bytes=self.spilled_bytes - before.spilled_bytes,
         )
+
+
+NOTHING_MOVED = OffloadStats(
+    d2h_bytes=0,
+    h2d_bytes=0,
+    stall_seconds=0.0,
+    pinned_bytes=0,
+    host_bytes=0,
+    host_used_bytes=0,
+    live_handles=0,
+)

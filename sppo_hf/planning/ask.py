@@ -321,7 +321,7 @@ def _smallest(
         base = _batch(plan).decisions(bounds, plan.num_layers)
         # The paper's rule does not look for a place for K/V.
         for kv_tier in choices.kv_tiers[: 1 if config.offload == "sppo" else None]:
-            placed = with_kv(base, kv_tier, cost.shape, kind)
+            placed = with_kv(base, kv_tier, cost.shape, plan.budgets, kind)
             if set_by_rule(config, question.device):
                 yield _ruled(config, cost, placed, choices)
             else:

@@ -211,7 +211,7 @@ def _evaluation(task: _Task) -> _Decided:
 def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
     """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
     for kv_tier in task.choices.kv_tiers:
-        decisions = with_kv(decisions, kv_tier, task.shape, task.device.kind)
+        decisions = with_kv(decisions, kv_tier, task.shape, task.budgets, task.device.kind)
         if fits(estimate(task.shape, decisions, device_kind=task.device.kind), task.budgets):
             break
     return decisions
@@ -225,7 +225,9 @@ def _paper(task: _Task) -> _Decided:
             "offload='full' or 'none'."
         )
     saved = "skeleton" if task.config.recompute == "full" else "whole"
-    base = with_kv(_base(task), task.choices.kv_tiers[0], task.shape, task.device.kind)
+    base = with_kv(
+        _base(task), task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind
+    )
     decisions = fixed_policy(task.cost, base, "sppo", saved, _with_host(task.choices))
     assert decisions is not None, "the rule uses tiers that are there"
     return _Decided(
@@ -312,7 +314,7 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
     plans = [
         least_memory(
             cost,
-            with_kv(base, kv_tier, task.shape, task.device.kind),
+            with_kv(base, kv_tier, task.shape, task.budgets, task.device.kind),
             task.budgets,
             task.choices,
             task.device.kind,

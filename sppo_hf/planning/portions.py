@@ -27,16 +27,31 @@ def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
 
 
 def kv_block_tokens(
-    shape: ModelShape, total_tokens: int, *, batch_rows: int, device_kind: str
+    shape: ModelShape,
+    total_tokens: int,
+    *,
+    batch_rows: int,
+    device_kind: str,
+    device_bytes: int | None,
 ) -> int:
     """Returns the tokens per block of K/V that are streamed to the device.
 
     The whole sequence while one layer's K/V are small, which makes a layer's prefix one block; past
     that, as many (in multiples of 1,024) as have 256 MiB of K/V in a layer on a GPU, 8 MiB on a
-    CPU: 65,536 tokens of Llama-3.1-8B in bf16.
+    CPU, and 1/64 of the device's budget at most: 65,536 tokens of Llama-3.1-8B in bf16.
+
+    Args:
+        shape: the model.
+        total_tokens: tokens of a row.
+        batch_rows: rows that go through together.
+        device_kind: "cpu" or "cuda".
+        device_bytes: the device's budget; None where there is none.
     """
     layer_bytes = max(shape.kv_bytes_per_token(i) for i in range(len(shape.layers))) * batch_rows
-    tokens = _KV_BLOCK_BYTES[device_kind] // layer_bytes
+    most_bytes = _KV_BLOCK_BYTES[device_kind]
+    if device_bytes is not None:
+        most_bytes = min(most_bytes, device_bytes // 64)
+    tokens = most_bytes // layer_bytes
     rounded = tokens // _KV_BLOCK_MULTIPLE_TOKENS * _KV_BLOCK_MULTIPLE_TOKENS
     return min(total_tokens, max(_KV_BLOCK_MULTIPLE_TOKENS, rounded))
 

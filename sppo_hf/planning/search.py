@@ -155,7 +155,7 @@ def longest_sequence(
                     cost.shape,
                     least_memory(
                         cost,
-                        with_kv(base, kv_tier, cost.shape, device_kind),
+                        with_kv(base, kv_tier, cost.shape, budgets, device_kind),
                         budgets,
                         choices,
                         device_kind,

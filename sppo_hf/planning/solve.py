@@ -83,7 +83,7 @@ def solve(
     """
     best: Solution | None = None
     for kv_tier in choices.kv_tiers:
-        placed = with_kv(base, kv_tier, cost.shape, device_kind)
+        placed = with_kv(base, kv_tier, cost.shape, budgets, device_kind)
         least = least_memory(cost, placed, budgets, choices, device_kind)
         if base.training and not fits(
             estimate(cost.shape, least, device_kind=device_kind), budgets
@@ -147,7 +147,9 @@ def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
     return total
 
 
-def with_kv(base: Decisions, kv_tier: Tier, shape: ModelShape, device_kind: str) -> Decisions:
+def with_kv(
+    base: Decisions, kv_tier: Tier, shape: ModelShape, budgets: Budgets, device_kind: str
+) -> Decisions:
     """Returns `base` with K/V on a tier, and room for what then passes through to the disk.
 
     Away from the device they come back layer by layer, and block by block past what is small.
@@ -155,7 +157,13 @@ def with_kv(base: Decisions, kv_tier: Tier, shape: ModelShape, device_kind: str)
     rows = base.batch_rows
     block = 0
     if kv_tier != "device":
-        block = kv_block_tokens(shape, base.total_tokens, batch_rows=rows, device_kind=device_kind)
+        block = kv_block_tokens(
+            shape,
+            base.total_tokens,
+            batch_rows=rows,
+            device_kind=device_kind,
+            device_bytes=budgets.device,
+        )
     passing = passing_bytes(
         shape,
         max(base.chunk_lengths),
@@ -207,7 +215,11 @@ def first_limit(
     broken: list[list[FirstLimit]] = []
     for kv_tier in choices.kv_tiers:
         least = least_memory(
-            cost, with_kv(base, kv_tier, cost.shape, device_kind), budgets, choices, device_kind
+            cost,
+            with_kv(base, kv_tier, cost.shape, budgets, device_kind),
+            budgets,
+            choices,
+            device_kind,
         )
         predicted = estimate(cost.shape, least, device_kind=device_kind)
         broken.append(list(over_budget(predicted, budgets)))

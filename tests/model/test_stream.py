@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.streamed import KVStream, StreamedKV
 from sppo_hf.config import SPPOConfig
-from sppo_hf.model import engine as engine_module
+from sppo_hf.model import room as room_module
 from sppo_hf.model import stream as stream_module
 from sppo_hf.model.arena import ChunkArena
 from sppo_hf.model.convert import convert, get_engine
@@ -250,7 +250,7 @@ def test_keys_on_disk(monkeypatch, tmp_path, recompute):
         )
         return engines[-1]
 
-    monkeypatch.setattr(engine_module, "new_offload_engine", with_disk)
+    monkeypatch.setattr(room_module, "new_offload_engine", with_disk)
     force_kv(monkeypatch, block_tokens=6, tier="disk")
     _assert_exact(
         build_tiny_model("gemma2"), make_batch(rows=2, tokens=TOKENS), recompute=recompute

@@ -89,7 +89,7 @@ def test_longest_finds_the_last_that_is_possible(most: int) -> None:
 
 def test_longest_sequence_grows_with_what_there_is() -> None:
     cost = slow_cost(small_shape())
-    device = 700 * MIB  # of which CUDA's context takes 600
+    device = 800 * MIB  # of which CUDA's context takes 600
     at_home = longest_sequence(
         cost, BATCH, Budgets(device=device, host=0), Choices(tiers=("device",))
     )

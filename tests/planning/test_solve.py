@@ -82,7 +82,9 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     rivals = [
         what
         for kv_tier in choices.kv_tiers
-        for _, what in fixed_policies(cost, with_kv(base, kv_tier, cost.shape, "cuda"), choices)
+        for _, what in fixed_policies(
+            cost, with_kv(base, kv_tier, cost.shape, budgets, "cuda"), choices
+        )
         if fits(estimate(cost.shape, what), budgets)
     ]
     if isinstance(found, FirstLimit):
@@ -94,7 +96,11 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
                 estimate(
                     cost.shape,
                     least_memory(
-                        cost, with_kv(base, kv_tier, cost.shape, "cuda"), budgets, choices, "cuda"
+                        cost,
+                        with_kv(base, kv_tier, cost.shape, budgets, "cuda"),
+                        budgets,
+                        choices,
+                        "cuda",
                     ),
                 ),
                 budgets,
