@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.convert import convert, get_engine
+from sppo_hf.runtime.affinity import bind_to_device
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
@@ -65,6 +66,8 @@ class SPPOAccelerator(Accelerator):
 def attach(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
     """Turn an Accelerator into an `SPPOAccelerator`; attaching the same plugin again is fine.
 
+    From here on the process runs on the processors next to its GPU, where what it pins will lie.
+
     Args:
         accelerator: An Accelerator, of any subclass.
         plugin: What it converts its models with.
@@ -81,6 +84,8 @@ def attach(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
     if not isinstance(accelerator, SPPOAccelerator):
         accelerator.__class__ = _class_for(type(accelerator))
     cast(SPPOAccelerator, accelerator).sppo_plugin = plugin
+    if bind_to_device(accelerator.device) is not None:
+        logger.info("bound to the processors next to %s", accelerator.device)
 
 
 @cache

@@ -7,10 +7,12 @@ clocks or devices.
 Tokens are those that the model was given, padding included. Model FLOPs are what one forward and
 backward of the unmodified model need, attention counted once per visible key (the causal half),
 recomputation not counted. MFU is model FLOPs per second over the device's dense bf16 peak from its
-data sheet. Seconds are the wall time of optimizer steps, from the Trainer's on_step_begin to its
-on_step_end, so waiting for data, evaluation and saving are not in them. Stall seconds and copied
-bytes are means per optimizer step. Every number is of the rank that logs it (rank 0 in the logs),
-except `sppo/tokens_per_second`, which counts the tokens of all ranks.
+data sheet. Planned seconds are the predicted time of forward and backward, to lay beside
+`sppo/step_seconds`, which is longer by the optimizer's step. Seconds are the wall time of optimizer
+steps, from the Trainer's on_step_begin to its on_step_end, so waiting for data, evaluation and
+saving are not in them. Stall seconds and copied bytes are means per optimizer step. Every number is
+of the rank that logs it (rank 0 in the logs), except `sppo/tokens_per_second`, which counts the
+tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -41,6 +43,13 @@ class StepMeter(StepObserver):
         self.stall_seconds += record.stall_seconds
         self.d2h_bytes += record.d2h_bytes
         self.h2d_bytes += record.h2d_bytes
+        self.disk_write_bytes += record.disk_write_bytes
+        self.disk_read_bytes += record.disk_read_bytes
+        self.spilled_bytes += record.spilled_bytes
+        if record.planned_seconds is None:
+            self.all_planned = False
+        else:
+            self.planned_seconds += record.planned_seconds
         self.pinned_bytes = record.pinned_bytes
 
     def add_step(self, seconds: float) -> None:
@@ -79,7 +88,14 @@ class StepMeter(StepObserver):
             "sppo/d2h_bytes": round(self.d2h_bytes / steps),
             "sppo/h2d_bytes": round(self.h2d_bytes / steps),
             "sppo/pinned_bytes": self.pinned_bytes,
+            "sppo/step_seconds": seconds / steps,
         }
+        if self.all_planned:
+            numbers["sppo/planned_seconds"] = self.planned_seconds / steps
+        if self.disk_write_bytes or self.disk_read_bytes:
+            numbers["sppo/disk_write_bytes"] = round(self.disk_write_bytes / steps)
+            numbers["sppo/disk_read_bytes"] = round(self.disk_read_bytes / steps)
+            numbers["sppo/spilled_bytes"] = round(self.spilled_bytes / steps)
         self.clear()
         return numbers
 
@@ -90,5 +106,10 @@ class StepMeter(StepObserver):
         self.stall_seconds = 0.0
         self.d2h_bytes = 0
         self.h2d_bytes = 0
+        self.disk_write_bytes = 0
+        self.disk_read_bytes = 0
+        self.spilled_bytes = 0
+        self.planned_seconds = 0.0
+        self.all_planned = True
         self.steps = 0
         self.step_seconds = 0.0

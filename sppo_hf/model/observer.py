@@ -53,8 +53,20 @@ class StepRecord:
     h2d_bytes: int
     """Bytes copied from the host to the device."""
 
+    disk_write_bytes: int
+    """Bytes written to `offload_dir`."""
+
+    disk_read_bytes: int
+    """Bytes read from it."""
+
+    spilled_bytes: int
+    """Of the bytes written, those that the plan meant for the host and found no room there."""
+
     pinned_bytes: int
     """Host bytes that the offload pool holds, used or free, at the end of the record."""
+
+    planned_seconds: float | None
+    """What the plan predicted; None where nothing is known of the device's speed."""
 
     num_chunks: int
     """Chunks the sequence was cut into."""

@@ -116,6 +116,7 @@ class ForwardWatch:
         rows, tokens = self._plan.batch_rows, self._plan.total_tokens
         flops = step_flops if training else forward_flops
         stats = self._stats = self._take_stats()
+        prediction = self._plan.prediction
         self._observer.on_record(
             StepRecord(
                 tokens=rows * tokens,
@@ -127,7 +128,11 @@ class ForwardWatch:
                 stall_seconds=stats.stall_seconds,
                 d2h_bytes=stats.d2h_bytes,
                 h2d_bytes=stats.h2d_bytes,
+                disk_write_bytes=stats.disk_write_bytes,
+                disk_read_bytes=stats.disk_read_bytes,
+                spilled_bytes=stats.spilled_bytes,
                 pinned_bytes=stats.pinned_bytes,
+                planned_seconds=prediction.step_seconds if prediction else None,
                 num_chunks=self._plan.num_chunks,
                 training=training,
             )

@@ -11,6 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from sppo_hf import ConfigError, SPPOPlugin
+from sppo_hf.integrations import accelerator as accelerator_module
 from sppo_hf.integrations.accelerator import own_recomputation
 from sppo_hf.model.convert import get_engine, is_converted
 from tests.integrations.training import (
@@ -143,3 +144,10 @@ def test_saved_weights_are_those_of_a_plain_model(tmp_path):
     assert loaded.state_dict().keys() == expected.keys()
     for name, weight in loaded.state_dict().items():
         torch.testing.assert_close(weight, expected[name])
+
+
+def test_the_process_is_bound_next_to_its_device_before_anything_is_pinned(monkeypatch):
+    bound = []
+    monkeypatch.setattr(accelerator_module, "bind_to_device", bound.append)
+    accelerator = Accelerator(parallelism_config=SPPOPlugin(show_plan=False))
+    assert bound == [accelerator.device]

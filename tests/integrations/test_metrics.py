@@ -17,7 +17,11 @@ def _record(**changes: object) -> StepRecord:
         "stall_seconds": 0.5,
         "d2h_bytes": 10,
         "h2d_bytes": 20,
+        "disk_write_bytes": 0,
+        "disk_read_bytes": 0,
+        "spilled_bytes": 0,
         "pinned_bytes": 7,
+        "planned_seconds": None,
         "num_chunks": 4,
         "training": True,
     }
@@ -48,8 +52,36 @@ def test_two_steps_of_two_records_each():
             "sppo/d2h_bytes": 20,
             "sppo/h2d_bytes": 40,
             "sppo/pinned_bytes": 9,
+            "sppo/step_seconds": 5.0,
         }
     )
+
+
+def test_planned_seconds_lie_beside_those_of_the_step():
+    meter = _meter()
+    for _ in range(2):
+        meter.on_record(_record(planned_seconds=1.5))
+        meter.on_record(_record(planned_seconds=2.0))
+        meter.add_step(4.0)
+    numbers = meter.drain(world_tokens=None, peak_flops_per_second=None)
+    assert numbers["sppo/planned_seconds"] == pytest.approx(3.5)
+    assert numbers["sppo/step_seconds"] == pytest.approx(4.0)
+    meter.on_record(_record(planned_seconds=1.5))
+    meter.on_record(_record())
+    meter.add_step(4.0)
+    numbers = meter.drain(world_tokens=None, peak_flops_per_second=None)
+    assert "sppo/planned_seconds" not in numbers, "half of a step is no prediction of it"
+
+
+def test_the_disk_is_logged_where_it_is_used():
+    meter = _meter()
+    meter.on_record(_record(disk_write_bytes=30, disk_read_bytes=20, spilled_bytes=10))
+    meter.add_step(1.0)
+    meter.add_step(1.0)
+    numbers = meter.drain(world_tokens=None, peak_flops_per_second=None)
+    assert numbers["sppo/disk_write_bytes"] == 15
+    assert numbers["sppo/disk_read_bytes"] == 10
+    assert numbers["sppo/spilled_bytes"] == 5
 
 
 def test_a_drain_starts_anew():
