@@ -40,6 +40,8 @@ from sppo_hf.planning.stage import lower
 from sppo_hf.planning.stage_bytes import StageBytes
 from sppo_hf.schedule.timeline import Timeline
 
+_MOST_CHUNKS = 1024
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that can be asked for, and the bytes of one element."""
 
@@ -345,6 +347,10 @@ def _cuts(question: Question, cost: StageCost, total_tokens: int) -> Iterator[Bo
     if num_chunks != "auto":
         # Other lengths than the one asked about are cut alike.
         config = config.replace(chunk_lengths=None, num_chunks=min(num_chunks, total_tokens))
+    elif config.chunk_tokens and total_tokens > _MOST_CHUNKS * config.chunk_tokens:
+        # An estimate walks its chunks. Fewer and longer ones need a little more memory, so what
+        # is found to fit does fit.
+        config = config.replace(chunk_tokens=None, num_chunks=_MOST_CHUNKS)
     yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
 
 

@@ -126,3 +126,13 @@ def test_what_the_engine_refuses_is_refused_before_anything_is_planned() -> None
             profile=asked.device.profile,
             total_tokens=1024,
         )
+
+
+@pytest.mark.timeout(30)
+def test_short_chunks_do_not_make_the_search_for_the_longest_row_long() -> None:
+    """Millions of chunks are not walked; where they are merged, the answer hardly changes."""
+    rule = {"recompute": "full", "offload": "none"}
+    short = ask(question(256, chunk_tokens=8, **rule)).max_seq_len
+    longer = ask(question(256, chunk_tokens=64, **rule)).max_seq_len
+    assert short > 8 * 1024, "so chunks were merged"
+    assert short == pytest.approx(longer, rel=0.02)
