@@ -1,0 +1,177 @@
+"""What the planner says of Llama-3.1-8B with LoRA on one H100: four policies, 16K to 1M tokens.
+
+    python recipes/benchmarks/planned_lengths.py --check
+
+Every number is a simulation with the shipped profile, which is made of public figures; none is
+measured. Needs no GPU and no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.ask import (
+    PolicyResult,
+    Question,
+    ask,
+    compare_policies,
+    plan_for,
+    question_for,
+    timeline_of,
+)
+from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.report import format_bytes, format_seconds
+from sppo_hf.planning.solve import over_budget
+
+POLICIES = ("auto", "none", "full", "sppo")
+LENGTHS = tuple(2**power for power in range(14, 21))
+SHAPE = Path(__file__).parent / "shapes" / "llama-3.1-8b.json"
+
+
+def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict[str, Any]:
+    """One row: the best of each policy at a length."""
+    budgets: dict[str, Any] = {"device_memory": "80GiB", "host_memory": "256GiB"}
+    if disk:
+        budgets |= {"disk_memory": "2TB", "offload_dir": options.dir}
+
+    def question(**settings: str) -> Question:
+        return question_for(
+            load_config(options.model),
+            SPPOConfig(**{**budgets, **settings}),
+            profile=load_profile(options.hardware),
+            total_tokens=tokens,
+            lora_rank=options.lora,
+        )
+
+    began = time.perf_counter()
+    answer = ask(question())
+    row: dict[str, Any] = {
+        "tokens": tokens,
+        "disk": disk,
+        "seconds": time.perf_counter() - began,
+        "max_seq_len": answer.max_seq_len,
+        "policies": {},
+    }
+    if answer.plan is None:
+        assert answer.first_limit is not None, "what does not fit breaks a limit"
+        row["first_limit"] = answer.first_limit.tier
+        row["missing_bytes"] = answer.first_limit.missing_bytes
+        return row
+    plan = answer.plan
+    began = time.perf_counter()
+    timeline = timeline_of(plan)
+    row |= {
+        "simulated_actions": len(timeline),
+        "simulation_seconds": time.perf_counter() - began,
+        "kv_tier": plan.kv_tier,
+        "num_chunks": plan.num_chunks,
+    }
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
+    for result in compare_policies(answer.question, plan):  # in the plan's own chunks
+        results[result.policy].append(_as_row(result))
+    for policy, recompute in product(POLICIES[1:], ("full", "none")):  # in theirs
+        own = plan_for(question(offload=policy, recompute=recompute))
+        results[policy].append(_as_row(own))
+    for name in POLICIES:
+        row["policies"][name] = max(results[name], key=_rank)
+    return row
+
+
+def _as_row(result: PolicyResult | Plan) -> dict[str, Any]:
+    if isinstance(result, Plan):
+        limit = next(over_budget(result.estimate, result.budgets), None)
+        assert result.prediction is not None, "a plan made with a profile is predicted"
+        speed = result.prediction.tokens_per_second if limit is None else None
+    else:
+        limit, speed = result.first_limit, result.tokens_per_second
+    return {
+        "tokens_per_second": speed,
+        "device_bytes": result.estimate.device.total,
+        "host_bytes": result.estimate.host.total,
+        "disk_bytes": result.estimate.disk.total,
+        "lacks": None if limit is None else [limit.tier, limit.missing_bytes],
+    }
+
+
+def _rank(result: dict[str, Any]) -> tuple[float, int]:
+    """Larger is better: what fits by its speed, what does not by how little it lacks."""
+    return result["tokens_per_second"] or 0.0, -(result["lacks"] or ("", 0))[1]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """One table on the terminal."""
+    table = Table(title="Llama-3.1-8B, LoRA, one H100: tokens/s (device + host + disk peak)")
+    for heading in ("tokens", "K/V on", *POLICIES):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [_cell(row["policies"][name]) for name in POLICIES] if row["policies"] else []
+        if not cells:
+            cells = [f"no: {row['first_limit']} lacks {format_bytes(row['missing_bytes'])}"]
+        name = f"{row['tokens']:,}" + (" + disk" if row["disk"] else "")
+        table.add_row(name, row.get("kv_tier", ""), *cells)
+    console = Console(width=130)
+    console.print(table)
+    for disk in (False, True):
+        longest = max((row["max_seq_len"] for row in rows if row["disk"] is disk), default=0)
+        console.print(f"longest {'with' if disk else 'without'} the disk: {longest:,} tokens")
+    slowest = max(rows, key=lambda row: row["seconds"])
+    console.print(f"slowest answer: {format_seconds(slowest['seconds'])}, {slowest['tokens']:,}")
+
+
+def _cell(result: dict[str, Any]) -> str:
+    if result["lacks"]:
+        tier, size = result["lacks"]
+        return f"no: {tier} lacks {format_bytes(size)}"
+    parts = [format_bytes(result[f"{tier}_bytes"]) for tier in ("device", "host", "disk")]
+    used = " + ".join(part for part in parts if part != "0 B")
+    return f"{result['tokens_per_second']:,.0f} ({used})"
+
+
+def not_first(rows: list[dict[str, Any]]) -> list[str]:
+    """Lengths at which a fixed policy that fits is faster than `auto`."""
+    found = []
+    for row in rows:
+        speeds = {n: r["tokens_per_second"] or 0.0 for n, r in row["policies"].items()}
+        if speeds and speeds["auto"] < max(speeds.values()):
+            found.append(f"{row['tokens']:,} tokens: {speeds}")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(SHAPE), help="config.json")
+    parser.add_argument("--hardware", default="h100", help="a shipped profile, or a JSON file")
+    parser.add_argument("--lora", type=int, default=16, help="rank")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--dir", default="a disk of 2 TB", help="only named, never written")
+    parser.add_argument("--json", type=Path, help="file that all numbers are written to")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if auto is not first")
+    options = parser.parse_args(argv)
+    rows = [plan_length(options, tokens, disk=False) for tokens in options.lengths]
+    lacking = [row["tokens"] for row in rows if not row["policies"]]
+    rows += [plan_length(options, tokens, disk=True) for tokens in lacking]
+    show(rows)
+    wrong = not_first(rows)
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "not_first": wrong}, indent=2))
+    for sentence in wrong:
+        print(f"missed: {sentence}", file=sys.stderr)
+    return 1 if options.check and wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
