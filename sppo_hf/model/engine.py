@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 # B batch rows, T tokens of the sequence, D model width, V vocabulary.
 
 
+# Gradients below this share of the device's peak change no plan.
+_FEW_GRADIENTS = 0.01
+
+
 class Engine:
     """Runs one model chunk by chunk."""
 
@@ -69,6 +73,7 @@ class Engine:
         self._backends: dict[Requirement, Backend] = {}
         self._room = OffloadRoom(config)
         self._shape: ModelShape | None = None
+        self._accumulates = False
         self._warned: set[str] = set()
         self._teacher = Teacher()
 
@@ -249,6 +254,7 @@ class Engine:
                 "'cuda' and 'cpu'. Move the model, or revert the plugin."
             )
         training = torch.is_grad_enabled()
+        self._notice_accumulation(training)
         key = (batch_rows, total_tokens, training, device.type)
         if key not in self._plans:
             plan = self._make_plan(device, batch_rows, total_tokens, training=training)
@@ -258,6 +264,21 @@ class Engine:
             self.observer.on_plan(plan, self.parts.name)
             self._room.prepare(device, plan)
         return self._plans[key]
+
+    def _notice_accumulation(self, training: bool) -> None:
+        """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.
+
+        From then on every training plan counts them: also the first batch of a later step has them
+        where gradients are zeroed in place, and else needs less than planned.
+        """
+        if not training or self._accumulates:
+            return
+        if any(p.grad is not None for p in self.parts.causal_lm.parameters()):
+            self._accumulates = True
+            more_bytes = self.shape().gradient_bytes
+            for key, plan in list(self._plans.items()):
+                if plan.training and more_bytes > _FEW_GRADIENTS * plan.estimate.device.total:
+                    del self._plans[key]
 
     def _make_plan(
         self,
@@ -279,6 +300,7 @@ class Engine:
             batch_rows=batch_rows,
             total_tokens=total_tokens,
             training=training,
+            accumulates=training and self._accumulates,
             dtype_name=dtype_name(self.parts),
             **learned,
         )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sppo_hf.attention.kv import KVStore, LayerKV
 from sppo_hf.attention.pieces import RowSpans
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.model.arena import ChunkArena
+from sppo_hf.model.arena import ChunkArena, return_free_heap
 from sppo_hf.model.attend import (
     ChooseBackend,
     LayerCall,
@@ -78,6 +78,10 @@ class Slices:
             # looking for packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
+
+
+# Layers times tokens of prefix between two times that free heap is given back in backward.
+_TRIM_TOKENS = 8192
 
 
 class Sequence:
@@ -148,6 +152,8 @@ class Sequence:
                 # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
                 while self._open:
                     self.after_layer(self._open[-1][0].layer, failed=True)
+            if self._plan.device.kind == "cpu":
+                return_free_heap()  # the head's logits come next
             yield chunk, output
         if self._stream is not None:
             self._stream.end_forward()
@@ -173,11 +179,23 @@ class Sequence:
         if isinstance(frame, RecomputedFrame):
             call.stash = frame
         call.link = self._links[index]
+        self._watch_heap(index, end, args[0] if args else kwargs["hidden_states"])
         self._open.append((call, begin_layer(call), frame))
         if isinstance(frame, RecomputedFrame):
             frame.open(args, kwargs)
         elif frame is not None:
             frame.open()
+
+    def _watch_heap(self, index: int, end: int, hidden: Tensor) -> None:
+        """On a CPU, let no holes of many layers' backward add up (see `return_free_heap`).
+
+        Measured with SmolLM2 at 2,048 tokens: 7.7 MB a layer, 17% of the peak. What a layer leaves
+        grows with its prefix; so that short ones are not slowed down, only every few layers.
+        """
+        if hidden.device.type != "cpu" or not hidden.requires_grad:
+            return
+        if index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
+            hidden.register_hook(lambda _grad: return_free_heap())
 
     def after_layer(self, index: int, *, failed: bool) -> None:
         """Close the frame of layer `index`; also when its forward raised."""

@@ -359,6 +359,7 @@ def _batch(plan: Plan) -> Batch:
         batch_rows=plan.batch_rows,
         tile_tokens=plan.tile_tokens,
         training=plan.training,
+        accumulates=plan.accumulates,
         staging_bytes=plan.staging_bytes,
     )
 

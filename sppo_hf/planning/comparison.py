@@ -1,4 +1,4 @@
-"""A measured step beside its plan, as one table: seconds per phase, bytes, and what was learned.
+"""A measured step beside its plan: seconds per phase and chunk, bytes, and what was learned.
 
 Uses rich and prints nothing by itself.
 """
@@ -12,6 +12,9 @@ from rich.text import Text
 
 from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.report import format_bytes, format_seconds
+
+_MOST_CHUNKS = 12
 
 
 def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group:
@@ -37,8 +40,31 @@ def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group
         ("step", planned.step_seconds, measured.step_seconds),
     )
     for name, said, took in rows:
-        table.add_row(name, f"{said:.3g} s", f"{took:.3g} s")
+        table.add_row(name, format_seconds(said), format_seconds(took))
+    for name, said, took in (
+        ("to host", planned.d2h_bytes, measured.d2h_bytes),
+        ("to device", planned.h2d_bytes, measured.h2d_bytes),
+    ):
+        if said or took:
+            table.add_row(name, format_bytes(said), format_bytes(took))
+    for name, took in (
+        ("to disk", measured.disk_write_bytes),
+        ("from disk", measured.disk_read_bytes),
+    ):
+        if took:
+            table.add_row(name, "", format_bytes(took))
+    for chunk in _chunks_shown(before.num_chunks):
+        said = planned.chunks[chunk].compute_seconds
+        took = measured.forward_seconds[chunk] + measured.backward_seconds[chunk]
+        name = f"chunk {chunk + 1}, both ways"
+        table.add_row(name, format_seconds(said), format_seconds(took))
     return Group(table, Text(_conclusion(before, after)))
+
+
+def _chunks_shown(num_chunks: int) -> list[int]:
+    """All chunks, or of many so many, evenly spaced, the first and the last among them."""
+    most = min(num_chunks, _MOST_CHUNKS)
+    return sorted({round(i * (num_chunks - 1) / max(1, most - 1)) for i in range(most)})
 
 
 def _conclusion(before: Plan, after: Plan) -> str:

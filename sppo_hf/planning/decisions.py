@@ -34,6 +34,10 @@ class Decisions:
     tile_tokens: int
     """Tokens whose logits exist at once while the loss is computed."""
 
+    accumulates: bool = False
+    """Whether gradients of earlier batches are there already: autograd sums up this batch's beside
+    them, so that during backward there are two of each."""
+
     return_logits: bool = False
     """Whether the logits of the whole sequence are kept for the caller."""
 

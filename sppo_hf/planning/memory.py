@@ -25,6 +25,7 @@ CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
 # The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
 FRAGMENTATION = 0.02
 HOST_SLAB_BYTES = 256 * 2**20
+_IN_SLABS = ("products", "skeletons")
 _NO_MODES: frozenset[FrameMode] = frozenset()
 
 
@@ -110,6 +111,7 @@ class MemoryModel:
         self._shape = shape
         self._what = decisions
         self._kind = device_kind
+        self._parameter_bytes = shape.parameter_bytes or shape.dtype_bytes
         self._frame_bytes: dict[tuple[int, Saved], int] = {}
         first: dict[object, int] = {}
         self._like = [first.setdefault(x, i) for i, x in enumerate(shape.layers)]
@@ -133,7 +135,7 @@ class MemoryModel:
         for row in decisions.layer_modes:
             self._modes.append((frozenset(row), before))
             before |= self._modes[-1][0]
-        self.logits_bytes = self._logits_bytes()
+        self._kept_logits = self._kept_logits_bytes()
 
     def estimate(self) -> MemoryEstimate:
         """Returns all moments of the step."""
@@ -191,14 +193,14 @@ class MemoryModel:
             kv=kv,
             dkv=dkv,
             hidden=self._hidden_bytes(chunk, phase),
-            logits_tile=self.logits_bytes,
-            workspace=self.workspace_bytes(chunk, phase, modes),
+            logits_tile=self.logits_bytes(chunk) if phase == "forward" else self._kept_logits,
+            workspace=self._workspace_beside(chunk, phase, modes),
             copies=self._copies_bytes(chunk, modes, before) if training else 0,
         )
         return TierBytes(
             weights=shape.weight_bytes - shape.lora_bytes,
             lora=shape.lora_bytes,
-            gradients=shape.gradient_bytes if training else 0,
+            gradients=self.gradient_bytes(chunk, phase),
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
             reserve=CONTEXT_BYTES[self._kind] + int(FRAGMENTATION * sum(moving.values())),
             **moving,
@@ -217,6 +219,10 @@ class MemoryModel:
         modes, before = self._modes[chunk] if what.training else (_NO_MODES, _NO_MODES)
         fixed = self.fixed_device(chunk, phase, kv_tokens, dkv_tokens, modes, before)
         device = {**dict(fixed.items()), **held["device"][framed]}
+        if self._kind == "cpu" and phase == "end of backward":
+            # What recomputed frames keep on a CPU are parts of slabs, which go chunk by chunk.
+            whole = held["device"][chunk + 1]
+            device |= {cause: whole[cause] for cause in _IN_SLABS if cause in whole}
         # Frames come and go like everything else that fragments.
         device["reserve"] += int(FRAGMENTATION * sum(held["device"][framed].values()))
         away: dict[Tier, dict[str, int]] = {
@@ -302,16 +308,56 @@ class MemoryModel:
             tokens += what.total_tokens * (1 if phase == "forward" else 2)
         return what.batch_rows * tokens * shape.hidden_size * shape.dtype_bytes
 
-    def _logits_bytes(self) -> int:
-        """One tile in the model's dtype, in float32, and its gradient; plus all logits if kept."""
+    def gradient_bytes(self, chunk: int, phase: str) -> int:
+        """Gradients at a moment: of earlier batches, and this batch's from its first backward on.
+
+        Autograd sums up a parameter's gradients of all chunks before it adds them to what is there.
+        The head's sum comes with the loss, in float32 at least.
+        """
         what, shape = self._what, self._shape
-        longest = max(what.chunk_lengths) * what.batch_rows
-        tile = min(what.tile_tokens, longest)
+        if not what.training:
+            return 0
+        before = shape.gradient_bytes if what.accumulates else 0
+        if phase == "forward" or (phase == "start of backward" and chunk == what.num_chunks - 1):
+            return before + self._vocabulary_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
+        return before + shape.gradient_bytes
+
+    def _workspace_beside(self, chunk: int, phase: str, modes: frozenset[FrameMode]) -> int:
+        """Workspace at a moment: layers and head do not run at once, nor layers and embedding."""
+        size = self.workspace_bytes(chunk, phase, modes)
+        if phase == "forward":
+            return max(0, size - self.logits_bytes(chunk))
+        # On a CPU the embedding runs once per sequence, and backward of the first chunk ends it.
+        if phase == "end of backward" and (chunk == 0 or self._kind != "cpu"):
+            size = max(size, self._vocabulary_bytes(self._parameter_bytes))
+        return size
+
+    def _vocabulary_bytes(self, size: int) -> int:
+        """A gradient of embedding or head with elements of so many bytes, where they train."""
+        shape = self._shape
+        return shape.vocab_size * shape.hidden_size * size if shape.embedding_trained else 0
+
+    def _kept_logits_bytes(self) -> int:
+        what, shape = self._what, self._shape
+        if not what.return_logits:
+            return 0
+        return what.batch_rows * what.total_tokens * shape.vocab_size * shape.dtype_bytes
+
+    def logits_bytes(self, chunk: int) -> int:
+        """Bytes while the loss of a chunk is computed.
+
+        A tile in the model's dtype, in float32, and its gradient; from the second tile on also the
+        head's gradient of one, beside the sum.
+        """
+        what, shape = self._what, self._shape
+        start, end = what.bounds[chunk]
+        tokens = (end - start) * what.batch_rows
+        tile = min(what.tile_tokens, tokens)
         float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
         per_token = shape.vocab_size * (shape.dtype_bytes + 2 * float32_bytes)
-        all_tokens = what.batch_rows * what.total_tokens
-        kept = all_tokens * shape.vocab_size * shape.dtype_bytes if what.return_logits else 0
-        return tile * per_token + kept
+        sums = what.training and (chunk > 0 or tokens > tile)
+        head = self._vocabulary_bytes(self._parameter_bytes) if sums else 0
+        return self._kept_logits + tile * per_token + head
 
     def workspace_bytes(self, chunk: int, phase: str, modes: frozenset[FrameMode]) -> int:
         """Temporaries of the busiest layer over one chunk.

@@ -113,6 +113,7 @@ def make_plan(
     total_tokens: int,
     training: bool,
     dtype_name: str = "bfloat16",
+    accumulates: bool = False,
     correction: Correction | None = None,
     bounds: Bounds | None = None,
 ) -> Plan:
@@ -128,6 +129,7 @@ def make_plan(
         total_tokens: tokens of each row.
         training: whether a backward follows.
         dtype_name: dtype of the compute.
+        accumulates: whether gradients of earlier batches are there when this one runs.
         correction: what the first steps taught about the profile.
         bounds: chunks that must stay as they are; by default they are decided here too.
 
@@ -146,6 +148,7 @@ def make_plan(
             batch_rows=batch_rows,
             tile_tokens=tile_tokens,
             training=training,
+            accumulates=accumulates,
             return_logits=config.return_logits,
             staging_bytes=_staging_bytes(device, budgets),
         ),

@@ -11,6 +11,7 @@ from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops
 from sppo_hf.planning.stage import COMPUTE, D2H, H2D, READ, WRITE
+from sppo_hf.planning.streams import KVStreams
 from sppo_hf.schedule.timeline import Timeline
 
 
@@ -67,6 +68,12 @@ class Prediction:
     chunks: tuple[ChunkPrediction, ...]
     """First to last."""
 
+    d2h_bytes: int = 0
+    """Bytes that leave the device, for the host or on to the disk."""
+
+    h2d_bytes: int = 0
+    """Bytes that come back; keys and values, where they leave, for every chunk that reads them."""
+
 
 def predict(
     decisions: Decisions,
@@ -82,6 +89,7 @@ def predict(
     model_flops = flops(cost.shape, decisions.batch_rows, decisions.total_tokens)
     step_seconds = timeline.end_seconds
     peak = peak_flops(cost.profile.name)
+    d2h_bytes, h2d_bytes = _copied_bytes(decisions, cost)
     return Prediction(
         policy=policy,
         step_seconds=step_seconds,
@@ -91,7 +99,28 @@ def predict(
         tflops=model_flops / step_seconds / 1e12,
         mfu=None if peak is None else model_flops / step_seconds / peak,
         chunks=_by_chunk(decisions, timeline),
+        d2h_bytes=d2h_bytes,
+        h2d_bytes=h2d_bytes,
     )
+
+
+def _copied_bytes(decisions: Decisions, cost: StageCost) -> tuple[int, int]:
+    """(to the host, to the device) over a step."""
+    streams = KVStreams(decisions, cost)
+    out = back = 0
+    for chunk, length in enumerate(decisions.chunk_lengths):
+        for layer in range(decisions.num_layers):
+            out += streams.forward_out(layer, chunk)
+            back += streams.forward_in(layer, chunk)
+            if not decisions.training:
+                continue
+            out += streams.backward_out(layer, chunk)
+            back += streams.backward_in(layer, chunk)
+            mode = decisions.mode(layer, chunk)
+            if mode.offload:
+                size = cost.frame_bytes(layer, length, mode.saved)
+                out, back = out + size, back + size
+    return out, back
 
 
 def _by_chunk(decisions: Decisions, timeline: Timeline) -> tuple[ChunkPrediction, ...]:

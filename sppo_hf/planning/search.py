@@ -51,6 +51,9 @@ class Batch:
     training: bool = True
     """Whether a backward follows."""
 
+    accumulates: bool = False
+    """Whether gradients of earlier batches are there already."""
+
     return_logits: bool = False
     """Whether logits are kept."""
 
@@ -65,6 +68,7 @@ class Batch:
             layer_modes=uniform_modes(len(bounds), num_layers, KEEP),
             training=self.training,
             tile_tokens=self.tile_tokens,
+            accumulates=self.accumulates,
             return_logits=self.return_logits,
             staging_bytes=self.staging_bytes,
         )

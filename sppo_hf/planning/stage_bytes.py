@@ -24,6 +24,8 @@ class StageBytes:
         self._cost = cost
         self._memory = MemoryModel(cost.shape, decisions, device_kind)
         self._last = decisions.num_chunks - 1
+        after = self._memory.gradient_bytes(0, "end of backward")
+        self._written = after - self._memory.gradient_bytes(0, "forward")
 
     def standing(self) -> Iterator[Change]:
         """Yields what is there before the step and after it."""
@@ -36,7 +38,7 @@ class StageBytes:
         chunk, layer = action.unit, action.layer
         assert layer is not None, "a stage is lowered layer by layer"
         if layer == self._what.num_layers:
-            yield from self._during("logits_tile", self._memory.logits_bytes)
+            yield from self._during("logits_tile", self._memory.logits_bytes(chunk))
         elif action.kind == "F":
             yield from self._forward(chunk, layer)
         elif action.kind == "B":
@@ -64,12 +66,21 @@ class StageBytes:
         start, end = what.bounds[chunk]
         tier = what.kv_tier
         if chunk == self._last:
+            yield Change("device", "gradients", self._share(layer), "end")
             # The first to go backward writes the gradient sums of all chunks before it.
             yield Change(tier, "dkv", cost.dkv_bytes(layer, start))
         else:
             yield Change(tier, "dkv", -cost.dkv_bytes(layer, end - start), "end")
         yield Change(tier, "kv", -cost.kv_bytes(layer, end - start), "end")
         yield Change("device", CAUSES[mode.saved], -self._frame(chunk, layer), "end")
+        if chunk == layer == 0:
+            # The step ends; what the optimizer takes is not its affair.
+            yield Change("device", "gradients", -self._written, "end")
+
+    def _share(self, layer: int) -> int:
+        """A layer's part of the gradients that backward of the last chunk writes first."""
+        layers = self._what.num_layers
+        return self._written * (layer + 1) // layers - self._written * layer // layers
 
     def _copy(self, kind: str, chunk: int, layer: int) -> Iterator[Change]:
         mode = self._what.layer_modes[chunk][layer]

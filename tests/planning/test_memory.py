@@ -23,13 +23,14 @@ from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import llama_config, tiny_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))
+# Few parameters train, so that gradients decide no peak.
+SHAPE = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=1000)
 
 
 def predict(
     mode: FrameMode, bounds: Bounds = BOUNDS, rows: int = 1, training: bool = True
 ) -> MemoryEstimate:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
-    return estimate(shape, decided(mode, bounds, rows=rows, training=training))
+    return estimate(SHAPE, decided(mode, bounds, rows=rows, training=training))
 
 
 def decided(
@@ -52,18 +53,41 @@ def decided(
 
 
 def test_standing_bytes() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=1000)
-    both = [estimate(shape, decided(KEEP, training=training)).device for training in (True, False)]
-    assert [tier.weights for tier in both] == [shape.weight_bytes] * 2
-    assert [tier.gradients for tier in both] == [2000, 0]
-    assert [tier.optimizer for tier in both] == [8000, 0]
-    assert both[0].logits_tile == 64 * 128_256 * (2 + 4 + 4)
+    both = [estimate(SHAPE, decided(KEEP, training=t)).moments for t in (True, False)]
+    assert [moments[0].device.weights for moments in both] == [SHAPE.weight_bytes] * 2
+    assert [moments[-1].device.gradients for moments in both] == [2000, 0]
+    assert [moments[-1].device.optimizer for moments in both] == [8000, 0]
+    assert both[0][0].device.logits_tile == 64 * 128_256 * (2 + 4 + 4)
+    assert both[0][-1].device.logits_tile == 0, "the loss has its gradient in forward"
 
 
-def test_kept_frames_peak_where_backward_starts() -> None:
-    predicted = predict(KEEP)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> None:
     shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
-    assert predicted.moment == "start of backward of chunk 2 of 2"
+    what = decided(KEEP, accumulates=accumulates)
+    gradients = [m.device.gradients for m in estimate(shape, what).moments]
+    before = shape.gradient_bytes if accumulates else 0
+    head = 128_256 * 4096 * 4  # summed in float32 while the loss is computed
+    batch = before + shape.gradient_bytes
+    assert gradients == [before + head, before + head, before + head, batch, batch, batch]
+
+
+def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    size = 128_256 * 4096 * 2
+    moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128)))).moments
+    tile = 64 * 128_256 * (2 + 4 + 4)
+    # The head's of the first tile is the sum itself; the embedding's comes chunk by chunk.
+    assert [m.device.logits_tile for m in moments[:2]] == [tile, tile + size]
+    assert [m.device.workspace >= size for m in moments] == [False] * 3 + [True, False, True]
+    on_cpu = estimate(shape, decided(KEEP, ((0, 64), (64, 128))), device_kind="cpu").moments
+    assert [m.device.workspace >= size for m in on_cpu] == [False] * 5 + [True]
+
+
+def test_kept_frames_peak_where_forward_ends() -> None:
+    predicted = predict(KEEP)
+    shape = SHAPE
+    assert predicted.moment == "forward of chunk 2 of 2"
     assert predicted.device.frames == 32 * 1000 * shape.frame_bytes_per_token(0)
     assert predicted.device.kv == 1000 * shape.kv_bytes_per_token()
     assert predicted.device.dkv == predicted.device.skeletons == 0
@@ -72,7 +96,7 @@ def test_kept_frames_peak_where_backward_starts() -> None:
 
 def test_offloaded_skeletons_leave_kv_and_dkv_on_the_device() -> None:
     predicted = predict(RECOMPUTE_OFFLOAD, ((0, 500), (500, 1000)))
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = SHAPE
     # Nothing shrinks while the last chunk goes backward, so its end is the peak: by then all
     # layers hold dK/dV of the 500 tokens before it.
     assert predicted.moment == "end of backward of chunk 2 of 2"
@@ -91,7 +115,7 @@ def test_modes_order_as_they_should() -> None:
 
 
 def test_mixed_modes_split_between_tiers() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = SHAPE
     rows = ((KEEP, OFFLOAD, *[KEEP] * 30), (KEEP,) * 32)
     predicted = estimate(shape, replace(decided(KEEP), layer_modes=rows))
     frame = shape.frame_bytes_per_token(0)
@@ -126,8 +150,11 @@ def test_returned_logits_are_counted_whole() -> None:
 def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: FrameMode) -> None:
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
     one, many = predict(mode, bounds), predict(mode, bounds, rows=rows)
-    for cause in ("kv", "dkv", "frames", "skeletons", "workspace", "copies", "hidden"):
-        assert getattr(many.device, cause) == rows * getattr(one.device, cause)
+    for a, b in zip(one.moments, many.moments, strict=True):
+        for cause in ("kv", "dkv", "frames", "skeletons", "workspace", "copies", "hidden"):
+            # In forward the workspace is only what the logits do not cover.
+            if cause != "workspace" or "backward" in a.name:
+                assert getattr(b.device, cause) == rows * getattr(a.device, cause)
     # Slabs, and what passes through to the disk, are as large whatever comes.
     frames = [
         max(m.host.frames + m.host.products + m.host.skeletons for m in predicted.moments)
