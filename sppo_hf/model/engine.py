@@ -10,7 +10,6 @@ scalers.
 from __future__ import annotations
 
 import copy
-import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -21,33 +20,23 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
-from sppo_hf.attention.backends.base import Backend, Requirement
-from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError
 from sppo_hf.model.calls import ForwardCall, read_call
-from sppo_hf.model.facts import device_facts, dtype_name, model_shape
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout, read_layout
-from sppo_hf.model.lessons import Teacher
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.plans import PlanBook
 from sppo_hf.model.room import OffloadRoom
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
-from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.shape import ModelShape
 
-logger = logging.getLogger(__name__)
-
 # B batch rows, T tokens of the sequence, D model width, V vocabulary.
-
-
-# Gradients below this share of the device's peak change no plan.
-_FEW_GRADIENTS = 0.01
 
 
 class Engine:
@@ -69,13 +58,9 @@ class Engine:
         self.counters: dict[str, int] = {}
         self.running: Sequence | None = None
         self._head = ModelHead(parts, original_forward)
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._backends: dict[Requirement, Backend] = {}
         self._room = OffloadRoom(config)
-        self._shape: ModelShape | None = None
-        self._accumulates = False
+        self._plans = PlanBook(parts, config, self._room)
         self._warned: set[str] = set()
-        self._teacher = Teacher()
 
     # -- the model's forward -----------------------------------------------------------------
 
@@ -110,7 +95,7 @@ class Engine:
             shift_labels_BT=call.shift_labels,
             ignore_index=call.ignore_index,
         )
-        self._correct_plans()
+        self._plans.correct(self.observer)
         plan = self.plan(call.batch_rows, call.total_tokens, call.device)
         watch = ForwardWatch(
             self.observer,
@@ -118,7 +103,7 @@ class Engine:
             self.shape(),
             took=self.take_stats,
             began_seconds=began,
-            on_step=self._teacher.step_done,
+            on_step=self._plans.step_done,
         )
         if call.head_arguments:
             output = self._whole_head(call, layout, plan, watch)
@@ -197,7 +182,7 @@ class Engine:
             plan,
             rows=None if layout.rows is None else layout.rows[group[0] : group[1]],
             last_position=positions.max().view(1, 1),
-            choose_backend=self.choose_backend,
+            choose_backend=self._plans.choose_backend,
             counters=self.counters,
             offload=self.offload,
         )
@@ -248,122 +233,11 @@ class Engine:
 
     def plan(self, batch_rows: int, total_tokens: int, device: torch.device) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(
-                f"the model is on a device of type {device.type!r}; chunked training runs on "
-                "'cuda' and 'cpu'. Move the model, or revert the plugin."
-            )
-        training = torch.is_grad_enabled()
-        self._notice_accumulation(training)
-        key = (batch_rows, total_tokens, training, device.type)
-        if key not in self._plans:
-            plan = self._make_plan(device, batch_rows, total_tokens, training=training)
-            for warning in plan.warnings:
-                self._warn_once(warning, warning)
-            self._plans[key] = plan
-            self.observer.on_plan(plan, self.parts.name)
-            self._room.prepare(device, plan)
-        return self._plans[key]
-
-    def _notice_accumulation(self, training: bool) -> None:
-        """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.
-
-        From then on every training plan counts them: also the first batch of a later step has them
-        where gradients are zeroed in place, and else needs less than planned.
-        """
-        if not training or self._accumulates:
-            return
-        if any(p.grad is not None for p in self.parts.causal_lm.parameters()):
-            self._accumulates = True
-            more_bytes = self.shape().gradient_bytes
-            for key, plan in list(self._plans.items()):
-                if plan.training and more_bytes > _FEW_GRADIENTS * plan.estimate.device.total:
-                    del self._plans[key]
-
-    def _make_plan(
-        self,
-        device: torch.device,
-        batch_rows: int,
-        total_tokens: int,
-        *,
-        training: bool,
-        **learned: Any,
-    ) -> Plan:
-        shape = self.shape()
-        name, reason = self._describe_backend(shape, device)
-        return make_plan(
-            self.config,
-            shape,
-            device=device_facts(device, self.config),
-            backend_name=name,
-            backend_reason=reason,
-            batch_rows=batch_rows,
-            total_tokens=total_tokens,
-            training=training,
-            accumulates=training and self._accumulates,
-            dtype_name=dtype_name(self.parts),
-            **learned,
-        )
-
-    def _correct_plans(self) -> None:
-        """Plan anew, once, what the first steps have shown to run at other speeds."""
-        if not self.config.correct_plan:
-            return
-        for lesson in self._teacher.lessons():
-            before = lesson.plan
-            key = next((key for key, plan in self._plans.items() if plan is before), None)
-            if key is None:
-                continue
-            rows, tokens, training, kind = key
-            after = self._make_plan(
-                torch.device(kind),
-                rows,
-                tokens,
-                training=training,
-                correction=lesson.correction,
-                # Other chunks would round sums in another order; other modes change no number.
-                bounds=before.bounds,
-            )
-            self._plans[key] = after
-            self._room.prepare(torch.device(kind), after)
-            self.observer.on_correction(before, after, lesson.measured)
+        return self._plans.get(batch_rows, total_tokens, device, self.observer)
 
     def shape(self) -> ModelShape:
         """The model's shape, read once."""
-        if self._shape is None:
-            self._shape = model_shape(self.parts)
-        return self._shape
-
-    def choose_backend(self, requirement: Requirement) -> Backend:
-        """The backend for a layer's requirement.
-
-        Raises:
-            ConfigError: If the configured one is not installed or cannot do it.
-        """
-        if requirement not in self._backends:
-            selection = select_backend(self.config.attention_backend, requirement)
-            logger.info("attention: %s", selection.reason)
-            self._backends[requirement] = selection.backend
-        return self._backends[requirement]
-
-    def _describe_backend(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
-        first = shape.layers[0]
-        weight = next(self.parts.layers[0].parameters())
-        dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
-        softcap = getattr(self.parts.text_config, "attn_logit_softcapping", None) is not None
-        requirement = Requirement(
-            device_type=device.type,
-            dtype=dtype,
-            qk_head_size=first.qk_head_size,
-            v_head_size=first.v_head_size,
-            softcap=softcap,
-            window=any(layer.window is not None for layer in shape.layers),
-            gqa_ratio=first.num_heads // first.num_kv_heads,
-        )
-        selection = select_backend(self.config.attention_backend, requirement)
-        return selection.backend.name, selection.reason
+        return self._plans.shape()
 
     @property
     def offload(self) -> OffloadEngine:

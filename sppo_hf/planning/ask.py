@@ -18,7 +18,8 @@ from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.memory import MemoryEstimate, estimate
+from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import Bounds, chunk_bounds
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.programme import Budgets

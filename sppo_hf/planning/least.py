@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions, LayerModes
-from sppo_hf.planning.memory import HOST_SLAB_BYTES, MemoryEstimate, estimate
+from sppo_hf.planning.memory import HOST_SLAB_BYTES, estimate
 from sppo_hf.planning.modes import AWAY_TIERS, TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.programme import Budgets, LayerKinds
 from sppo_hf.planning.streams import KVStreams

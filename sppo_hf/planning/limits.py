@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.choices import named_budgets
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import MemoryEstimate, check_budget
+from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.modes import FrameMode, Tier
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import FirstLimit, over_budget

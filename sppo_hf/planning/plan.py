@@ -28,8 +28,9 @@ from sppo_hf.planning.limits import (
     limit_text,
     limit_warnings,
 )
-from sppo_hf.planning.memory import MemoryEstimate, estimate
+from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.modes import KEEP, Tier, mode_of
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import Bounds, chunk_bounds
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens

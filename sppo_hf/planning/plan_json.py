@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sppo_hf.planning.ask import Answer, PolicyResult
-from sppo_hf.planning.memory import MemoryEstimate
 from sppo_hf.planning.modes import TIERS
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.solve import FirstLimit
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.planning.chunk_groups import group_chunks
-from sppo_hf.planning.memory import MemoryEstimate
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.programme import Budgets
 

@@ -24,8 +24,9 @@ from sppo_hf.planning.least import (
     over_budget,
     with_lookahead,
 )
-from sppo_hf.planning.memory import MemoryEstimate, estimate
+from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
 from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme

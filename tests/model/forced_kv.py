@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.model import engine
+from sppo_hf.model import plans
 from sppo_hf.planning.modes import Tier
 from sppo_hf.planning.plan import Plan
 
 
 def force_kv(monkeypatch: pytest.MonkeyPatch, *, block_tokens: int, tier: Tier = "host") -> None:
     """Let every engine stream keys and values in blocks of `block_tokens`; all else as planned."""
-    make_plan = engine.make_plan
+    make_plan = plans.make_plan
 
     def forced(*args: Any, **kwargs: Any) -> Plan:
         plan = make_plan(*args, **kwargs)
         return dataclasses.replace(plan, kv_tier=tier, kv_block_tokens=block_tokens)
 
-    monkeypatch.setattr(engine, "make_plan", forced)
+    monkeypatch.setattr(plans, "make_plan", forced)

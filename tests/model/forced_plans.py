@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.model import engine
+from sppo_hf.model import plans
 from sppo_hf.planning.modes import FrameMode
 from sppo_hf.planning.plan import Plan
 
@@ -16,7 +16,7 @@ def force_modes(monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], F
 
     All else is as planned; the plan's estimate is still that of its own modes.
     """
-    make_plan = engine.make_plan
+    make_plan = plans.make_plan
 
     def forced(*args: Any, **kwargs: Any) -> Plan:
         plan = make_plan(*args, **kwargs)
@@ -26,4 +26,4 @@ def force_modes(monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], F
         )
         return dataclasses.replace(plan, layer_modes=modes)
 
-    monkeypatch.setattr(engine, "make_plan", forced)
+    monkeypatch.setattr(plans, "make_plan", forced)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.model import engine
+from sppo_hf.model import plans
 from sppo_hf.model.exactness import Gradients, compare, run_reference
 from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
 from sppo_hf.planning.modes import ALL_MODES, TIERS
@@ -49,7 +49,7 @@ def _reference(family: str, lora: bool) -> tuple[nn.Module, dict[str, Tensor], G
 
 
 def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
-    make_plan = engine.make_plan
+    make_plan = plans.make_plan
     modes = drawn["modes"]
 
     def forced(*args: Any, **kwargs: Any) -> Plan:
@@ -61,7 +61,7 @@ def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
         others = {k: v for k, v in drawn.items() if k not in ("lengths", "modes")}
         return dataclasses.replace(plan, layer_modes=rows, **others)
 
-    patch.setattr(engine, "make_plan", forced)
+    patch.setattr(plans, "make_plan", forced)
 
 
 def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sppo_hf.planning.memory import MemoryEstimate, Moment, TierBytes
 from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, mode_of
+from sppo_hf.planning.moments import MemoryEstimate, Moment
 from sppo_hf.planning.plan import DeviceFacts, Plan
 from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.tier_bytes import TierBytes
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change, simulate
 from sppo_hf.schedule.timeline import Timeline

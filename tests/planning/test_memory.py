@@ -9,17 +9,14 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import (
-    MemoryEstimate,
-    TierBytes,
-    check_budget,
-    estimate,
-)
+from sppo_hf.planning.memory import check_budget, estimate
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
+from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.tier_bytes import TierBytes
 from tests.planning.shapes import llama_config, tiny_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))

@@ -1,0 +1,185 @@
+"""The plans of one model: made when a batch shape first comes, remembered, corrected once.
+
+Gathers what the torch-free planner needs (the model's shape, the device's facts, the attention
+backend) and keeps the offload engine as large as the plans want it. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+
+from sppo_hf.attention.backends.base import Backend, Requirement
+from sppo_hf.attention.backends.select import select_backend
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.facts import device_facts, dtype_name, model_shape
+from sppo_hf.model.lessons import Teacher
+from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.room import OffloadRoom
+from sppo_hf.model.structure import ModelParts
+from sppo_hf.model.watch import ForwardWatch
+from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+# Gradients below this share of the device's peak change no plan.
+_FEW_GRADIENTS = 0.01
+
+
+class PlanBook:
+    """Plans by batch shape."""
+
+    def __init__(self, parts: ModelParts, config: SPPOConfig, room: OffloadRoom) -> None:
+        """Hold none yet.
+
+        Args:
+            parts: The model.
+            config: Its settings.
+            room: Is prepared for every plan.
+        """
+        self._parts = parts
+        self._config = config
+        self._room = room
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._backends: dict[Requirement, Backend] = {}
+        self._shape: ModelShape | None = None
+        self._accumulates = False
+        self._warned: set[str] = set()
+        self._teacher = Teacher()
+
+    def get(
+        self, batch_rows: int, total_tokens: int, device: torch.device, observer: StepObserver
+    ) -> Plan:
+        """The plan for batches of this shape; made, shown and remembered the first time.
+
+        Raises:
+            ConfigError: The device is of another type, or the settings do not fit the length.
+            BudgetError: A budget cannot hold what it must.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"the model is on a device of type {device.type!r}; chunked training runs on "
+                "'cuda' and 'cpu'. Move the model, or revert the plugin."
+            )
+        training = torch.is_grad_enabled()
+        self._notice_accumulation(training)
+        key = (batch_rows, total_tokens, training, device.type)
+        if key not in self._plans:
+            plan = self._make_plan(device, batch_rows, total_tokens, training=training)
+            for warning in plan.warnings:
+                if warning not in self._warned:
+                    self._warned.add(warning)
+                    warnings.warn(warning, stacklevel=2)
+            self._plans[key] = plan
+            observer.on_plan(plan, self._parts.name)
+            self._room.prepare(device, plan)
+        return self._plans[key]
+
+    def _notice_accumulation(self, training: bool) -> None:
+        """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.
+
+        From then on every training plan counts them: also the first batch of a later step has them
+        where gradients are zeroed in place, and else needs less than planned.
+        """
+        if not training or self._accumulates:
+            return
+        if any(p.grad is not None for p in self._parts.causal_lm.parameters()):
+            self._accumulates = True
+            more_bytes = self.shape().gradient_bytes
+            for key, plan in list(self._plans.items()):
+                if plan.training and more_bytes > _FEW_GRADIENTS * plan.estimate.device.total:
+                    del self._plans[key]
+
+    def _make_plan(
+        self,
+        device: torch.device,
+        batch_rows: int,
+        total_tokens: int,
+        *,
+        training: bool,
+        **learned: Any,
+    ) -> Plan:
+        shape = self.shape()
+        name, reason = self._describe_backend(shape, device)
+        return make_plan(
+            self._config,
+            shape,
+            device=device_facts(device, self._config),
+            backend_name=name,
+            backend_reason=reason,
+            batch_rows=batch_rows,
+            total_tokens=total_tokens,
+            training=training,
+            accumulates=training and self._accumulates,
+            dtype_name=dtype_name(self._parts),
+            **learned,
+        )
+
+    def step_done(self, watch: ForwardWatch) -> None:
+        """A training step has ended on the host; the device may be behind."""
+        self._teacher.step_done(watch)
+
+    def correct(self, observer: StepObserver) -> None:
+        """Plan anew, once, what the first steps have shown to run at other speeds."""
+        if not self._config.correct_plan:
+            return
+        for lesson in self._teacher.lessons():
+            before = lesson.plan
+            key = next((key for key, plan in self._plans.items() if plan is before), None)
+            if key is None:
+                continue
+            rows, tokens, training, kind = key
+            after = self._make_plan(
+                torch.device(kind),
+                rows,
+                tokens,
+                training=training,
+                correction=lesson.correction,
+                # Other chunks would round sums in another order; other modes change no number.
+                bounds=before.bounds,
+            )
+            self._plans[key] = after
+            self._room.prepare(torch.device(kind), after)
+            observer.on_correction(before, after, lesson.measured)
+
+    def shape(self) -> ModelShape:
+        """The model's shape, read once."""
+        if self._shape is None:
+            self._shape = model_shape(self._parts)
+        return self._shape
+
+    def choose_backend(self, requirement: Requirement) -> Backend:
+        """The backend for a layer's requirement.
+
+        Raises:
+            ConfigError: If the configured one is not installed or cannot do it.
+        """
+        if requirement not in self._backends:
+            selection = select_backend(self._config.attention_backend, requirement)
+            logger.info("attention: %s", selection.reason)
+            self._backends[requirement] = selection.backend
+        return self._backends[requirement]
+
+    def _describe_backend(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
+        first = shape.layers[0]
+        weight = next(self._parts.layers[0].parameters())
+        dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
+        requirement = Requirement(
+            device_type=device.type,
+            dtype=dtype,
+            qk_head_size=first.qk_head_size,
+            v_head_size=first.v_head_size,
+            softcap=softcap,
+            window=any(layer.window is not None for layer in shape.layers),
+            gqa_ratio=first.num_heads // first.num_kv_heads,
+        )
+        selection = select_backend(self._config.attention_backend, requirement)
+        return selection.backend.name, selection.reason
