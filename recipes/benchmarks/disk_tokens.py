@@ -45,11 +45,14 @@ def run(options: argparse.Namespace) -> dict[str, dict[int, dict[str, Any]]]:
                     "rows": 1,
                     "tokens": tokens,
                     "threads": options.threads,
+                    "warm_up": False,
                     "settings": {**settings, "chunk_tokens": CHUNK_TOKENS, "offload_dir": folder},
                 }
                 results[name][tokens] = in_own_process(job)
             taken = results[name][tokens]
             above = format_bytes(taken["peak_bytes_above_loaded"])
+            if options.json:  # what was measured stays measured, whatever comes next
+                options.json.write_text(json.dumps(results, indent=2))
             print(f"{name}, {tokens:,} tokens: {above}, {taken['seconds']:.0f} s", file=sys.stderr)
     return results
 
@@ -87,8 +90,6 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     results = run(options)
     show(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
     wrong = [
         f"{name}: {slope_bytes(taken) / 1e3:.1f} KB per token"
         for name, taken in results.items()
