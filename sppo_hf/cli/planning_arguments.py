@@ -97,6 +97,12 @@ Lora = Annotated[
     typer.Option(help="Rank of LoRA adapters on all linear layers; without it all weights train."),
 ]
 Rows = Annotated[int, typer.Option(min=1, help="Rows that go through together.")]
+Accumulate = Annotated[
+    bool,
+    typer.Option(
+        "--accumulate", help="Gradients are accumulated over batches, so backward has two of each."
+    ),
+]
 ComputeDtype = Annotated[Dtype, typer.Option(help="Dtype of weights and compute.")]
 Cut = Annotated[Partition, typer.Option(help="How chunks are cut.")]
 NumChunks = Annotated[str, typer.Option(help="Number of chunks, or auto.")]
@@ -119,6 +125,7 @@ class PlanningArguments:
     hardware: str | None
     lora: int | None
     rows: int
+    accumulate: bool
     dtype: Dtype
     partition: Partition
     num_chunks: str
@@ -152,6 +159,7 @@ class PlanningArguments:
             profile=profile,
             total_tokens=parse_tokens(self.seq_len),
             batch_rows=self.rows,
+            accumulates=self.accumulate,
             dtype_name=str(self.dtype),
             lora_rank=self.lora,
         )

@@ -66,6 +66,9 @@ class Question:
     batch_rows: int = 1
     """Rows of the batch."""
 
+    accumulates: bool = False
+    """Whether gradients of earlier batches are there, as with gradient accumulation."""
+
     dtype_name: str = "bfloat16"
     """Dtype of the compute."""
 
@@ -128,6 +131,7 @@ def question_for(
     profile: HardwareProfile,
     total_tokens: int,
     batch_rows: int = 1,
+    accumulates: bool = False,
     dtype_name: str = "bfloat16",
     lora_rank: int | None = None,
 ) -> Question:
@@ -139,6 +143,7 @@ def question_for(
         profile: the machine: its speeds, and what it holds where `config` names no budget.
         total_tokens: length of each row.
         batch_rows: rows of the batch.
+        accumulates: whether gradients of earlier batches are there.
         dtype_name: one of `DTYPE_BYTES`.
         lora_rank: of adapters on all linear layers, float32 as PEFT makes them; None trains all.
 
@@ -161,6 +166,7 @@ def question_for(
         ),
         total_tokens=total_tokens,
         batch_rows=batch_rows,
+        accumulates=accumulates,
         dtype_name=dtype_name,
     )
 
@@ -227,6 +233,7 @@ def _make_plan(question: Question, config: SPPOConfig) -> Plan:
         backend_name="auto",
         backend_reason="chosen once the model is loaded; as fast as the profile says",
         batch_rows=question.batch_rows,
+        accumulates=question.accumulates,
         total_tokens=question.total_tokens,
         training=True,
         dtype_name=question.dtype_name,

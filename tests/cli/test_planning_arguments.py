@@ -34,6 +34,7 @@ def typed(model: str, **changes: object) -> PlanningArguments:
         "hardware": None,
         "lora": None,
         "rows": 1,
+        "accumulate": False,
         "dtype": Dtype.bfloat16,
         "partition": Partition.flops,
         "num_chunks": "auto",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning import search
 from sppo_hf.planning.ask import (
@@ -13,6 +14,7 @@ from sppo_hf.planning.ask import (
     timeline_of,
 )
 from sppo_hf.planning.modes import TIERS
+from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits, over_budget
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import llama_config
@@ -136,3 +138,24 @@ def test_short_chunks_do_not_make_the_search_for_the_longest_row_long() -> None:
     longer = ask(question(256, chunk_tokens=64, **rule)).max_seq_len
     assert short > 8 * 1024, "so chunks were merged"
     assert short == pytest.approx(longer, rel=0.02)
+
+
+def test_accumulated_gradients_are_counted() -> None:
+    shape_changes = {"total_tokens": 8192, "dtype_name": "bfloat16"}
+    once, more = (
+        ask(
+            question_for(
+                llama_config(num_hidden_layers=2),
+                SPPOConfig(device_memory="80GiB"),
+                profile=load_profile("h100"),
+                accumulates=accumulates,
+                **shape_changes,
+            )
+        )
+        for accumulates in (False, True)
+    )
+    assert once.plan is not None
+    assert more.plan is not None
+    last = [answer.estimate.moments[-1].device.gradients for answer in (once, more)]
+    assert last[1] == 2 * last[0] > 0
+    assert more.max_seq_len < once.max_seq_len
