@@ -32,6 +32,7 @@ class StepMeter(StepObserver):
     def __init__(self) -> None:
         self.listening = False
         self.pinned_bytes = 0
+        self.host_fragmentation = 0.0
         self.clear()
 
     def on_record(self, record: StepRecord) -> None:
@@ -51,6 +52,7 @@ class StepMeter(StepObserver):
         else:
             self.planned_seconds += record.planned_seconds
         self.pinned_bytes = record.pinned_bytes
+        self.host_fragmentation = record.host_fragmentation
 
     def add_step(self, seconds: float) -> None:
         """Add the wall time of one optimizer step."""
@@ -88,6 +90,7 @@ class StepMeter(StepObserver):
             "sppo/d2h_bytes": round(self.d2h_bytes / steps),
             "sppo/h2d_bytes": round(self.h2d_bytes / steps),
             "sppo/pinned_bytes": self.pinned_bytes,
+            "sppo/host_fragmentation": self.host_fragmentation,
             "sppo/step_seconds": seconds / steps,
         }
         if self.all_planned:

@@ -65,6 +65,9 @@ class StepRecord:
     pinned_bytes: int
     """Host bytes that the offload pool holds, used or free, at the end of the record."""
 
+    host_fragmentation: float
+    """Share of the pool's free bytes outside its largest hole, from 0 to 1, at the end."""
+
     planned_seconds: float | None
     """What the plan predicted; None where nothing is known of the device's speed."""
 

@@ -132,6 +132,7 @@ class ForwardWatch:
                 disk_read_bytes=stats.disk_read_bytes,
                 spilled_bytes=stats.spilled_bytes,
                 pinned_bytes=stats.pinned_bytes,
+                host_fragmentation=stats.fragmentation,
                 planned_seconds=prediction.step_seconds if prediction else None,
                 num_chunks=self._plan.num_chunks,
                 training=training,

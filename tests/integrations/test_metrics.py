@@ -21,6 +21,7 @@ def _record(**changes: object) -> StepRecord:
         "disk_read_bytes": 0,
         "spilled_bytes": 0,
         "pinned_bytes": 7,
+        "host_fragmentation": 0.25,
         "planned_seconds": None,
         "num_chunks": 4,
         "training": True,
@@ -52,6 +53,7 @@ def test_two_steps_of_two_records_each():
             "sppo/d2h_bytes": 20,
             "sppo/h2d_bytes": 40,
             "sppo/pinned_bytes": 9,
+            "sppo/host_fragmentation": 0.25,
             "sppo/step_seconds": 5.0,
         }
     )

@@ -1,0 +1,131 @@
+"""How long the planner itself takes: solver, simulator, command line.
+
+    python recipes/benchmarks/planner_speed.py --check
+
+The solver gets a Llama-like model of 80 layers in 64 chunks with keys and values on the host; the
+simulator the plan that comes out; `sppo --help` and `sppo estimate` are started as a user would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.ask import question_for
+from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.partition import even_bounds
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.search import Batch
+from sppo_hf.planning.solve import Choices, FirstLimit, solve
+from sppo_hf.planning.stage import lower
+
+CHUNKS = 64
+LAYERS = 80
+CHUNK_TOKENS = 8192
+GIB = 2**30
+LIMIT_SECONDS = {"solve, 64 chunks x 80 layers": 2.0, "sppo --help": 2.0}
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of every repetition, by what was done; the simulator's in actions per second."""
+    config = load_config(options.model)
+    config.num_hidden_layers = LAYERS
+    question = question_for(
+        config,
+        SPPOConfig(),
+        profile=load_profile("h100"),
+        total_tokens=CHUNKS * CHUNK_TOKENS,
+        lora_rank=16,
+    )
+    assert question.device.profile is not None, "a profile was named"
+    cost = StageCost(
+        shape=question.shape,
+        profile=question.device.profile,
+        dtype_name="bfloat16",
+        batch_rows=1,
+    )
+    batch = Batch(batch_rows=1, tile_tokens=512)
+    base = batch.decisions(even_bounds(CHUNKS * CHUNK_TOKENS, CHUNKS), LAYERS)
+    budgets = Budgets(device=140 * GIB, host=2048 * GIB, disk=0)
+    choices = Choices(kv_tiers=("host",))
+    found: Any = None
+
+    def solved() -> None:
+        nonlocal found
+        found = solve(cost, base, budgets, choices)
+
+    taken = {"solve, 64 chunks x 80 layers": _seconds(solved, options.repeat)}
+    assert not isinstance(found, FirstLimit), f"{found} breaks"
+    lanes = lower(found.decisions, cost)
+    actions = len(lanes.simulate())
+    seconds = _seconds(lambda: lanes.simulate(), options.repeat)
+    taken["simulate, actions per second"] = [actions / s for s in seconds]
+    for name, words in (
+        ("sppo --help", ["--help"]),
+        ("sppo estimate, 128K", ["estimate", options.model, "--seq-len", "128K", "--lora", "16"]),
+    ):
+        taken[name] = _seconds(lambda words=words: _run(words), options.repeat)
+    return taken
+
+
+def _seconds(work: Callable[[], Any], repeat: int) -> list[float]:
+    taken = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def _run(words: list[str]) -> None:
+    command = [sys.executable, "-c", "from sppo_hf.cli import main; main()", *words]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env=environment)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shape = Path(__file__).parent / "shapes" / "llama-3.1-8b.json"
+    parser.add_argument("--model", default=str(shape), help="config.json")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file that all numbers are written to")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if one takes longer")
+    options = parser.parse_args(argv)
+    taken = measure(options)
+    table = Table(title="Median (best, worst)")
+    for heading in ("what", "median", "best", "worst", "limit"):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    for name, values in taken.items():
+        unit = "/s" if "per second" in name else " s"
+        best, worst = (max, min) if unit == "/s" else (min, max)
+        cells = (statistics.median(values), best(values), worst(values))
+        limit = LIMIT_SECONDS.get(name)
+        shown = [f"{value:,.0f}{unit}" if unit == "/s" else f"{value:.2f}{unit}" for value in cells]
+        table.add_row(name, *shown, "" if limit is None else f"{limit:.0f} s")
+    Console(width=100).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(taken, indent=2))
+    slow = [n for n, most in LIMIT_SECONDS.items() if statistics.median(taken[n]) > most]
+    for name in slow:
+        print(f"missed: {name}", file=sys.stderr)
+    return 1 if options.check and slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
