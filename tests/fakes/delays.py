@@ -7,7 +7,7 @@ busy on the device, or a `FakeDevice`, where it takes logical time.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,7 @@ class DelayedRuntime:
         inner: does the work.
         pause: enqueues a pause on the current stream, or none.
         spoil: overwrites device bytes that were just allocated.
+        only_copies: whether compute never pauses.
     """
 
     def __init__(
@@ -36,35 +37,39 @@ class DelayedRuntime:
         inner: StreamRuntime,
         pause: Callable[[], None],
         spoil: Callable[[Tensor], None] = lambda tensor: None,
+        *,
+        only_copies: bool = False,
     ) -> None:
         self.device = inner.device
-        self._inner = inner
+        self.inner = inner
         self._pause = pause
         self._spoil = spoil
+        self._only_copies = only_copies
 
     def current_stream(self) -> Stream:
-        return self._inner.current_stream()
+        return self.inner.current_stream()
 
     def new_stream(self) -> Stream:
-        return self._inner.new_stream()
+        return self.inner.new_stream()
 
     def new_event(self, *, timed: bool) -> StreamEvent:
-        return self._inner.new_event(timed=timed)
+        return self.inner.new_event(timed=timed)
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._inner.use_stream(stream)
+        return self.inner.use_stream(stream)
 
     def empty_bytes(self, num_bytes: int) -> Tensor:
         """A pause of compute, and bytes that are NaN in any dtype until a copy has come."""
-        self._pause()
-        empty = self._inner.empty_bytes(num_bytes)
+        if not self._only_copies:
+            self._pause()
+        empty = self.inner.empty_bytes(num_bytes)
         self._spoil(empty)
         return empty
 
     def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
         """A pause of the lane, and the copy."""
         self._pause()
-        self._inner.copy_bytes(destination, source)
+        self.inner.copy_bytes(destination, source)
 
 
 def delayed_fake(device: FakeDevice, seed: int) -> DelayedRuntime:
@@ -73,14 +78,18 @@ def delayed_fake(device: FakeDevice, seed: int) -> DelayedRuntime:
     return DelayedRuntime(device, lambda: device.kernel(seconds=draw.choice(FAKE_SECONDS)))
 
 
-def delayed_cuda(seed: int) -> DelayedRuntime:
-    """The current CUDA device with random pauses on all of its streams."""
+def delayed_cuda(
+    seed: int, cycles: Sequence[int] = CUDA_CYCLES, *, only_copies: bool = False
+) -> DelayedRuntime:
+    """The current CUDA device with pauses of one of `cycles` on its streams."""
     draw = random.Random(seed)
 
     def pause() -> None:
-        cycles = draw.choice(CUDA_CYCLES)
-        if cycles:
-            torch.cuda._sleep(cycles)
+        drawn = draw.choice(cycles)
+        if drawn:
+            torch.cuda._sleep(drawn)
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return DelayedRuntime(CudaRuntime(device), pause, lambda tensor: tensor.fill_(0xFF))
+    return DelayedRuntime(
+        CudaRuntime(device), pause, lambda tensor: tensor.fill_(0xFF), only_copies=only_copies
+    )
