@@ -4,6 +4,7 @@
 #
 #   bash tests/run.sh                      everything
 #   bash tests/run.sh -m pure              one tier
+#   bash tests/run.sh -m gpu               what needs a GPU (up to 50 GiB of its memory, else skipped)
 #   bash tests/run.sh tests/test_config.py one file
 #
 # SPPO_VENV    where the virtual environment is (default .venv-test in the repository)

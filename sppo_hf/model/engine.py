@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from sppo_hf.model.plans import PlanBook
 from sppo_hf.model.room import OffloadRoom
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.structure import ModelParts, check_trainable
-from sppo_hf.model.watch import ForwardWatch
+from sppo_hf.model.watch import ForwardWatch, let_go_of_failed
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.shape import ModelShape
@@ -61,6 +62,8 @@ class Engine:
         self._room = OffloadRoom(config)
         self._plans = PlanBook(parts, config, self._room)
         self._warned: set[str] = set()
+        # Weakly: the graph owns it, and its backward may never come.
+        self._last_watch: Callable[[], ForwardWatch | None] = lambda: None
 
     # -- the model's forward -----------------------------------------------------------------
 
@@ -86,6 +89,7 @@ class Engine:
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
+        let_go_of_failed(self._last_watch())
         layout = read_layout(
             batch_rows=call.batch_rows,
             total_tokens=call.total_tokens,
@@ -105,6 +109,7 @@ class Engine:
             began_seconds=began,
             on_step=self._plans.step_done,
         )
+        self._last_watch = weakref.ref(watch)
         if call.head_arguments:
             output = self._whole_head(call, layout, plan, watch)
         elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:

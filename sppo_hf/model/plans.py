@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sppo_hf.attention.backends.base import Backend, Requirement
-from sppo_hf.attention.backends.select import select_backend
+from sppo_hf.attention.backends.select import Selection, select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.facts import device_facts, dtype_name, model_shape
@@ -46,7 +46,7 @@ class PlanBook:
         self._config = config
         self._room = room
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._backends: dict[Requirement, Backend] = {}
+        self._selections: dict[Requirement, Selection] = {}
         self._shape: ModelShape | None = None
         self._accumulates = False
         self._warned: set[str] = set()
@@ -105,7 +105,7 @@ class PlanBook:
         **learned: Any,
     ) -> Plan:
         shape = self.shape()
-        name, reason = self._describe_backend(shape, device)
+        name, reason = self._describe_backends(shape, device)
         return make_plan(
             self._config,
             shape,
@@ -159,27 +159,36 @@ class PlanBook:
         Raises:
             ConfigError: If the configured one is not installed or cannot do it.
         """
-        if requirement not in self._backends:
+        return self._select(requirement).backend
+
+    def _select(self, requirement: Requirement) -> Selection:
+        if requirement not in self._selections:
             selection = select_backend(self._config.attention_backend, requirement)
             logger.info("attention: %s", selection.reason)
-            self._backends[requirement] = selection.backend
-        return self._backends[requirement]
+            self._selections[requirement] = selection
+        return self._selections[requirement]
 
-    def _describe_backend(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
-        first = shape.layers[0]
+    def _describe_backends(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
+        """Names and reasons for the layers of each kind, in the order of the first of each kind.
+
+        Choosing may time kernels, which had better happen now than inside the first layer.
+        """
         weight = next(self._parts.layers[0].parameters())
         dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
         softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
-        requirement = Requirement(
-            device_type=device.type,
-            dtype=dtype,
-            qk_head_size=first.qk_head_size,
-            v_head_size=first.v_head_size,
-            softcap=softcap,
-            window=any(layer.window is not None for layer in shape.layers),
-            gqa_ratio=first.num_heads // first.num_kv_heads,
-        )
-        selection = select_backend(self._config.attention_backend, requirement)
-        return selection.backend.name, selection.reason
+        chosen: dict[str, str] = {}
+        for layer in shape.layers:
+            requirement = Requirement(
+                device_type=device.type,
+                dtype=dtype,
+                qk_head_size=layer.qk_head_size,
+                v_head_size=layer.v_head_size,
+                softcap=softcap,
+                window=layer.window is not None,
+                gqa_ratio=layer.num_heads // layer.num_kv_heads,
+            )
+            selection = self._select(requirement)
+            chosen.setdefault(selection.backend.name, selection.reason)
+        return ", ".join(chosen), "\n".join(chosen.values())

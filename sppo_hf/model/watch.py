@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 from transformers.modeling_outputs import ModelOutput
@@ -22,6 +23,21 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.shape import ModelShape
 
 # B batch rows, C tokens of a chunk, D model width.
+
+
+def let_go_of_failed(watch: ForwardWatch | None) -> None:
+    """Free what a backward that raised has left, if that was the backward of `watch`.
+
+    [Note: what a failed backward leaves] When a node raises, autograd forgets the graph, but on a
+    CPU those of its nodes that were ready to run (the losses of all earlier chunks are, from the
+    start) stay in a queue of the calling thread, and with them most of the graph: all that the step
+    had sent away would lie there through the next forward. The next backward of any kind throws
+    them out before it does anything else, so the smallest one is run. On CUDA the thread of the
+    device does so by itself.
+    """
+    if watch is not None and watch.is_in_backward:
+        with torch.enable_grad():
+            torch.zeros((), requires_grad=True).backward()
 
 
 class ForwardWatch:
@@ -54,9 +70,15 @@ class ForwardWatch:
         self._take_stats = took
         self._forward_seconds = 0.0
         self._backward_began: float | None = None
+        self._backward_ended = False
         self._on_step = on_step
         self._stopwatch = Stopwatch(plan.device.kind)
         self._stats = NOTHING_MOVED
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether backward has begun and not ended: it runs now, or it raised."""
+        return self._backward_began is not None and not self._backward_ended
 
     @property
     def plan(self) -> Plan:
@@ -109,6 +131,7 @@ class ForwardWatch:
 
     def _backward_done(self) -> None:
         assert self._backward_began is not None
+        self._backward_ended = True
         self._stopwatch.enter("end")
         self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.base import Requirement
 from sppo_hf.attention.backends.select import select_backend
+from sppo_hf.attention.backends.workload import Workload
 from sppo_hf.model.tiny import VOCAB_SIZE, build_tiny_model
 from sppo_hf.planning.hardware import Curve
 from sppo_hf.runtime.stopwatch import Stopwatch
@@ -81,16 +82,6 @@ def measure_matmul(
     return watch.curve(tokens, work_of, budget_seconds=budget_seconds)
 
 
-def attention_flops(chunk_tokens: int, heads: Heads) -> float:
-    """FLOPs of attention's forward over a chunk behind `PREFIX_CHUNKS` like it.
-
-    Only visible pairs count, four FLOPs each per element of the query heads: every query sees the
-    prefix, itself and the queries before it.
-    """
-    pairs = PREFIX_CHUNKS * chunk_tokens**2 + chunk_tokens * (chunk_tokens + 1) // 2
-    return 4.0 * pairs * heads.query * heads.size
-
-
 def measure_attention(
     watch: Stopwatch,
     dtype: torch.dtype,
@@ -101,7 +92,7 @@ def measure_attention(
 ) -> AttentionSpeed:
     """FLOP/s of attention forward and backward by chunk tokens, as the engine would run it.
 
-    The backend is the one that "auto" takes on this device. Backward counts as 2.5 forwards.
+    The backend is the one that "auto" takes on this device. FLOPs are those of a `Workload`.
 
     Args:
         watch: on the device to measure.
@@ -118,33 +109,25 @@ def measure_attention(
         gqa_ratio=heads.query // heads.key_value,
     )
     backend = select_backend("auto", requirement).backend
-    scale = heads.size**-0.5
 
-    def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CausalBand]:
-        like = {"device": watch.device, "dtype": dtype}
-        q_BNCH = torch.randn(1, heads.query, count, heads.size, **like)
-        k_BKTH, v_BKTH = torch.randn(
-            2, 1, heads.key_value, (PREFIX_CHUNKS + 1) * count, heads.size, **like
+    def load_of(count: int) -> Workload:
+        return Workload(
+            requirement=requirement,
+            query_heads=heads.query,
+            chunk_tokens=count,
+            prefix_tokens=PREFIX_CHUNKS * count,
         )
-        return q_BNCH, k_BKTH, v_BKTH, CausalBand(PREFIX_CHUNKS * count)
 
     def forward_of(count: int) -> tuple[Callable[[], object], float]:
-        q_BNCH, k_BKTH, v_BKTH, band = tensors(count)
-
-        def work() -> object:
-            return backend.forward(q_BNCH, k_BKTH, v_BKTH, band=band, scale=scale)
-
-        return work, attention_flops(count, heads)
+        load = load_of(count)
+        made = load.make(watch.device)
+        return lambda: made.forward(backend), load.forward_flops
 
     def backward_of(count: int) -> tuple[Callable[[], object], float]:
-        q_BNCH, k_BKTH, v_BKTH, band = tensors(count)
-        out, lse = backend.forward(q_BNCH, k_BKTH, v_BKTH, band=band, scale=scale)
-        dout = torch.randn_like(out)
-
-        def work() -> object:
-            return backend.backward(dout, q_BNCH, k_BKTH, v_BKTH, out, lse, band=band, scale=scale)
-
-        return work, 2.5 * attention_flops(count, heads)
+        load = load_of(count)
+        made = load.make(watch.device)
+        attended = made.forward(backend)
+        return lambda: made.backward(backend, attended), load.backward_flops
 
     forward = watch.curve(tokens, forward_of, budget_seconds=budget_seconds)
     # What forward could not do in its time, backward need not even prepare.

@@ -1,7 +1,7 @@
 """Timing one piece of work on a device: warmed up, repeated, the median; and curves of rates.
 
-The only place that synchronises with a device on purpose; nothing of a training step goes through
-here. Knows nothing of what it times.
+Nothing of a training step goes through here, for it waits for the device. Knows nothing of what it
+times.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from sppo_hf.attention.backends.timing import device_seconds
 from sppo_hf.planning.hardware import Curve
 
 # So short that a clock or an event's own cost would show: shorter work is timed in groups.
@@ -101,15 +102,4 @@ class Stopwatch:
 
     def _sample(self, work: Callable[[], object], calls: int) -> float:
         """Seconds that `calls` calls take together."""
-        if self.device.type != "cuda":
-            start_seconds = self.clock()
-            for _ in range(calls):
-                work()
-            return self.clock() - start_seconds
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return device_seconds(work, self.device, calls=calls, clock=self.clock)

@@ -8,9 +8,7 @@ from sppo_hf.attention.backends.base import Attended, Backend, Gradients
 from sppo_hf.attention.backends.select import Selection
 from sppo_hf.runtime import measure_compute
 from sppo_hf.runtime.measure_compute import (
-    PREFIX_CHUNKS,
     Heads,
-    attention_flops,
     measure_attention,
     measure_launch,
     measure_matmul,
@@ -45,13 +43,6 @@ def test_matmul_counts_two_flops_per_weight_and_token(monkeypatch: pytest.Monkey
         )
     # One call of the two layers, 0.2 seconds.
     assert curve.points == ((tokens, pytest.approx(counter.get_total_flops() / 0.2)),)
-
-
-def test_attention_counts_visible_pairs_only() -> None:
-    heads, chunk = Heads(query=3, key_value=1, size=8), 7
-    start = PREFIX_CHUNKS * chunk
-    pairs = sum(1 for q in range(start, start + chunk) for k in range(start + chunk) if k <= q)
-    assert attention_flops(chunk, heads) == 4 * pairs * 3 * 8
 
 
 class _Recorder(Backend):
@@ -91,7 +82,8 @@ def test_attention_is_the_chosen_backends_behind_a_prefix(monkeypatch: pytest.Mo
     speed = measure_attention(watch, torch.bfloat16, heads=heads, tokens=[8], budget_seconds=99)
     assert asked == ["auto for CPU, bfloat16, head size 16, 2 query heads per key head"]
     assert backend.seen[0] == ((1, 4, 8, 16), (1, 2, 40, 16), 32, 0.25)
-    flops = attention_flops(8, heads)
+    # Each of 8 queries sees the prefix of 32, itself and those before it; 4 heads of 16.
+    flops = 4 * (8 * 32 + 36) * 4 * 16
     assert speed.forward.at(8) == pytest.approx(flops)
     assert speed.backward.at(8) == pytest.approx(2.5 * flops / 5)
     assert speed.backend == "recorder"

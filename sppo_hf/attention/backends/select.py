@@ -1,8 +1,9 @@
 """Choosing a backend: by name, or "auto" with a reason a person can read.
 
-"auto" goes through the backends of a device type from fast to general and takes the first that
-can serve the requirement. A backend for CUDA also has to agree with the reference on small inputs,
-once per process, device and requirement, before it is trusted.
+"auto" goes through the backends of a device type from fast to general. A backend for CUDA also has
+to agree with the reference on small inputs, once per process, device and requirement, before it is
+trusted. Where several can serve the requirement on CUDA, they race once and the fastest is taken;
+on a CPU the first is. What is asked for by name is never timed.
 
 Knows the backends and what they say about themselves, nothing of models.
 """
@@ -13,7 +14,7 @@ import difflib
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,9 +28,12 @@ from sppo_hf.attention.backends.flash_attn import (
     FlashAttention3,
     FlashAttention4,
 )
+from sppo_hf.attention.backends.race import race, race_key
 from sppo_hf.attention.backends.reference import Reference
+from sppo_hf.attention.backends.timing import run_apart
 from sppo_hf.attention.backends.verify import find_mismatch
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.race_store import RaceResult, publish_race, race_path, read_race
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +83,9 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {
 VERIFIED_DEVICE_TYPES = frozenset({"cuda"})
 """Where a backend must agree with the reference before its first use."""
 
+RACED_DEVICE_TYPES = frozenset({"cuda"})
+"""Where "auto" times the backends that it may take, if there is such a device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -99,7 +106,8 @@ def select_backend(name: str, requirement: Requirement) -> Selection:
 
     Returns:
         The backend, ready to use, and the reason. On CUDA the first call with a requirement runs
-        small checks on the current device.
+        small checks on the current device, and "auto" a race of under two seconds unless one was
+        run before, see `race`.
 
     Raises:
         ConfigError: if the name is unknown, or the named backend cannot serve the requirement;
@@ -114,10 +122,10 @@ def select_backend(name: str, requirement: Requirement) -> Selection:
         raise ConfigError(
             f"attention_backend={name!r} is unknown; allowed are {', '.join(allowed)}{hint}"
         )
-    found = _find(name, requirement)
+    found = find_backend(name, requirement)
     if isinstance(found, Backend):
         return Selection(found, f"{name}: asked for by name; {requirement}")
-    able = [other for other in BACKENDS if isinstance(_find(other, requirement), Backend)]
+    able = [other for other in BACKENDS if isinstance(find_backend(other, requirement), Backend)]
     raise ConfigError(
         f"attention_backend={name!r} cannot serve {requirement}: it {found}. "
         f"Backends that can: {', '.join(able) or 'none'}; or set attention_backend='auto'"
@@ -125,17 +133,20 @@ def select_backend(name: str, requirement: Requirement) -> Selection:
 
 
 def _select_automatically(requirement: Requirement) -> Selection:
-    """First backend of the device's order that works, else the reference."""
+    """The fastest or first backend of the device's order that works, else the reference."""
+    raced = _select_fastest(requirement)
+    if raced is not None:
+        return raced
     passed_over: list[str] = []
     for name in AUTO_ORDER.get(requirement.device_type, ()):
-        found = _find(name, requirement)
+        found = find_backend(name, requirement)
         if isinstance(found, Backend):
             because = "; ".join([*passed_over, "reference not needed"])
             return Selection(found, f"{name}: {requirement}; {because}")
         logger.info("attention backend %s passed over: it %s", name, found)
         passed_over.append(f"{name} {found}")
     because = "; ".join(passed_over) or f"no fused kernel for {requirement.device_type}"
-    found = _find("reference", requirement)
+    found = find_backend("reference", requirement)
     if isinstance(found, Backend):
         return Selection(found, f"reference: {requirement}; {because}")
     raise ConfigError(
@@ -144,17 +155,72 @@ def _select_automatically(requirement: Requirement) -> Selection:
     )
 
 
-def _find(name: str, requirement: Requirement) -> Backend | str:
-    """A variant of the named backend that serves the requirement, or why none does."""
-    device_name = requirement.device_type
+def _select_fastest(requirement: Requirement) -> Selection | None:
+    """The winner of the race; None where none is run, or nobody finished."""
+    kind = requirement.device_type
+    if kind not in RACED_DEVICE_TYPES or (kind == "cuda" and not torch.cuda.is_available()):
+        return None
+    result = _race_on(requirement, _device_name(requirement))
+    if result is None:
+        return None
+    for lap in result.ranking():
+        found = find_backend(lap.name, requirement)
+        if isinstance(found, Backend):
+            left_out = [f"{name} {reason}" for name, reason in result.left_out.items()]
+            reason = "; ".join([result.text(lap.name), str(requirement), *left_out])
+            return Selection(found, reason)
+        # Another process timed it, and in this one it is wrong.
+        logger.warning("attention backend %s won a race, but it %s", lap.name, found)
+    return None
+
+
+@functools.cache
+def _race_on(requirement: Requirement, device_name: str) -> RaceResult | None:
+    """The race of all backends that can serve `requirement`; None where there is no choice."""
+    order = AUTO_ORDER[requirement.device_type]
+    hopeful = [n for n in order if BACKENDS[n][0]().reason_unsupported(requirement) is None]
+    if len(hopeful) < 2:
+        return None
+    device = torch.device(device_name)
+    path = race_path(*race_key(hopeful, requirement, device))
+    result = read_race(path)
+    if result is None:
+        verdicts = {name: find_backend(name, requirement) for name in order}
+        able = [found for found in verdicts.values() if isinstance(found, Backend)]
+        if len(able) < 2:
+            return None
+        result = run_apart(lambda: race(able, requirement, device), device)
+        wrong = {name: found for name, found in verdicts.items() if isinstance(found, str)}
+        result = replace(result, left_out={**wrong, **result.left_out})
+        result = publish_race(path, result)
+    logger.info("attention backends raced for %s: %s", requirement, result)
+    return result
+
+
+def find_backend(name: str, requirement: Requirement) -> Backend | str:
+    """The variant of the named backend that serves the requirement, or why none does.
+
+    Args:
+        name: a key of `BACKENDS`.
+        requirement: what is asked.
+
+    Returns:
+        The backend, or words that follow its name ("is not installed (package flash-attn)"). On
+        CUDA the first call with a requirement compares it with the reference.
+    """
+    return _find_on(name, requirement, _device_name(requirement))
+
+
+def _device_name(requirement: Requirement) -> str:
+    """The device that is meant, with its number where there is one."""
     if requirement.device_type == "cuda" and torch.cuda.is_available():
-        device_name = f"cuda:{torch.cuda.current_device()}"
-    return _find_on(name, requirement, device_name)
+        return f"cuda:{torch.cuda.current_device()}"
+    return requirement.device_type
 
 
 @functools.cache
 def _find_on(name: str, requirement: Requirement, device_name: str) -> Backend | str:
-    """`_find` for one device; cached, since checking runs kernels."""
+    """`find_backend` for one device; cached, since checking runs kernels."""
     reason = ""
     for make in BACKENDS[name]:
         backend = make()

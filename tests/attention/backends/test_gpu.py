@@ -1,34 +1,34 @@
-"""Every CUDA backend against the reference in float64; skipped without a GPU."""
+"""Every backend in its own precision against the reference in float64: on CUDA, and on the CPU.
+
+The CPU runs the same body with what it has, so that the body is known to work where there is no
+GPU. Sinks are not a backend's affair: see `tests/attention/test_gpu.py`.
+"""
 
 import pytest
 import torch
 
 from sppo_hf.attention.backends.base import CausalBand, Requirement
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.backends.select import AUTO_ORDER, select_backend
+from sppo_hf.attention.backends.select import AUTO_ORDER, BACKENDS, _race_on, select_backend
 from sppo_hf.errors import ConfigError
 from tests.attention.backends.cases import run
 from tests.attention.oracle import Problem, make_problem
-
-pytestmark = pytest.mark.gpu
 
 SHAPES = (
     (333, 333, 0),  # first chunk
     (257, 1021, 764),  # later chunk
     (1, 100, 99),  # one token
     (130, 300, 200),  # padded queries
+    (64, 4160, 4096),  # a long prefix
 )
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 
-@pytest.mark.parametrize("window", [None, 120], ids=["", "window"])
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1)])
-@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", AUTO_ORDER["cuda"])
-def test_matches_reference(name, dtype, sizes, heads, kv_heads, softcap, window):
+def check(name, device, dtype, *, sizes, heads, kv_heads, softcap, window, shapes=SHAPES):
+    """Forward and backward of the named backend; skips what it says it cannot do."""
     requirement = Requirement(
-        device_type="cuda",
+        device_type=device,
         dtype=dtype,
         qk_head_size=sizes[0],
         v_head_size=sizes[1],
@@ -40,9 +40,8 @@ def test_matches_reference(name, dtype, sizes, heads, kv_heads, softcap, window)
         backend = select_backend(name, requirement).backend
     except ConfigError as error:
         pytest.skip(str(error))
-    tolerance = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
     scale = sizes[0] ** -0.5
-    for rows, keys, q_start in SHAPES:
+    for rows, keys, q_start in shapes:
         band = CausalBand(q_start, window)
         problem = make_problem(
             rows=rows,
@@ -52,17 +51,84 @@ def test_matches_reference(name, dtype, sizes, heads, kv_heads, softcap, window)
             head_size=sizes[0],
             v_head_size=sizes[1],
             dtype=dtype,
-            device="cuda",
+            device=device,
         )
         actual = run(backend, problem, band, scale=scale, softcap=softcap)
         wide = Problem(*(x.double() for x in problem))
         expected = run(Reference(), wide, band, scale=scale, softcap=softcap)
         for label, ours, theirs in zip(actual._fields, actual, expected, strict=True):
+            assert ours.device.type == device
             error = (ours.double() - theirs).norm() / theirs.norm()
-            assert error <= tolerance, f"{label} of {rows} rows, {keys} keys: {error:.2e}"
+            assert error <= TOLERANCE[dtype], f"{label} of {rows} rows, {keys} keys: {error:.2e}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_auto_finds_a_fused_kernel(dtype):
-    requirement = Requirement(device_type="cuda", dtype=dtype, qk_head_size=128, v_head_size=128)
-    assert select_backend("auto", requirement).backend.name != "reference"
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 120], ids=["", "window"])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
+@DTYPES
+@pytest.mark.parametrize("name", ["reference", *AUTO_ORDER["cuda"]])
+def test_on_cuda(name, dtype, sizes, heads, kv_heads, softcap, window):
+    check(
+        name,
+        "cuda",
+        dtype,
+        sizes=sizes,
+        heads=heads,
+        kv_heads=kv_heads,
+        softcap=softcap,
+        window=window,
+    )
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (120, None), (120, 3.0)])
+@DTYPES
+@pytest.mark.parametrize("name", ["reference", "cpu_flash"])
+def test_on_the_cpu(name, dtype, softcap, window):
+    check(
+        name,
+        "cpu",
+        dtype,
+        sizes=(64, 96),
+        heads=4,
+        kv_heads=2,
+        softcap=softcap,
+        window=window,
+        shapes=SHAPES[1:4],
+    )
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("features", [{}, {"window": True}, {"gqa_ratio": 4}], ids=str)
+def test_auto_takes_a_fused_kernel_and_says_how_fast_it_is(dtype, features, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    _race_on.cache_clear()
+    requirement = Requirement(
+        device_type="cuda", dtype=dtype, qk_head_size=128, v_head_size=128, **features
+    )
+    torch.cuda.empty_cache()
+    reserved, state = torch.cuda.memory_reserved(), torch.cuda.get_rng_state()
+    selection = select_backend("auto", requirement)
+    assert selection.backend.name != "reference"
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.cuda.memory_reserved() <= reserved + 2**25  # small blocks of what was checked
+    able = [name for name in AUTO_ORDER["cuda"] if not isinstance(_found(name, requirement), str)]
+    if len(able) > 1:
+        # Its own speed first, then those of all others that finished.
+        assert selection.reason.startswith(f"{selection.backend.name}: ")
+        assert " TFLOPS at 4K x " in selection.reason
+        assert list((tmp_path / "sppo_hf" / "attention").iterdir())
+    assert select_backend("auto", requirement) == selection
+
+
+def _found(name, requirement):
+    try:
+        return select_backend(name, requirement)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_every_backend_is_in_some_test_here():
+    assert {"reference", "cpu_flash", *AUTO_ORDER["cuda"]} == set(BACKENDS)

@@ -1,0 +1,132 @@
+"""Frames and windows on CUDA under random pauses, and tensors past 2^31 bytes; twins on the CPU.
+
+Sizes are small but where a test says so, so that `compute-sanitizer` can run it:
+
+    compute-sanitizer --tool memcheck python -m pytest -m gpu tests/offload/test_gpu.py
+"""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.offload.lanes import StreamCopier, StreamTicket
+from sppo_hf.offload.pool import HostPool
+from tests.fakes.delays import DelayedRuntime, delayed_cuda, delayed_fake
+from tests.fakes.device import FakeDevice, RaceError
+from tests.offload.small_stack import SLAB_BYTES, TOKENS, WIDTH, assert_same, loss_of, make_blocks
+
+SLOW_COPIES = (10**7,)
+"""Cycles: some milliseconds a copy, while compute goes on."""
+
+
+def check_frames(
+    runtime: DelayedRuntime, device: torch.device, *, own_streams: bool = True
+) -> OffloadEngine:
+    """Gradients of a stack of layers through frames, equal to the bit in every step."""
+    pool = HostPool(SLAB_BYTES, pin=device.type == "cuda")
+    copier = StreamCopier(runtime, own_streams=own_streams)
+    engine = OffloadEngine(copier, pool, min_offload_elements=8)
+    torch.manual_seed(5)
+    blocks, hidden_CD = make_blocks(6).to(device), torch.rand(TOKENS, WIDTH).to(device)
+
+    def gradients(with_engine: OffloadEngine | None) -> list[Tensor]:
+        blocks.zero_grad()
+        loss_of(blocks, hidden_CD, with_engine, spoil).backward()
+        return [parameter.grad for parameter in blocks.parameters()]
+
+    def spoil(tensor: Tensor) -> bool:
+        """Asked before a tensor moves: what was freed under its copy is overwritten here."""
+        if device.type == "cuda":
+            for rows in (1, 2, 4):
+                torch.full((TOKENS, rows * WIDTH), float("nan"), device=device)
+        elif isinstance(runtime.inner, FakeDevice):
+            runtime.inner.adopt(tensor)
+        return False
+
+    plain = gradients(None)
+    for _ in range(4):
+        assert_same(gradients(engine), plain)
+        engine.assert_drained()
+    stats = engine.stats()
+    assert stats.h2d_bytes > 0
+    engine.close()
+    return engine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_streams", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_frames_on_cuda(seed: int, own_streams: bool) -> None:
+    engine = check_frames(delayed_cuda(seed), torch.device("cuda"), own_streams=own_streams)
+    torch.cuda.synchronize()
+    stats = engine.stats()
+    assert stats.host_used_bytes == stats.live_handles == 0
+
+
+@pytest.mark.parametrize("own_streams", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_frames_on_the_fake_device(seed: int, own_streams: bool) -> None:
+    device = FakeDevice(lambda stream, num_bytes: 0.5)
+    engine = check_frames(delayed_fake(device, seed), torch.device("cpu"), own_streams=own_streams)
+    device.finish()
+    stats = engine.stats()
+    assert stats.host_used_bytes == stats.live_handles == 0
+    assert device.host_waits == 0
+
+
+def _break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamTicket, "wait", lambda self: None)
+
+
+@pytest.mark.gpu
+def test_a_lost_wait_shows_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    _break(monkeypatch)
+    try:
+        with pytest.raises(AssertionError):
+            check_frames(delayed_cuda(0, SLOW_COPIES, only_copies=True), torch.device("cuda"))
+    finally:
+        torch.cuda.synchronize()
+
+
+def test_a_lost_wait_shows_on_the_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    _break(monkeypatch)
+    with pytest.raises(RaceError):
+        check_frames(delayed_fake(FakeDevice(), 0), torch.device("cpu"))
+
+
+def check_round_trip(device: torch.device, *, num_elements: int, pin: bool) -> None:
+    """A tensor of 16-bit numbers to the host and back, looked at on both sides of its middle."""
+    engine = make_engine(device, use_pin_memory=pin)
+    values = torch.zeros(num_elements, dtype=torch.int16, device=device)
+    marks = [0, num_elements // 2 - 1, num_elements // 2, num_elements - 1]
+    for number, at in enumerate(marks):
+        values[at] = number + 1
+    handle = engine.start_offload(values)
+    del values
+    engine.close_frame(0)
+    back = engine.wait_for(handle)
+    assert [int(back[at]) for at in marks] == [1, 2, 3, 4]
+    assert int(back.count_nonzero()) == 4
+    assert engine.stats().h2d_bytes == 2 * num_elements
+    engine.release(handle)
+    del back, handle
+    engine.assert_drained()
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", [True, False])
+def test_more_than_2_31_elements_travel(pin: bool) -> None:
+    num_elements = 2**31 + 12345  # 4 GiB, and past every 32-bit count of elements or bytes
+    if torch.cuda.mem_get_info()[0] < 14 * 2**30 or psutil.virtual_memory().available < 12 * 2**30:
+        pytest.skip("needs 14 GiB of free device memory and 12 GiB of host memory")
+    check_round_trip(torch.device("cuda"), num_elements=num_elements, pin=pin)
+    torch.cuda.empty_cache()
+
+
+def test_some_elements_travel_on_the_cpu() -> None:
+    check_round_trip(torch.device("cpu"), num_elements=12345, pin=False)

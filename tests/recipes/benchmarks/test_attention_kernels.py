@@ -1,0 +1,32 @@
+"""The micro-benchmark of attention backends as it is started from a shell, with tiny sizes."""
+
+import argparse
+import json
+
+import pytest
+
+from recipes.benchmarks.attention_kernels import heads_of, main
+from sppo_hf.runtime.measure_backends import LayerHeads
+
+
+def test_table_json_and_picture(tmp_path, capsys):
+    numbers, figure = tmp_path / "kernels.json", tmp_path / "kernels.png"
+    sizes = ["--chunks", "16", "32", "--prefixes", "0", "16", "--heads", "4/2/8"]
+    files = ["--json", str(numbers), "--figure", str(figure)]
+    assert main(["--device", "cpu", "--most-seconds", "0.01", *sizes, *files]) == 0
+    said = capsys.readouterr().out
+    assert "float32, 4/2 heads of 8: TFLOPS forward / backward" in said
+    assert '"auto" takes cpu_flash' in said
+    found = json.loads(numbers.read_text())
+    (group,) = found["groups"]
+    # Two chunks, two prefixes, the fused kernel and the reference.
+    assert len(group["points"]) == 8
+    assert found["versions"]["torch"]
+    assert str(tmp_path) not in numbers.read_text(), "no paths of the machine in what is committed"
+    assert figure.stat().st_size > 1000
+
+
+def test_heads():
+    assert heads_of("32/8/128") == LayerHeads(32, 8, 128)
+    with pytest.raises(argparse.ArgumentTypeError, match="3 query heads over 2"):
+        heads_of("3/2/8")
