@@ -1,6 +1,7 @@
 """Labels that a profiler sees: one per unit, in order, closed where the unit ends."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_profiled_step_has_a_label_for_every_unit(tmp_path: Path) -> None:
     forward = [f"sppo/forward chunk {chunk}" for chunk in (0, 1, 2)]
     backward = [f"sppo/backward chunk {chunk}" for chunk in (2, 1, 0)]
     assert [name for name, _, _ in found] == forward + backward
-    for (_, _, end), (_, start, _) in zip(found, found[1:], strict=False):
+    for (_, _, end), (_, start, _) in pairwise(found):
         assert end <= start + 1, "units follow each other (1 us for rounding)"
 
 

@@ -1,0 +1,2 @@
+"""x."""
+STEP_LABEL = "sppo/step"
