@@ -29,7 +29,8 @@ RunJob = Callable[[Job], Row]
 OnRow = Callable[[Row], None]
 """Is told of every row, also of those that were there before."""
 
-_NO_ROOM: tuple[Status, ...] = ("out of memory", "killed", "not tried")
+# A longer sequence would end in the same way.
+_TOO_LONG: tuple[Status, ...] = ("out of memory", "killed", "timeout", "not tried")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +96,16 @@ class Benchmark:
         for row in self.file.rows("speed"):
             alike = row.job.replace(total_tokens=job.total_tokens).key() == job.key()
             shorter = row.job.total_tokens < job.total_tokens
-            if alike and shorter and row.status in _NO_ROOM:
+            if alike and shorter and row.status in _TOO_LONG:
                 first = row.reason if row.status == "not tried" else None
-                why = first or f"did not fit at {row.job.total_tokens:,} tokens ({row.status})"
+                why = first or f"{row.status} at {row.job.total_tokens:,} tokens already"
                 return Row(status="not tried", job=job, reason=why)
         return self.run(job)
 
     def _ideal(self, job: Job) -> Row:
         """The whole model where it fits, else extrapolated from two that are one and two layers."""
         whole = self._try_or_skip(job)
-        if whole.status not in _NO_ROOM:
+        if whole.status not in _TOO_LONG:
             return self._keep("speed", job, whole)
         path = model_path(job.model)
         if not uniform_layers(read_fields(path)):
@@ -115,7 +116,9 @@ class Benchmark:
             part = job.replace(layers=layers, trace=None)
             row = self._there("part", part) or self._keep("part", part, self.run(part))
             if not row.trained:
-                reason = f"{whole.reason}; nor did {layers} layer{'s' * (layers > 1)} ({row.status})"
+                reason = (
+                    f"{whole.reason}; nor did {layers} layer{'s' * (layers > 1)} ({row.status})"
+                )
                 return self._keep("speed", job, dataclasses.replace(whole, reason=reason))
             parts.append(row)
         shape = ModelShape.from_config(
@@ -125,7 +128,8 @@ class Benchmark:
         )
         flops = float(step_flops(shape, 1, job.total_tokens))
         row = extrapolate(*parts, num_layers=len(shape.layers), model_flops=flops)
-        return self._keep("speed", job, row)
+        reason = f"{row.reason} (the whole model: {whole.status}, {whole.reason})"
+        return self._keep("speed", job, dataclasses.replace(row, reason=reason))
 
     def _longest(self, name: str, step_tokens: int, most_tokens: int) -> Row:
         base = self.base.replace(

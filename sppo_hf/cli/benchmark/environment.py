@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -30,7 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device_memory_bytes": None,
         "host_memory_bytes": host_memory_bytes(),
         "host_threads": torch.get_num_threads(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     if device.type == "cuda":

@@ -57,7 +57,7 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
     return Row(
         status="extrapolated",
         job=one.job.replace(layers=None),
-        reason=f"does not fit; extrapolated to {num_layers} layers from 1 and 2",
+        reason=f"extrapolated to {num_layers} layers from 1 and 2",
         numbers=Numbers(
             median_step_seconds=seconds,
             tokens_per_second=one.job.total_tokens / seconds,
