@@ -32,6 +32,9 @@ THEIRS = ("plain", CHECKPOINTING, "checkpointing-offload", "trl-offload")
 OURS = ("sppo-none", "sppo-full", "sppo-sppo", "sppo-auto")
 DEFAULTS = (*THEIRS, *(name + LIGER for name in THEIRS), *OURS, IDEAL)
 
+# Both end in an error on a CPU: one pins memory, the other asks for the accelerator's name.
+_FROM_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload")
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -53,16 +56,19 @@ class Contender:
         """The setting `offload` of ours; None for the others."""
         return self.base.removeprefix("sppo-") if self.base in OURS else None
 
-    def missing_package(self, *, lora: bool) -> str | None:
-        """Name of a package that this contender needs and that is not installed; None if all are.
+    def unavailable(self, *, lora: bool, device: str) -> str | None:
+        """Says why this contender cannot run here; None if it can.
 
         Args:
             lora: whether adapters are trained.
+            device: "cuda" or "cpu".
         """
+        if device == "cpu" and self.base in _FROM_AN_ACCELERATOR:
+            return "it offloads from an accelerator, and there is none"
         needed = {"liger-kernel": self.liger, "trl": self.base == "trl-offload", "peft": lora}
         for package, is_needed in needed.items():
             if is_needed and find_spec(package.replace("-", "_")) is None:
-                return package
+                return f"{package} is not installed"
         return None
 
 

@@ -90,9 +90,9 @@ class Benchmark:
 
     def _try_or_skip(self, job: Job) -> Row:
         """Runs a job unless it cannot run here, or a shorter length did not fit."""
-        missing = parse(job.contender).missing_package(lora=job.lora_rank is not None)
-        if missing is not None:
-            return Row(status="not available", job=job, reason=f"{missing} is not installed")
+        unavailable = _unavailable(job)
+        if unavailable is not None:
+            return unavailable
         for row in self.file.rows("speed"):
             alike = row.job.replace(total_tokens=job.total_tokens).key() == job.key()
             shorter = row.job.total_tokens < job.total_tokens
@@ -139,10 +139,9 @@ class Benchmark:
         there = self._there("longest", job)
         if there is not None:
             return there
-        missing = parse(name).missing_package(lora=job.lora_rank is not None)
-        if missing is not None:
-            row = Row(status="not available", job=job, reason=f"{missing} is not installed")
-            return self._keep("longest", job, row)
+        unavailable = _unavailable(job)
+        if unavailable is not None:
+            return self._keep("longest", job, unavailable)
         tries: dict[int, Row] = {}
 
         def trains(total_tokens: int) -> bool:
@@ -172,6 +171,13 @@ class Benchmark:
         row = dataclasses.replace(row, kind=kind, job=job)
         self.file.add(row)
         return row
+
+
+def _unavailable(job: Job) -> Row | None:
+    """The row of a contender that cannot run here; None if it can."""
+    contender = parse(job.contender)
+    reason = contender.unavailable(lora=job.lora_rank is not None, device=job.device)
+    return None if reason is None else Row(status="not available", job=job, reason=reason)
 
 
 def _summary(job: Job, longest_tokens: int, last: Row, worst: Row | None) -> Row:

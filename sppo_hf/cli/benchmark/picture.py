@@ -5,8 +5,9 @@ Reads rows only. Imports matplotlib when it draws, and leaves its global state a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil, floor, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FILE_NAME = "results.png"
+
+_MARGIN = 1.3
+_NARROW = 5.0
+_FARTHEST_LIMIT = 3.0
 
 # One colour and marker per contender, whoever else is there: pictures of two days compare.
 _COLOURS = {
@@ -99,28 +104,19 @@ def _draw_group(rows: Sequence[Row], path: Path) -> None:
         ) from error
     environment = best_environment(rows)
     on_device = lines(rows, "device_allocated_bytes")
-    figure = Figure(figsize=(13, 5.6), layout="constrained")
+    figure = Figure(figsize=(13, 6.2), layout="constrained")
     speed, memory = figure.subplots(1, 2)
     _plot(speed, lines(rows, "tokens_per_second"), "tokens per second")
     _plot(memory, on_device or lines(rows, "host_peak_bytes"), "")
-    where = "device peak, allocated" if on_device else "host peak, resident"
-    memory.set_ylabel(where)
-    _byte_ticks(memory)
+    memory.set_ylabel("device peak, allocated" if on_device else "host peak, resident")
     limit = environment.get("device_memory_bytes" if on_device else "host_memory_bytes")
-    if limit:
-        memory.axhline(limit, color="black", linewidth=1, linestyle="--")
-        memory.annotate(
-            f"the {'device' if on_device else 'host'} has {format_bytes(limit)}",
-            (0.02, limit),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 4),
-            textcoords="offset points",
-            fontsize=9,
-        )
+    _draw_limit(memory, limit, "device" if on_device else "host")
+    _number(speed, lambda value: f"{value:,.6g}", base=10)
+    _number(memory, lambda size: format_bytes(round(size)), base=2)
     device = environment.get("device_name", "")
     figure.suptitle(f"{describe_job(rows[0].job)}\n{device}, {environment.get('date', '')[:10]}")
     handles, labels = speed.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
@@ -159,27 +155,42 @@ def _plot(axes: Axes, found: Sequence[Line], label: str) -> None:
     axes.set_xticks(lengths, [_short(tokens) for tokens in lengths])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    if not found:
-        return
-    low = min(value for line in found for _, value in line.points)
-    high = max(value for line in found for _, value in line.points)
-    axes.set_ylim(low / 1.3, high * 1.3)
-    _number_ticks(axes, low / 1.3, high * 1.3, (1, 1.5, 2, 3, 5, 7), 10.0, lambda v: f"{v:,.6g}")
+    if found:
+        values = [value for line in found for _, value in line.points]
+        axes.set_ylim(min(values) / _MARGIN, max(values) * _MARGIN)
 
 
-def _byte_ticks(axes: Axes) -> None:
+def _draw_limit(axes: Axes, limit_bytes: int | None, owner: str) -> None:
+    """What the machine has, where it is near what was used."""
     low, high = axes.get_ylim()
-    _number_ticks(axes, low, high, (1, 1.5), 2.0, lambda size: format_bytes(round(size)))
+    if not limit_bytes or limit_bytes > _FARTHEST_LIMIT * high:
+        return
+    axes.set_ylim(low, max(high, _MARGIN * limit_bytes))
+    axes.axhline(limit_bytes, color="black", linewidth=1, linestyle="--", zorder=1)
+    axes.annotate(
+        f"the {owner} has {format_bytes(limit_bytes)}",
+        (0.99, limit_bytes),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        horizontalalignment="right",
+        fontsize=9,
+    )
 
 
-def _number_ticks(
-    axes: Axes, low: float, high: float, steps: Sequence[float], base: float, name: Any
-) -> None:
-    """Ticks that a person reads: few, in numbers and not in powers."""
-    from math import ceil, floor, log
+def _number(axes: Axes, name: Callable[[float], str], *, base: int) -> None:
+    """Ticks that a person reads: few, and in numbers rather than in powers."""
+    from matplotlib.ticker import MaxNLocator as locator
 
-    exponents = range(floor(log(low, base)), ceil(log(high, base)) + 1)
-    ticks = [step * base**exponent for exponent in exponents for step in steps]
+    low, high = axes.get_ylim()
+    if high < _NARROW * low:
+        unit = base ** floor(log(low, base) - 4) if base == 2 else 1.0
+        steps = [1, 2, 4, 8, 10] if base == 2 else [1, 2, 2.5, 5, 10]
+        ticks = [t * unit for t in locator(6, steps=steps).tick_values(low / unit, high / unit)]
+    else:
+        within = (1, 1.5) if base == 2 else (1, 1.5, 2, 3, 5, 7)
+        exponents = range(floor(log(low, base)), ceil(log(high, base)) + 1)
+        ticks = [step * float(base) ** exponent for exponent in exponents for step in within]
     shown = [tick for tick in ticks if low <= tick <= high]
     axes.set_yticks(shown, [name(tick) for tick in shown])
 

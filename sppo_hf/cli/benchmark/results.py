@@ -40,8 +40,9 @@ _FINAL: tuple[Status, ...] = (*_TRAINED, "out of memory", "killed", "timeout", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What was measured; what is not known is None. See [Note: what the numbers of a benchmark
-    mean] in this package's docstring.
+    """What was measured; what is not known is None.
+
+    See [Note: what the numbers of a benchmark mean] in this package's docstring.
     """
 
     step_seconds: tuple[float, ...] = ()

@@ -26,12 +26,16 @@ DEFINITIONS = (
     "Stall: time of a step in which compute stood still for copies, known for sppo only.",
     "ideal: everything kept, no hooks; ~ marks what is extrapolated from 1 and 2 layers.",
 )
-_MOST_REASON_CHARS = 60
+_HEADINGS = ("tokens", "contender", "step", "tokens/s", "of chkpt", "of ideal", "TFLOPS", "MFU")
+_HEADINGS = (*_HEADINGS, "device", "host", "pinned", "stall")
+_MOST_REASON_CHARS = 200
 
 
 def tables(rows: Sequence[Row]) -> Group:
-    """Lays out a file's rows: one table of speeds for each group that may be compared, then one of
-    longest lengths, then what the numbers mean.
+    """Lays out a file's rows.
+
+    One table of speeds for each group that may be compared, then one of longest lengths, then what
+    the numbers mean.
     """
     parts: list[RenderableType] = []
     for group in groups(row for row in rows if row.kind == "speed"):
@@ -44,21 +48,27 @@ def tables(rows: Sequence[Row]) -> Group:
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """Lays out one group: a line for each length and contender, with ratios to two of them."""
-    table = Table(box=SIMPLE_HEAD, title=_title(rows), title_justify="left")
-    table.add_column("tokens", justify="right")
-    table.add_column("contender", no_wrap=True)
-    headings = ("s/step", "tokens/s", "of chkpt", "of ideal", "TFLOPS", "MFU", "device", "host")
-    for heading in (*headings, "pinned", "stall"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """Lays out one group: a line for each length and contender, with ratios to two of them.
+
+    Columns of which nothing is known are left out.
+    """
+    lines: list[tuple[bool, list[str]]] = []
     for total_tokens in sorted({row.job.total_tokens for row in rows}):
         at = [row for row in rows if row.job.total_tokens == total_tokens]
         speeds = {row.job.contender: row.numbers.tokens_per_second for row in at if row.trained}
         for index, row in enumerate(at):
-            last = index == len(at) - 1
             cells = _cells(row, speeds.get(CHECKPOINTING), speeds.get(IDEAL))
             first = f"{total_tokens:,}" if index == 0 else ""
-            table.add_row(first, row.job.contender, *cells, end_section=last)
+            lines.append((index == len(at) - 1, [first, row.job.contender, *cells]))
+    known = [any(cells[column] for _, cells in lines) for column in range(len(_HEADINGS))]
+    table = Table(box=SIMPLE_HEAD, title=_title(rows), title_justify="left")
+    for heading, is_known in zip(_HEADINGS, known, strict=True):
+        if is_known:
+            justify = "left" if heading == "contender" else "right"
+            table.add_column(heading, justify=justify, no_wrap=True)
+    for last, cells in lines:
+        shown = [cell for cell, is_known in zip(cells, known, strict=True) if is_known]
+        table.add_row(*shown, end_section=last)
     return table
 
 
@@ -68,7 +78,7 @@ def longest_table(rows: Sequence[Row]) -> Table:
     table.add_column("contender", no_wrap=True)
     for heading in ("trains", "does not", "estimated", "device", "host"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("ended by", overflow="fold")
+    table.add_column("ended by", overflow="fold", min_width=20)
     for row in rows:
         n = row.numbers
         if row.status == "not available" or n.longest_tokens is None:
@@ -144,17 +154,21 @@ def _notes(rows: Sequence[Row]) -> list[Text]:
     kernels = {row.numbers.kernel for row in rows if row.numbers.kernel is not None}
     if kernels:
         notes.append(Text(f"attention kernel: {', '.join(sorted(kernels))}", style="dim"))
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.kind == "speed" and row.reason:
+            reason = " ".join(row.reason.split())[:_MOST_REASON_CHARS]
+            said = f"{row.job.contender}: {row.status}: {reason}"
+            reasons.setdefault(said, []).append(f"{row.job.total_tokens:,}")
+    notes += [Text(f"{said} ({', '.join(at)})", style="dim") for said, at in reasons.items()]
     return [*notes, Text("")]
 
 
 def _cells(row: Row, checkpointing: float | None, ideal: float | None) -> list[str]:
     n = row.numbers
     if not row.trained:
-        reason = " ".join(row.reason.split())
-        if len(reason) > _MOST_REASON_CHARS:
-            reason = reason[: _MOST_REASON_CHARS - 1] + "…"
         # What is known of a run that ended early is its memory.
-        return [row.status, *[""] * 5, _device(row), _bytes(n.host_peak_bytes), "", reason]
+        return [row.status, *[""] * 5, _device(row), _bytes(n.host_peak_bytes), "", ""]
     about = "~" if row.status == "extrapolated" else ""
     seconds, speed = n.median_step_seconds, n.tokens_per_second
     assert seconds is not None, "a row that trained has seconds"
