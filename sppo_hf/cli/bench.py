@@ -86,6 +86,10 @@ def bench(
     host_memory: Annotated[
         str | None, typer.Option(help="Budget in host memory, for ours only.")
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Profile that ours plans with; by default what is known of the device."),
+    ] = None,
     longest: Annotated[
         bool, typer.Option("--longest", help="Search the longest length each contender trains.")
     ] = False,
@@ -141,6 +145,7 @@ def bench(
             autocast=autocast,
             device_memory=device_memory,
             host_memory=host_memory,
+            hardware=hardware,
         )
         file = ResultFile(output)
         names = parse_list(contenders)

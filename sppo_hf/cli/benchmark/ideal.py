@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -54,7 +55,9 @@ def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
         shifted_BT = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         total = loss.add(output.last_hidden_state, shifted_BT, last=True)
         count = (shifted_BT != _IGNORED).sum().to(total.device)
-        divisor = count if num_items_in_batch is None else count.new_tensor(num_items_in_batch)
+        divisor = count
+        if num_items_in_batch is not None:
+            divisor = torch.as_tensor(num_items_in_batch, device=count.device)
         return CausalLMOutputWithPast(loss=divide_loss(total, count, divisor))
 
     causal_lm.forward = forward

@@ -51,6 +51,9 @@ class Job:
     host_memory: str | None = None
     """Budget in host memory for ours."""
 
+    hardware: str | None = None
+    """Hardware profile for ours; None takes what is known of this device."""
+
     layers: int | None = None
     """Keep only so many decoder layers; None for all."""
 

@@ -146,7 +146,7 @@ def make_plugin(job: Job, contender: Contender, kernel: Kernel) -> SPPOPlugin | 
     """Returns the plugin of a contender that is ours; None for the others.
 
     Raises:
-        ConfigError: a budget is no budget.
+        ConfigError: a budget is no budget, or the hardware profile cannot be read.
     """
     if contender.offload is None:
         return None
@@ -155,6 +155,7 @@ def make_plugin(job: Job, contender: Contender, kernel: Kernel) -> SPPOPlugin | 
         attention_backend=kernel.ours,
         device_memory=job.device_memory,
         host_memory=job.host_memory,
+        hardware=job.hardware,
         show_plan=False,
         show_progress=False,
         log_metrics=False,
@@ -193,9 +194,8 @@ class _TRLTrainer(Trainer):
         if self._offloading is None:
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-            # Without an accelerator there are no streams, and nothing to offload.
-            streams = self.args.device.type != "cpu"
-            self._offloading = get_act_offloading_ctx_manager(self.model, use_streams=streams)
+            # SFTTrainer takes the defaults too.
+            self._offloading = get_act_offloading_ctx_manager(self.model)
         with self._offloading:
             return super().training_step(*args, **kwargs)
 
