@@ -16,14 +16,17 @@ from typing import Annotated
 import typer
 
 from sppo_hf.cli import planning_arguments as given
-from sppo_hf.cli.benchmark.contenders import BASES, parse_list
+from sppo_hf.cli.benchmark.contenders import parse_list
 from sppo_hf.cli.benchmark.driver import Benchmark
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.picture import draw
 from sppo_hf.cli.benchmark.process import run_in_process
 from sppo_hf.cli.benchmark.results import ResultFile, Row
 from sppo_hf.cli.benchmark.table import progress_line, tables
+from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.refusals import check_config
 
 LENGTHS = "8192,32768"
 OUTPUT = Path("bench")
@@ -44,16 +47,15 @@ def bench(
     seq_lens: Annotated[
         str | None,
         typer.Option(
-            help=f"Lengths with commas between: 8192,32K,1M. [default: {LENGTHS}; none with"
-            " --longest]",
+            help=f"Lengths with commas between: 8192,32K,1M. By default {LENGTHS}; none with"
+            " --longest.",
             show_default=False,
         ),
     ] = None,
     contenders: Annotated[
         str,
         typer.Option(
-            help=f"Names with commas between, or all: {', '.join(BASES)}; each but the ideal also"
-            " with +liger."
+            help="Names with commas between, or all. Each but the ideal also with +liger."
         ),
     ] = "all",
     dtype: given.ComputeDtype = given.Dtype.bfloat16,
@@ -116,6 +118,9 @@ def bench(
 ) -> None:
     """Measure MODEL at several lengths: sppo_hf, what users have today, and the ideal.
 
+    Contenders: plain, checkpointing, checkpointing-offload, trl-offload, sppo-none, sppo-full,
+    sppo-sppo, sppo-auto, ideal.
+
     Every row is a process of its own and goes to results.jsonl at once; rows that are there are not
     measured again. Running out of memory or time is a row too.
 
@@ -130,8 +135,17 @@ def bench(
             return
         if model is None:
             raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
-        given.read_model(model)
+        check_config(given.read_model(model))
         lengths = _lengths(seq_lens, longest)
+        step_tokens = given.parse_tokens(longest_step)
+        most_tokens = given.parse_tokens(longest_limit)
+        if longest and most_tokens < step_tokens:
+            raise ConfigError(
+                f"--longest-limit is {most_tokens:,} and --longest-step {step_tokens:,} tokens. "
+                "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
+            )
+        if hardware is not None:
+            load_profile(hardware)  # better refused here than in every worker
         job = Job(
             model=model,
             contender="plain",
@@ -143,8 +157,8 @@ def bench(
             warm_up=warm_up,
             attention=attention,
             autocast=autocast,
-            device_memory=device_memory,
-            host_memory=host_memory,
+            device_memory=_budget("--device-memory", device_memory),
+            host_memory=_budget("--host-memory", host_memory),
             hardware=hardware,
         )
         file = ResultFile(output)
@@ -161,8 +175,6 @@ def bench(
         )
         benchmark.measure(lengths)
         if longest:
-            step_tokens = given.parse_tokens(longest_step)
-            most_tokens = given.parse_tokens(longest_limit)
             benchmark.find_longest(step_tokens=step_tokens, most_tokens=most_tokens)
         _report(file, file.rows(), output, picture=picture, as_json=as_json)
 
@@ -228,6 +240,20 @@ def _rank(text: str) -> int | None:
     raise ConfigError(
         f"--lora is {text!r}. Allowed: a rank above zero, or full. Remedy: 16 is common."
     )
+
+
+def _budget(option: str, text: str | None) -> int | float | str | None:
+    """A budget as settings take it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text is None:
+        return None
+    value = given.read_budget(text)
+    # A share is of what the worker finds; here any total will do.
+    parse_bytes(value, field=option, total_bytes=1)
+    return value
 
 
 def _device(name: str, attention: str) -> str:

@@ -239,6 +239,16 @@ def model_path(model: str) -> Path:
     return Path(_download(model))
 
 
+def read_budget(text: str) -> int | float | str:
+    """Returns a budget as settings take it: a number of bytes, a share, or a size with a unit."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 @contextmanager
 def bad_input(as_json: bool) -> Iterator[None]:
     """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2."""
@@ -316,11 +326,4 @@ def _budget(option: str, text: str | None, total_bytes: int | None) -> int | Non
     """A budget in bytes; what is not given is the profile's."""
     if text is None:
         return None
-    value: int | float | str = text
-    for kind in (int, float):
-        try:
-            value = kind(text)
-            break
-        except ValueError:
-            continue
-    return parse_bytes(value, field=option, total_bytes=total_bytes)
+    return parse_bytes(read_budget(text), field=option, total_bytes=total_bytes)

@@ -30,7 +30,10 @@ OnRow = Callable[[Row], None]
 """Is told of every row, also of those that were there before."""
 
 # A longer sequence would end in the same way.
-_TOO_LONG: tuple[Status, ...] = ("out of memory", "killed", "timeout", "not tried")
+_TOO_LONG: tuple[Status, ...] = (
+    *("out of memory", "killed", "timeout", "not tried"),
+    "extrapolated",  # because the whole model ended in one of these
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +100,11 @@ class Benchmark:
             alike = row.job.replace(total_tokens=job.total_tokens).key() == job.key()
             shorter = row.job.total_tokens < job.total_tokens
             if alike and shorter and row.status in _TOO_LONG:
-                first = row.reason if row.status == "not tried" else None
-                why = first or f"{row.status} at {row.job.total_tokens:,} tokens already"
-                return Row(status="not tried", job=job, reason=why)
+                if row.status == "not tried":
+                    return Row(status="not tried", job=job, reason=row.reason)
+                ended = "did not fit" if row.status == "extrapolated" else row.status
+                reason = f"{ended} at {row.job.total_tokens:,} tokens already"
+                return Row(status="not tried", job=job, reason=reason)
         return self.run(job)
 
     def _ideal(self, job: Job) -> Row:
@@ -116,9 +121,8 @@ class Benchmark:
             part = job.replace(layers=layers, trace=None)
             row = self._there("part", part) or self._keep("part", part, self.run(part))
             if not row.trained:
-                reason = (
-                    f"{whole.reason}; nor did {layers} layer{'s' * (layers > 1)} ({row.status})"
-                )
+                part_name = f"{layers} layer{'s' * (layers > 1)}"
+                reason = f"{whole.reason}; nor could {part_name} be measured ({row.status})"
                 return self._keep("speed", job, dataclasses.replace(whole, reason=reason))
             parts.append(row)
         shape = ModelShape.from_config(

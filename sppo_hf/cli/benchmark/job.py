@@ -45,10 +45,10 @@ class Job:
     autocast: bool = False
     """Train under bfloat16 autocast, as `TrainingArguments(bf16=True)` does."""
 
-    device_memory: str | None = None
+    device_memory: int | float | str | None = None
     """Budget on the device for ours, and on CUDA the most that any contender is given."""
 
-    host_memory: str | None = None
+    host_memory: int | float | str | None = None
     """Budget in host memory for ours."""
 
     hardware: str | None = None

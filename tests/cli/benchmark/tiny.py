@@ -16,7 +16,7 @@ FIELDS: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 128,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-5,
 }
