@@ -62,6 +62,10 @@ def bench(
     lora: Annotated[
         str, typer.Option(help="Rank of adapters on all linear layers, or full: all weights train.")
     ] = "16",
+    lora_dtype: Annotated[
+        str | None,
+        typer.Option(help="Dtype of adapters: float32, as PEFT makes them, or that of --dtype."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps measured; their median counts.")] = 3,
     warm_up: Annotated[
         int,
@@ -153,6 +157,7 @@ def bench(
             device=_device(device, attention),
             dtype=str(dtype),
             lora_rank=_rank(lora),
+            lora_dtype=_lora_dtype(lora_dtype, str(dtype)),
             steps=steps,
             warm_up=warm_up,
             attention=attention,
@@ -239,6 +244,19 @@ def _rank(text: str) -> int | None:
         return int(text)
     raise ConfigError(
         f"--lora is {text!r}. Allowed: a rank above zero, or full. Remedy: 16 is common."
+    )
+
+
+def _lora_dtype(name: str | None, weights: str) -> str:
+    """The dtype of adapters.
+
+    Raises:
+        ConfigError: it is neither float32 nor that of the weights.
+    """
+    if name in (None, "float32", weights):
+        return name or "float32"
+    raise ConfigError(
+        f"--lora-dtype is {name!r}. Allowed: float32, {weights}. Remedy: leave the option out."
     )
 
 

@@ -111,6 +111,7 @@ def test_json_is_one_object(tmp_path: Path) -> None:
         (["--seq-lens", "12G"], "128K"),
         (["--lora", "many"], "full"),
         (["--lora", "0"], "full"),
+        (["--lora-dtype", "float16"], "float32, bfloat16"),
         (["--attention", "turbo"], "cudnn, flash"),
         (["--attention", "cudnn", "--device", "cpu"], "the device is the CPU"),
         (["--device", "tpu"], "auto, cuda, cpu"),

@@ -33,6 +33,9 @@ class Job:
     lora_rank: int | None = None
     """Rank of adapters on all linear layers; None trains all weights."""
 
+    lora_dtype: str = "float32"
+    """Dtype of the adapters: float32, as PEFT makes those of 16-bit models, or `dtype`."""
+
     steps: int = 3
     """Steps that are measured."""
 

@@ -107,7 +107,8 @@ class Measurement:
     def known(self) -> Numbers:
         """Returns what is known by now."""
         job = self._job
-        measured = self._steps.seconds[job.warm_up : job.warm_up + job.steps]
+        steps = slice(job.warm_up, job.warm_up + job.steps)  # a traced step comes after them
+        measured = self._steps.seconds[steps]
         losses = self._steps.losses
         numbers = Numbers(
             step_seconds=tuple(measured),
@@ -122,7 +123,7 @@ class Measurement:
         if measured:
             numbers = dataclasses.replace(numbers, **self._speed(statistics.median(measured)))
         if self._units.plan is not None:
-            numbers = dataclasses.replace(numbers, **self._ours(len(measured), numbers))
+            numbers = dataclasses.replace(numbers, **self._ours(steps, numbers))
         return numbers
 
     def _speed(self, seconds: float) -> dict[str, float | None]:
@@ -137,7 +138,7 @@ class Measurement:
             "mfu": None if peak is None else flops_per_second / peak,
         }
 
-    def _ours(self, measured_steps: int, numbers: Numbers) -> dict[str, Any]:
+    def _ours(self, steps: slice, numbers: Numbers) -> dict[str, Any]:
         plan = self._units.plan
         assert plan is not None, "ours has a plan once it has run"
         prediction = plan.prediction
@@ -149,11 +150,11 @@ class Measurement:
         if self._units.records:
             pinned = self._units.records[-1].pinned_bytes
             found["pinned_bytes"] = max(pinned, numbers.pinned_bytes or 0)
-        if measured_steps:
+        if numbers.step_seconds:
             found |= {
-                "stall_seconds": self._units.stall_seconds(measured_steps),
-                "forward_chunk_seconds": self._units.chunk_seconds("forward", measured_steps),
-                "backward_chunk_seconds": self._units.chunk_seconds("backward", measured_steps),
+                "stall_seconds": self._units.stall_seconds(steps),
+                "forward_chunk_seconds": self._units.chunk_seconds("forward", steps),
+                "backward_chunk_seconds": self._units.chunk_seconds("backward", steps),
             }
         return found
 

@@ -105,20 +105,20 @@ class UnitClock(StepObserver):
         self._running = False
         self.records.append(record)
 
-    def chunk_seconds(self, direction: Direction, last_steps: int) -> tuple[float, ...]:
-        """Returns the median per chunk over the last steps; () where none has run."""
-        done = self._steps[: len(self.records)][-last_steps:]
+    def chunk_seconds(self, direction: Direction, steps: slice) -> tuple[float, ...]:
+        """Returns the median per chunk over these steps; () where none of them has ended."""
+        done = self._steps[: len(self.records)][steps]
         if not done or self.plan is None:
             return ()
         seconds = [step.seconds(direction, self.plan.num_chunks) for step in done]
         return tuple(statistics.median(of_chunk) for of_chunk in zip(*seconds, strict=True))
 
-    def stall_seconds(self, last_steps: int) -> float | None:
-        """Returns the mean per step over the last steps; None where none has run.
+    def stall_seconds(self, steps: slice) -> float | None:
+        """Returns the mean per step over these steps; None where none of them has ended.
 
         A wait that the device has not passed when a step's record is made counts for the next.
         """
-        stalls = [record.stall_seconds for record in self.records[-last_steps:]]
+        stalls = [record.stall_seconds for record in self.records[steps]]
         return statistics.fmean(stalls) if stalls else None
 
 
@@ -136,6 +136,7 @@ def host_peak_bytes() -> int:
 def forget_peaks(device: torch.device) -> None:
     """Starts all peaks afresh; the host's only where Linux allows it."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what making the weights took is no part of training
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
     try:
@@ -144,9 +145,9 @@ def forget_peaks(device: torch.device) -> None:
         return
 
 
-def memory_numbers(device: torch.device) -> dict[str, int]:
+def memory_numbers(device: torch.device) -> dict[str, Any]:
     """Returns the peaks since `forget_peaks`, under the names that `Numbers` has for them."""
-    numbers = {"host_peak_bytes": host_peak_bytes()}
+    numbers: dict[str, Any] = {"host_peak_bytes": host_peak_bytes()}
     if device.type == "cuda":
         stats: dict[str, Any] = torch.cuda.memory_stats(device)
         pinned: dict[str, Any] = torch.cuda.host_memory_stats()

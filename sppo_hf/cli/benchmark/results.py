@@ -121,7 +121,9 @@ class Numbers:
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Reads what `dataclasses.asdict` returned; fields of other versions are passed over."""
         known = {f.name for f in dataclasses.fields(cls)}
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
         return cls(**{name: value for name, value in values.items() if name in known})
 
 

@@ -125,6 +125,8 @@ def progress_line(row: Row, *, done: int, total: int, elapsed_seconds: float) ->
 def describe_job(job: Job) -> str:
     """Names what all rows of a group have in common: "llama-3.1-8b, bfloat16, LoRA r=16"."""
     trained = "all weights" if job.lora_rank is None else f"LoRA r={job.lora_rank}"
+    if job.lora_rank is not None and job.lora_dtype != "float32":
+        trained += f" in {job.lora_dtype}"
     parts = [job.model, job.dtype + (" autocast" if job.autocast else ""), trained]
     if job.attention != "auto":
         parts.append(f"attention {job.attention}")

@@ -64,7 +64,10 @@ def model_shape(job: Job, config: Any) -> ModelShape:
     Raises:
         UnsupportedModelError: a size is missing.
     """
-    lora = None if job.lora_rank is None else LoraShape(rank=job.lora_rank)
+    lora = None
+    if job.lora_rank is not None:
+        adapter_bytes = getattr(torch, job.lora_dtype).itemsize
+        lora = LoraShape(rank=job.lora_rank, dtype_bytes=adapter_bytes)
     dtype_bytes = 2 if job.autocast else getattr(torch, job.dtype).itemsize
     return ModelShape.from_config(config, dtype_bytes=dtype_bytes, lora=lora)
 
@@ -88,7 +91,8 @@ def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        model = get_peft_model(model, lora)
+        in_float32 = job.lora_dtype == "float32"
+        model = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
     return model.train()
 
 
@@ -194,6 +198,7 @@ class _TRLTrainer(Trainer):
         if self._offloading is None:
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
+            assert self.model is not None, "a Trainer that trains has a model"
             # SFTTrainer takes the defaults too.
             self._offloading = get_act_offloading_ctx_manager(self.model)
         with self._offloading:

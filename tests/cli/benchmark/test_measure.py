@@ -90,6 +90,23 @@ def test_every_contender_trains_with_the_loss_of_plain(
         assert numbers.stall_seconds is not None
 
 
+# PEFT asks for what Transformers has given a new name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.usefixtures("_cpu_offloads")
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"])
+def test_adapters_train_alike(tmp_path: Path, lora_dtype: str) -> None:
+    pytest.importorskip("peft")
+    found = {}
+    for contender in ("plain", "checkpointing", "sppo-full", "ideal"):
+        numbers = measure(
+            tmp_path, contender, lora_rank=4, lora_dtype=lora_dtype, dtype="bfloat16", steps=3
+        )
+        AcceleratorState._reset_state(reset_partial_state=True)
+        found[contender] = numbers.first_loss, numbers.loss
+    for losses in found.values():
+        assert losses == pytest.approx(found["plain"], rel=1e-2)
+
+
 def test_flops_are_those_of_the_model(plain: Numbers, tmp_path: Path) -> None:
     job = tiny_job(tmp_path)
     shape = ModelShape.from_config(load_config(job.model), dtype_bytes=4)
