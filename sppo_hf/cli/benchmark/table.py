@@ -87,7 +87,7 @@ def longest_table(rows: Sequence[Row]) -> Table:
         estimated = "-"
         if n.planned_longest_tokens is not None:
             estimated = f"{n.planned_longest_tokens:,}"
-            if n.longest_tokens:
+            if n.longest_tokens and n.failed_tokens is not None:  # else the search had no end
                 estimated += f" ({n.planned_longest_tokens / n.longest_tokens - 1:+.0%})"
         failed = "-" if n.failed_tokens is None else f"{n.failed_tokens:,}"
         cells = (f"{n.longest_tokens:,}", failed, estimated, _device(row))
