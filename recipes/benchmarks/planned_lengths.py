@@ -37,7 +37,6 @@ from sppo_hf.planning.solve import over_budget
 
 POLICIES = ("auto", "none", "full", "sppo")
 LENGTHS = tuple(2**power for power in range(14, 21))
-SHAPE = Path(__file__).parent / "shapes" / "llama-3.1-8b.json"
 
 
 def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict[str, Any]:
@@ -153,7 +152,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=str(SHAPE), help="config.json")
+    parser.add_argument("--model", default="llama-3.1-8b", help="config.json or a shipped name")
     parser.add_argument("--hardware", default="h100", help="a shipped profile, or a JSON file")
     parser.add_argument("--lora", type=int, default=16, help="rank")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))

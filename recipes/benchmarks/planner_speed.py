@@ -101,8 +101,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    shape = Path(__file__).parent / "shapes" / "llama-3.1-8b.json"
-    parser.add_argument("--model", default=str(shape), help="config.json")
+    parser.add_argument("--model", default="llama-3.1-8b", help="config.json, or a shipped name")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file that all numbers are written to")
     parser.add_argument("--check", action="store_true", help="exit status 1 if one takes longer")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from sppo_hf.cli.bench import bench
 from sppo_hf.cli.calibrate import calibrate
 from sppo_hf.cli.check import check
 from sppo_hf.cli.estimate import estimate
@@ -19,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(bench)
 app.command()(calibrate)
 app.command()(check)
 app.command()(estimate)

@@ -22,7 +22,7 @@ from rich.text import Text
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.ask import Question, question_for
-from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.config_file import find_config, load_config, shipped_models
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.profile_store import load_profile
 
@@ -69,7 +69,12 @@ class Policy(StrEnum):
 
 
 Model = Annotated[
-    str, typer.Argument(help="A local model folder, a config.json, or a hub id.", metavar="MODEL")
+    str,
+    typer.Argument(
+        help="A local model folder, a config.json, a shipped name (llama-3.1-8b, qwen3-4b,"
+        " smollm2-135m), or a hub id.",
+        metavar="MODEL",
+    ),
 ]
 SeqLen = Annotated[
     str, typer.Option(help="Tokens of each row: 131072, 128K (x 1024) or 1M (x 1024 x 1024).")
@@ -213,21 +218,43 @@ def parse_tokens(text: str) -> int:
 
 
 def read_model(model: str) -> object:
-    """Reads the configuration of a model by path or hub id; of a hub id nothing else is downloaded.
+    """Reads the configuration of a model; of a hub id nothing else is downloaded.
+
+    Args:
+        model: a path, a shipped name or a hub id; a path that exists comes first.
 
     Raises:
         ConfigError: there is no such file, folder or repository, or the hub cannot be reached.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        return load_config(path)
+    return load_config(model_path(model))
+
+
+def model_path(model: str) -> Path:
+    """Returns the file of a model's configuration, downloaded where MODEL is a hub id.
+
+    Raises:
+        ConfigError: as `read_model`.
+    """
+    path = find_config(model)
+    if path.exists() or Path(model).expanduser().exists():
+        return path
     if not _HUB_ID.fullmatch(model) or model.endswith(".json") or model.startswith("."):
         raise ConfigError(
             f"{model!r} is no file or folder here. Allowed: a model folder with a config.json, the "
-            "path of a config.json, or a hub id such as meta-llama/Llama-3.1-8B. Remedy: check the "
-            "path."
+            f"path of a config.json, a shipped name ({', '.join(shipped_models())}), or a hub id "
+            "such as meta-llama/Llama-3.1-8B. Remedy: check the path."
         )
-    return load_config(_download(model))
+    return Path(_download(model))
+
+
+def read_budget(text: str) -> int | float | str:
+    """Returns a budget as settings take it: a number of bytes, a share, or a size with a unit."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 @contextmanager
@@ -307,11 +334,4 @@ def _budget(option: str, text: str | None, total_bytes: int | None) -> int | Non
     """A budget in bytes; what is not given is the profile's."""
     if text is None:
         return None
-    value: int | float | str = text
-    for kind in (int, float):
-        try:
-            value = kind(text)
-            break
-        except ValueError:
-            continue
-    return parse_bytes(value, field=option, total_bytes=total_bytes)
+    return parse_bytes(read_budget(text), field=option, total_bytes=total_bytes)

@@ -7,6 +7,8 @@ do: commands that only plan start in a fraction of the time that importing Trans
 from __future__ import annotations
 
 import json
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,11 +29,34 @@ _DTYPE_BYTES = {
 }
 
 
+@cache
+def shipped_models() -> dict[str, Path]:
+    """Returns the configurations that come with the package, by name ("llama-3.1-8b")."""
+    folder = Path(str(resources.files("sppo_hf.planning").joinpath("models")))
+    return {file.stem: file for file in sorted(folder.glob("*.json"))}
+
+
+def find_config(path: str | Path) -> Path:
+    """Returns the file that a user means.
+
+    Args:
+        path: a `config.json`, a folder that holds one, or, where there is no such path, the name
+            of a shipped configuration in any case ("Llama-3.1-8B").
+
+    Returns:
+        A path, which need not exist.
+    """
+    file = Path(path).expanduser()
+    if not file.exists():
+        return shipped_models().get(str(path).lower(), file)
+    return file / "config.json" if file.is_dir() else file
+
+
 def load_config(path: str | Path) -> object:
     """Reads a model's configuration.
 
     Args:
-        path: a `config.json`, or a folder that holds one.
+        path: as for `find_config`.
 
     Returns:
         A namespace of the file's fields; `text_config` and its like are namespaces too.
@@ -39,14 +64,26 @@ def load_config(path: str | Path) -> object:
     Raises:
         ConfigError: there is no such file, it holds no JSON object, or it names no `model_type`.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    return _namespace(read_fields(path))
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """Reads a model's configuration as the JSON object that it is.
+
+    Args:
+        path: as for `find_config`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    file = find_config(path)
     try:
         fields: Any = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
-            f"there is no {file}; give a model's config.json, or the folder that holds it (the "
-            "model's page on the Hugging Face hub has the file)"
+            f"there is no {file}; give a model's config.json, the folder that holds it (the "
+            "model's page on the Hugging Face hub has the file), or one of "
+            f"{', '.join(shipped_models())}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read as text ({error}); give a config.json") from error
@@ -59,14 +96,14 @@ def load_config(path: str | Path) -> object:
             f"{file} holds a JSON {type(fields).__name__} where a model's configuration is an "
             "object; give the config.json of a model"
         )
-    config = _namespace(cast("dict[str, Any]", fields))
-    if not isinstance(getattr(config, "model_type", None), str):
+    known = cast("dict[str, Any]", fields)
+    if not isinstance(known.get("model_type"), str):
         raise ConfigError(
-            f"{file} names no model_type (it has {', '.join(sorted(vars(config))[:5]) or 'nothing'}"
+            f"{file} names no model_type (it has {', '.join(sorted(known)[:5]) or 'nothing'}"
             " ...), so it is not a Transformers configuration. Other JSON files beside it "
             "(generation_config.json, adapter_config.json) will not do; give config.json"
         )
-    return config
+    return known
 
 
 def weight_dtype(config: object) -> str:

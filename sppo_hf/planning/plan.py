@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import BudgetError
+from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.choices import (
     DeviceFacts,
     away_tiers,
@@ -223,7 +223,7 @@ def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
 
 def _paper(task: _Task) -> _Decided:
     if task.cost is None:
-        raise BudgetError(
+        raise ConfigError(
             "offload='sppo' weighs copies against compute, but nothing is known of the speed of "
             f"{task.device.name!r}. Run `sppo calibrate`, name a profile (hardware='h100'), or use "
             "offload='full' or 'none'."

@@ -150,6 +150,10 @@ def test_models_by_folder_and_by_file(tmp_path: Path) -> None:
             read_model(missing)
 
 
+def test_a_shipped_name_needs_no_hub() -> None:
+    assert read_model("Llama-3.1-8B").hidden_size == 4096  # type: ignore[attr-defined]
+
+
 def test_a_hub_id_downloads_the_configuration_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.config_file import load_config, weight_dtype, weight_dtype_bytes
+from sppo_hf.planning.config_file import (
+    load_config,
+    read_fields,
+    shipped_models,
+    weight_dtype,
+    weight_dtype_bytes,
+)
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import known_config, llama_config
 
@@ -33,6 +39,23 @@ def test_a_file_gives_the_shape_that_the_loaded_config_gives() -> None:
     from_file = ModelShape.from_config(known_config("llama-3.1-8b"), dtype_bytes=2)
     by_hand = ModelShape.from_config(llama_config(), dtype_bytes=2)
     assert from_file == by_hand
+
+
+def test_shipped_models_go_by_name() -> None:
+    assert set(shipped_models()) == {"llama-3.1-8b", "qwen3-4b", "smollm2-135m"}
+    for name, billions in (("Llama-3.1-8B", 8.03), ("qwen3-4b", 4.02), ("smollm2-135m", 0.1345)):
+        shape = ModelShape.from_config(load_config(name), dtype_bytes=2)
+        assert shape.total_parameters == pytest.approx(billions * 1e9, rel=2e-3)
+    assert read_fields("smollm2-135m")["num_hidden_layers"] == 30
+
+
+def test_a_path_that_exists_hides_a_shipped_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qwen3-4b").mkdir()
+    written(tmp_path / "qwen3-4b", json.dumps({"model_type": "llama", "hidden_size": 8}))
+    monkeypatch.chdir(tmp_path)
+    assert load_config("qwen3-4b").hidden_size == 8  # type: ignore[attr-defined]
 
 
 @pytest.mark.fake
@@ -65,6 +88,8 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
 def test_a_missing_file_names_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .*config\.json"):
         load_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"llama-3\.1-8b, qwen3-4b, smollm2-135m"):
+        load_config("llama-3.1-9b")
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

@@ -1,0 +1,307 @@
+"""`sppo bench MODEL`: how fast, how large and how long, beside the ways that users have today.
+
+Only arguments, progress and printing; measuring is `sppo_hf.cli.benchmark`. Torch is imported when
+a benchmark runs, and not to show one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sppo_hf.cli import planning_arguments as given
+from sppo_hf.cli.benchmark.contenders import parse_list
+from sppo_hf.cli.benchmark.driver import Benchmark
+from sppo_hf.cli.benchmark.job import Job
+from sppo_hf.cli.benchmark.picture import draw
+from sppo_hf.cli.benchmark.process import run_in_process
+from sppo_hf.cli.benchmark.results import ResultFile, Row
+from sppo_hf.cli.benchmark.table import progress_line, tables
+from sppo_hf.config import parse_bytes
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.refusals import check_config
+
+LENGTHS = "8192,32768"
+OUTPUT = Path("bench")
+ATTENTION = ("auto", "cudnn", "flash", "efficient", "sdpa")
+_CUDA_ONLY = ("cudnn", "flash", "efficient")
+_SMALLEST_WIDTH = 150
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A shipped name (llama-3.1-8b, qwen3-4b, smollm2-135m), a local model folder, a"
+            " config.json, or a hub id. Weights are random.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    seq_lens: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Lengths with commas between: 8192,32K,1M. By default {LENGTHS}; none with"
+            " --longest.",
+            show_default=False,
+        ),
+    ] = None,
+    contenders: Annotated[
+        str,
+        typer.Option(
+            help="Names with commas between, or all. Each but the ideal also with +liger."
+        ),
+    ] = "all",
+    dtype: given.ComputeDtype = given.Dtype.bfloat16,
+    lora: Annotated[
+        str, typer.Option(help="Rank of adapters on all linear layers, or full: all weights train.")
+    ] = "16",
+    lora_dtype: Annotated[
+        str | None,
+        typer.Option(help="Dtype of adapters: float32, as PEFT makes them, or that of --dtype."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps measured; their median counts.")] = 3,
+    warm_up: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps before. Ours plans anew after its second step, so two show it at rest.",
+        ),
+    ] = 2,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="Kernel for everyone: auto (what ours takes), cudnn, flash, efficient; sdpa"
+            " leaves everyone their default."
+        ),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto",
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="Train under bfloat16 autocast.")
+    ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Budget on the device, 40GiB: ours plans for it, on CUDA all have it."),
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Budget in host memory, for ours only.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Profile that ours plans with; by default what is known of the device."),
+    ] = None,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Search the longest length each contender trains.")
+    ] = False,
+    longest_step: Annotated[
+        str, typer.Option(help="Resolution of that search, and its first length.")
+    ] = "4096",
+    longest_limit: Annotated[str, typer.Option(help="Lengths above are not searched.")] = "16M",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Profile one more step of ours into trace-*.json.gz.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one row.")] = 3600.0,
+    output: Annotated[
+        Path, typer.Option(help="Folder of results.jsonl, results.png, logs and traces.")
+    ] = OUTPUT,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure also what results.jsonl has already.")
+    ] = False,
+    show: Annotated[
+        Path | None,
+        typer.Option(help="Show the results in a folder again, and measure nothing."),
+    ] = None,
+    picture: Annotated[bool, typer.Option(help="Draw results.png.")] = True,
+    as_json: given.AsJson = False,
+) -> None:
+    """Measure MODEL at several lengths: sppo_hf, what users have today, and the ideal.
+
+    Contenders: plain, checkpointing, checkpointing-offload, trl-offload, sppo-none, sppo-full,
+    sppo-sppo, sppo-auto, ideal.
+
+    Every row is a process of its own and goes to results.jsonl at once; rows that are there are not
+    measured again. Running out of memory or time is a row too.
+
+    Exit code 0: done. 2: bad input.
+    """
+    with given.bad_input(as_json):
+        if show is not None:
+            file = ResultFile(show)
+            if not file.rows():
+                raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
+            _report(file, file.rows(), show, picture=picture, as_json=as_json)
+            return
+        if model is None:
+            raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
+        check_config(given.read_model(model))
+        lengths = _lengths(seq_lens, longest)
+        step_tokens = given.parse_tokens(longest_step)
+        most_tokens = given.parse_tokens(longest_limit)
+        if longest and most_tokens < step_tokens:
+            raise ConfigError(
+                f"--longest-limit is {most_tokens:,} and --longest-step {step_tokens:,} tokens. "
+                "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
+            )
+        if hardware is not None:
+            load_profile(hardware)  # better refused here than in every worker
+        job = Job(
+            model=model,
+            contender="plain",
+            total_tokens=1,
+            device=_device(device, attention),
+            dtype=str(dtype),
+            lora_rank=_rank(lora),
+            lora_dtype=_lora_dtype(lora_dtype, str(dtype)),
+            steps=steps,
+            warm_up=warm_up,
+            attention=attention,
+            autocast=autocast,
+            device_memory=_budget("--device-memory", device_memory),
+            host_memory=_budget("--host-memory", host_memory),
+            hardware=hardware,
+        )
+        file = ResultFile(output)
+        names = parse_list(contenders)
+        progress = _Progress(len(lengths) * len(names) + len(names) * longest)
+        benchmark = Benchmark(
+            base=job,
+            contenders=names,
+            file=file,
+            run=partial(_run, timeout, output),
+            on_row=progress,
+            again=again,
+            trace_folder=output if trace else None,
+        )
+        benchmark.measure(lengths)
+        if longest:
+            benchmark.find_longest(step_tokens=step_tokens, most_tokens=most_tokens)
+        _report(file, file.rows(), output, picture=picture, as_json=as_json)
+
+
+def _run(timeout: float, output: Path, job: Job) -> Row:
+    layers = "" if job.layers is None else f"-{job.layers}-layers"
+    log = output / "logs" / f"{job.contender}-{job.total_tokens}{layers}.log"
+    return run_in_process(job, timeout_seconds=timeout, log=log)
+
+
+class _Progress:
+    """A line on stderr for every row."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._began = time.monotonic()
+
+    def __call__(self, row: Row) -> None:
+        self._done += row.kind != "try"
+        elapsed = time.monotonic() - self._began
+        line = progress_line(row, done=self._done, total=self._total, elapsed_seconds=elapsed)
+        typer.echo(line, err=True)
+
+
+def _report(
+    file: ResultFile, rows: Sequence[Row], folder: Path, *, picture: bool, as_json: bool
+) -> None:
+    """Draws and prints what the file holds, or prints it as one JSON object.
+
+    Raises:
+        ConfigError: the picture cannot be drawn.
+    """
+    drawn = draw(rows, folder) if picture else []
+    if as_json:
+        named = [str(path) for path in drawn]
+        typer.echo(json.dumps({"rows": [row.to_dict() for row in rows], "pictures": named}))
+        return
+    out = given.console()
+    if not out.is_terminal:
+        out.width = max(out.width, _SMALLEST_WIDTH)
+    out.print(tables(rows))
+    for path in (file.path, *drawn):
+        out.print(str(path), style="dim", highlight=False)
+
+
+def _lengths(text: str | None, longest: bool) -> list[int]:
+    if text is None:
+        text = "" if longest else LENGTHS
+    return [given.parse_tokens(part) for part in text.split(",") if part.strip()]
+
+
+def _rank(text: str) -> int | None:
+    """The rank of adapters; None where all weights train.
+
+    Raises:
+        ConfigError: it is neither a rank nor "full".
+    """
+    if text == "full":
+        return None
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ConfigError(
+        f"--lora is {text!r}. Allowed: a rank above zero, or full. Remedy: 16 is common."
+    )
+
+
+def _lora_dtype(name: str | None, weights: str) -> str:
+    """The dtype of adapters.
+
+    Raises:
+        ConfigError: it is neither float32 nor that of the weights.
+    """
+    if name in (None, "float32", weights):
+        return name or "float32"
+    raise ConfigError(
+        f"--lora-dtype is {name!r}. Allowed: float32, {weights}. Remedy: leave the option out."
+    )
+
+
+def _budget(option: str, text: str | None) -> int | float | str | None:
+    """A budget as settings take it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text is None:
+        return None
+    value = given.read_budget(text)
+    # A share is of what the worker finds; here any total will do.
+    parse_bytes(value, field=option, total_bytes=1)
+    return value
+
+
+def _device(name: str, attention: str) -> str:
+    """The device's name for workers.
+
+    Raises:
+        ConfigError: there is no such device, or no such kernel on it.
+    """
+    if name not in ("auto", "cuda", "cpu"):
+        raise ConfigError(
+            f"--device is {name!r}. Allowed: auto, cuda, cpu. Remedy: choose one of several GPUs "
+            "with CUDA_VISIBLE_DEVICES."
+        )
+    if attention not in ATTENTION:
+        raise ConfigError(
+            f"--attention is {attention!r}. Allowed: {', '.join(ATTENTION)}. Remedy: leave it out."
+        )
+    if name != "cpu":
+        import torch
+
+        found = torch.cuda.is_available()
+        if name == "cuda" and not found:
+            raise ConfigError(
+                "--device is cuda and PyTorch finds no CUDA device. Allowed: auto, cpu. Remedy: "
+                "check the driver, or PyTorch's build."
+            )
+        name = "cuda" if found else "cpu"
+    if name == "cpu" and attention in _CUDA_ONLY:
+        raise ConfigError(
+            f"--attention is {attention!r}, a kernel for CUDA, and the device is the CPU. Allowed: "
+            "auto, sdpa. Remedy: leave the option out."
+        )
+    return name

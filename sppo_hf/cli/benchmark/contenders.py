@@ -1,0 +1,109 @@
+"""The contenders by name, and which of them this environment can run.
+
+Only names and packages; what a contender does to a model and its Trainer is in `training`. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from sppo_hf.errors import ConfigError
+
+CHECKPOINTING, IDEAL = "checkpointing", "ideal"
+
+BASES: dict[str, str] = {
+    "plain": "the standard Trainer, nothing else",
+    CHECKPOINTING: "the Trainer's gradient (activation) checkpointing",
+    "checkpointing-offload": "the same with offload=True: layer inputs wait in pinned host memory",
+    "trl-offload": "TRL's activation offloading around each training step",
+    "sppo-none": "ours, offload='none'",
+    "sppo-full": "ours, offload='full'",
+    "sppo-sppo": "ours, offload='sppo'",
+    "sppo-auto": "ours, offload='auto'",
+    IDEAL: "base model plus tiled head and loss, everything kept, no hooks: a bound, not a choice",
+}
+"""What each contender is, by name; each but the ideal is also known with "+liger" behind it."""
+
+LIGER = "+liger"
+THEIRS = ("plain", CHECKPOINTING, "checkpointing-offload", "trl-offload")
+OURS = ("sppo-none", "sppo-full", "sppo-sppo", "sppo-auto")
+DEFAULTS = (*THEIRS, *(name + LIGER for name in THEIRS), *OURS, IDEAL)
+
+# Both end in an error on a CPU: one pins memory, the other asks for the accelerator's name.
+_FROM_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One contender."""
+
+    base: str
+    """A key of `BASES`."""
+
+    liger: bool
+    """Whether Liger's kernels replace the model's own."""
+
+    @property
+    def name(self) -> str:
+        """As it is written on the command line."""
+        return self.base + (LIGER if self.liger else "")
+
+    @property
+    def offload(self) -> str | None:
+        """The setting `offload` of ours; None for the others."""
+        return self.base.removeprefix("sppo-") if self.base in OURS else None
+
+    def unavailable(self, *, lora: bool, device: str) -> str | None:
+        """Says why this contender cannot run here; None if it can.
+
+        Args:
+            lora: whether adapters are trained.
+            device: "cuda" or "cpu".
+        """
+        if device == "cpu" and self.base in _FROM_AN_ACCELERATOR:
+            return "it offloads from an accelerator, and there is none"
+        needed = {"liger-kernel": self.liger, "trl": self.base == "trl-offload", "peft": lora}
+        for package, is_needed in needed.items():
+            if is_needed and find_spec(package.replace("-", "_")) is None:
+                return f"{package} is not installed"
+        return None
+
+
+def parse(name: str) -> Contender:
+    """Returns the contender of a name such as "checkpointing+liger".
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    base, plus, rest = name.strip().partition("+")
+    liger = plus + rest == LIGER
+    if base not in BASES or (plus and not liger) or (liger and base == IDEAL):
+        near = difflib.get_close_matches(name, [*BASES, *DEFAULTS], n=1, cutoff=0)[0]
+        raise ConfigError(
+            f"--contenders names {name!r}. Allowed: {', '.join(BASES)}, each but the ideal also "
+            f"with {LIGER}. Remedy: use the nearest name, {near!r}."
+        )
+    return Contender(base, liger)
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Returns the names of a list such as "plain,sppo-auto", each once, in the order given.
+
+    Args:
+        text: names with commas between them, or "all" for every contender, Liger's among them.
+
+    Raises:
+        ConfigError: a name is unknown, or there is none.
+    """
+    if text.strip() == "all":
+        return DEFAULTS
+    names = [parse(part).name for part in text.split(",") if part.strip()]
+    if not names:
+        raise ConfigError(
+            "--contenders is empty. Allowed: names with commas between them, or all. Remedy: "
+            "leave the option out."
+        )
+    return tuple(dict.fromkeys(names))

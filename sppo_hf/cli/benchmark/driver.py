@@ -1,0 +1,203 @@
+"""The order of a benchmark: which jobs run, which are left out, and what follows from their rows.
+
+Runs each job through a function that it is given, keeps every row before the next job begins, and
+never ends because of how a job ended. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sppo_hf.cli.benchmark.contenders import IDEAL, parse
+from sppo_hf.cli.benchmark.extrapolation import PARTS, extrapolate, uniform_layers
+from sppo_hf.cli.benchmark.job import Job
+from sppo_hf.cli.benchmark.longest import search
+from sppo_hf.cli.benchmark.results import Kind, Numbers, ResultFile, Row, Status
+from sppo_hf.cli.planning_arguments import model_path
+from sppo_hf.planning.ask import DTYPE_BYTES
+from sppo_hf.planning.config_file import load_config, read_fields
+from sppo_hf.planning.flops import step_flops
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.shape import ModelShape
+
+RunJob = Callable[[Job], Row]
+"""Runs a job and returns its row."""
+
+OnRow = Callable[[Row], None]
+"""Is told of every row, also of those that were there before."""
+
+# A longer sequence would end in the same way.
+_TOO_LONG: tuple[Status, ...] = (
+    *("out of memory", "killed", "timeout", "not tried"),
+    "extrapolated",  # because the whole model ended in one of these
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """What is measured, and where its rows go."""
+
+    base: Job
+    """Settings of all jobs; its contender and length are replaced."""
+
+    contenders: tuple[str, ...]
+    """Names, in the order in which they run."""
+
+    file: ResultFile
+    """Rows that are there are not measured again."""
+
+    run: RunJob
+    """Runs a job."""
+
+    on_row: OnRow
+    """Is told of every row."""
+
+    again: bool = False
+    """Measure also what is there."""
+
+    trace_folder: Path | None = None
+    """Where traces of ours go; None for none."""
+
+    def measure(self, lengths: Sequence[int]) -> None:
+        """Measures every contender at every length, shorter ones first."""
+        for total_tokens in sorted(set(lengths)):
+            for name in self.contenders:
+                self.on_row(self._speed(self._job(name, total_tokens)))
+
+    def find_longest(self, *, step_tokens: int, most_tokens: int) -> None:
+        """Searches the longest length that each contender trains.
+
+        Args:
+            step_tokens: resolution.
+            most_tokens: lengths above are not tried.
+        """
+        for name in self.contenders:
+            self.on_row(self._longest(name, step_tokens, most_tokens))
+
+    def _job(self, name: str, total_tokens: int) -> Job:
+        trace = None
+        if self.trace_folder is not None and parse(name).offload is not None:
+            trace = str(self.trace_folder / f"trace-{name}-{total_tokens}.json.gz")
+        return self.base.replace(contender=name, total_tokens=total_tokens, trace=trace)
+
+    def _speed(self, job: Job) -> Row:
+        there = self._there("speed", job)
+        if there is not None:
+            return there
+        if parse(job.contender).base == IDEAL:
+            return self._ideal(job)
+        return self._keep("speed", job, self._try_or_skip(job))
+
+    def _try_or_skip(self, job: Job) -> Row:
+        """Runs a job unless it cannot run here, or a shorter length did not fit."""
+        unavailable = _unavailable(job)
+        if unavailable is not None:
+            return unavailable
+        for row in self.file.rows("speed"):
+            alike = row.job.replace(total_tokens=job.total_tokens).key() == job.key()
+            shorter = row.job.total_tokens < job.total_tokens
+            if alike and shorter and row.status in _TOO_LONG:
+                if row.status == "not tried":
+                    return Row(status="not tried", job=job, reason=row.reason)
+                ended = "did not fit" if row.status == "extrapolated" else row.status
+                reason = f"{ended} at {row.job.total_tokens:,} tokens already"
+                return Row(status="not tried", job=job, reason=reason)
+        return self.run(job)
+
+    def _ideal(self, job: Job) -> Row:
+        """The whole model where it fits, else extrapolated from two that are one and two layers."""
+        whole = self._try_or_skip(job)
+        if whole.status not in _TOO_LONG:
+            return self._keep("speed", job, whole)
+        path = model_path(job.model)
+        if not uniform_layers(read_fields(path)):
+            reason = f"{whole.reason}; not extrapolated, because its layers differ in kind"
+            return self._keep("speed", job, dataclasses.replace(whole, reason=reason))
+        parts = []
+        for layers in PARTS:
+            part = job.replace(layers=layers, trace=None)
+            row = self._there("part", part) or self._keep("part", part, self.run(part))
+            if not row.trained:
+                part_name = f"{layers} layer{'s' * (layers > 1)}"
+                reason = f"{whole.reason}; nor could {part_name} be measured ({row.status})"
+                return self._keep("speed", job, dataclasses.replace(whole, reason=reason))
+            parts.append(row)
+        shape = ModelShape.from_config(
+            load_config(path),
+            dtype_bytes=DTYPE_BYTES[job.dtype],
+            lora=None if job.lora_rank is None else LoraShape(rank=job.lora_rank),
+        )
+        flops = float(step_flops(shape, 1, job.total_tokens))
+        row = extrapolate(*parts, num_layers=len(shape.layers), model_flops=flops)
+        reason = f"{row.reason} (the whole model: {whole.status}, {whole.reason})"
+        return self._keep("speed", job, dataclasses.replace(row, reason=reason))
+
+    def _longest(self, name: str, step_tokens: int, most_tokens: int) -> Row:
+        base = self.base.replace(
+            contender=name, warm_up=1, steps=1, predict=parse(name).offload is not None
+        )
+        job = base.replace(total_tokens=most_tokens)
+        there = self._there("longest", job)
+        if there is not None:
+            return there
+        unavailable = _unavailable(job)
+        if unavailable is not None:
+            return self._keep("longest", job, unavailable)
+        tries: dict[int, Row] = {}
+
+        def trains(total_tokens: int) -> bool:
+            part = base.replace(total_tokens=total_tokens)
+            row = self._there("try", part) or self._keep("try", part, self.run(part))
+            self.on_row(row)
+            tries[total_tokens] = row
+            return row.trained
+
+        found = search(trains, step_tokens=step_tokens, most_tokens=most_tokens)
+        best = tries.get(found.longest_tokens)
+        worst = None if found.failed_tokens is None else tries[found.failed_tokens]
+        last = best or worst
+        assert last is not None, "a search tries one length at least"
+        return self._keep("longest", job, _summary(job, found.longest_tokens, last, worst))
+
+    def _there(self, kind: Kind, job: Job) -> Row | None:
+        """The row of an earlier run; None where it is to be run (again)."""
+        row = self.file.find(kind, job)
+        if row is None or self.again or not row.final:
+            return None
+        if job.trace is not None and row.trained and not Path(job.trace).exists():
+            return None
+        return row
+
+    def _keep(self, kind: Kind, job: Job, row: Row) -> Row:
+        row = dataclasses.replace(row, kind=kind, job=job)
+        self.file.add(row)
+        return row
+
+
+def _unavailable(job: Job) -> Row | None:
+    """The row of a contender that cannot run here; None if it can."""
+    contender = parse(job.contender)
+    reason = contender.unavailable(lora=job.lora_rank is not None, device=job.device)
+    return None if reason is None else Row(status="not available", job=job, reason=reason)
+
+
+def _summary(job: Job, longest_tokens: int, last: Row, worst: Row | None) -> Row:
+    """The row of a search: its result, what ended it, and the estimator's word beside it."""
+    reason = "reached the limit of the search"
+    if worst is not None:
+        reason = f"{worst.job.total_tokens:,} tokens: {worst.status}, {worst.reason}"
+    numbers = last.numbers if last.trained else Numbers()
+    return Row(
+        status="measured" if longest_tokens else worst.status if worst else "failed",
+        job=job,
+        reason=reason,
+        numbers=dataclasses.replace(
+            numbers,
+            longest_tokens=longest_tokens,
+            failed_tokens=None if worst is None else worst.job.total_tokens,
+        ),
+        environment=last.environment,
+    )

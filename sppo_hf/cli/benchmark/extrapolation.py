@@ -1,0 +1,72 @@
+"""What a model would take that does not fit, from the same model with one layer and with two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sppo_hf.cli.benchmark.results import Numbers, Row
+from sppo_hf.planning.flops import peak_flops
+
+PARTS = (1, 2)
+"""Layers of the models that are measured instead."""
+
+
+def uniform_layers(fields: dict[str, Any]) -> bool:
+    """Whether all decoder layers cost the same, by the `layer_types` of a `config.json`."""
+    return len(set(fields.get("layer_types") or ())) <= 1
+
+
+def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> Row:
+    """Extrapolates to the whole model: what two layers add to one, a layer takes.
+
+    Embedding, head, loss and what a step costs whatever the model are in the first figure once.
+
+    Args:
+        one: measured, with one layer.
+        two: measured, with two.
+        num_layers: layers of the whole model.
+        model_flops: FLOPs of its step.
+
+    Returns:
+        A row with status "extrapolated"; its peaks are what it would need, more than the device
+        has. With several steps measured, it is the medians that are extrapolated.
+    """
+
+    def whole(of: Callable[[Numbers], float | None]) -> float | None:
+        first, second = of(one.numbers), of(two.numbers)
+        if first is None or second is None:
+            return None
+        return first + (num_layers - 1) * (second - first)
+
+    def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
+        size = whole(of)
+        return None if size is None else round(size)
+
+    seconds = whole(lambda n: n.median_step_seconds)
+    assert seconds is not None, "parts that were measured have seconds"
+    if seconds <= 0:
+        return Row(
+            status="failed",
+            job=one.job.replace(layers=None),
+            reason=f"two layers were not slower than one ({one.numbers.median_step_seconds} s), so "
+            "nothing can be extrapolated; measure more steps",
+            environment=two.environment,
+        )
+    peak = peak_flops(str(two.environment.get("device_name", "")))
+    return Row(
+        status="extrapolated",
+        job=one.job.replace(layers=None),
+        reason=f"extrapolated to {num_layers} layers from 1 and 2",
+        numbers=Numbers(
+            median_step_seconds=seconds,
+            tokens_per_second=one.job.total_tokens / seconds,
+            model_flops=model_flops,
+            model_tflops=model_flops / seconds / 1e12,
+            mfu=None if peak is None else model_flops / seconds / peak,
+            device_allocated_bytes=whole_bytes(lambda n: n.device_allocated_bytes),
+            host_peak_bytes=whole_bytes(lambda n: n.host_peak_bytes),
+            kernel=two.numbers.kernel,
+        ),
+        environment=two.environment,
+    )

@@ -1,0 +1,217 @@
+"""One job, measured in this process: train some steps, and say what they took.
+
+What is known at any moment can be asked for, because a run may end at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
+
+from sppo_hf.cli.benchmark import training
+from sppo_hf.cli.benchmark.contenders import parse
+from sppo_hf.cli.benchmark.job import Job
+from sppo_hf.cli.benchmark.kernels import choose_kernel
+from sppo_hf.cli.benchmark.meters import (
+    StepClock,
+    UnitClock,
+    forget_peaks,
+    host_bytes,
+    memory_numbers,
+)
+from sppo_hf.cli.benchmark.results import Numbers
+from sppo_hf.cli.benchmark.trace_summary import STEP_LABEL
+from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.model.facts import device_facts
+from sppo_hf.planning.ask import Question, ask
+from sppo_hf.planning.flops import peak_flops, step_flops
+from sppo_hf.planning.shape import ModelShape
+
+
+class Measurement:
+    """A job on its way."""
+
+    def __init__(self, job: Job) -> None:
+        """Reads the job; touches neither model nor device.
+
+        Raises:
+            ConfigError: the contender or the model's configuration is none.
+        """
+        self._job = job
+        self._contender = parse(job.contender)
+        self._config = training.model_config(job)
+        self._shape = training.model_shape(job, self._config)
+        self._device = torch.device(job.device)
+        self._steps = StepClock(self._device)
+        self._units = UnitClock(self._device)
+        self._loaded_bytes: int | None = None
+        self._kernel: str | None = None
+        self._longest: int | None = None
+
+    def run(self, on_step: Callable[[], None] = lambda: None) -> Numbers:
+        """Trains.
+
+        Args:
+            on_step: called when the weights are there, and after every step.
+
+        Returns:
+            All numbers.
+
+        Raises:
+            ConfigError: a setting does not fit the device.
+            Exception: whatever building and training raise; `known` says how far it came.
+        """
+        job = self._job
+        _limit_memory(job, self._device)
+        dtype = torch.bfloat16 if job.autocast else getattr(torch, job.dtype)
+        softcap = getattr(self._config, "attn_logit_softcapping", None) is not None
+        kernel = choose_kernel(job.attention, self._device, self._shape, dtype, softcap=softcap)
+        self._kernel = kernel.name
+        model = training.build_model(job, self._config, kernel)
+        plugin = training.make_plugin(job, self._contender, kernel)
+        if plugin is not None:
+            plugin.observer.subscribe(self._units)
+        self._steps.listen(model)
+        self._steps.on_step = on_step
+        forget_peaks(self._device)
+        self._loaded_bytes = host_bytes()
+        on_step()
+        trace = _Trace(job, self._device)
+        with tempfile.TemporaryDirectory() as folder, kernel.in_use():
+            trainer = training.make_trainer(
+                job,
+                model,
+                kernel,
+                self._shape,
+                contender=self._contender,
+                plugin=plugin,
+                num_steps=job.warm_up + job.steps + trace.steps,
+                # The trace's clock is inside the step's: opening a profiler is not the step.
+                callbacks=[trace, self._steps] if trace.steps else [self._steps],
+                folder=folder,
+            )
+            trainer.train()
+        if job.predict and plugin is not None:
+            self._longest = _predict_longest(self._shape, plugin.config, job, self._device)
+        return self.known()
+
+    def known(self) -> Numbers:
+        """Returns what is known by now."""
+        job = self._job
+        steps = slice(job.warm_up, job.warm_up + job.steps)  # a traced step comes after them
+        measured = self._steps.seconds[steps]
+        losses = self._steps.losses
+        numbers = Numbers(
+            step_seconds=tuple(measured),
+            model_flops=float(step_flops(self._shape, 1, job.total_tokens)),
+            host_loaded_bytes=self._loaded_bytes,
+            first_loss=losses[0] if losses else None,
+            loss=losses[job.warm_up + len(measured) - 1] if measured else None,
+            kernel=self._kernel,
+            planned_longest_tokens=self._longest,
+            **(memory_numbers(self._device) if self._loaded_bytes is not None else {}),
+        )
+        if measured:
+            numbers = dataclasses.replace(numbers, **self._speed(statistics.median(measured)))
+        if self._units.plan is not None:
+            numbers = dataclasses.replace(numbers, **self._ours(steps, numbers))
+        return numbers
+
+    def _speed(self, seconds: float) -> dict[str, float | None]:
+        flops_per_second = step_flops(self._shape, 1, self._job.total_tokens) / seconds
+        peak = None
+        if self._device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(self._device))
+        return {
+            "median_step_seconds": seconds,
+            "tokens_per_second": self._job.total_tokens / seconds,
+            "model_tflops": flops_per_second / 1e12,
+            "mfu": None if peak is None else flops_per_second / peak,
+        }
+
+    def _ours(self, steps: slice, numbers: Numbers) -> dict[str, Any]:
+        plan = self._units.plan
+        assert plan is not None, "ours has a plan once it has run"
+        prediction = plan.prediction
+        found: dict[str, Any] = {
+            "chunk_lengths": tuple(plan.chunk_lengths),
+            "planned_seconds": None if prediction is None else prediction.step_seconds,
+            "planned_device_bytes": plan.estimate.device.total,
+        }
+        if self._units.records:
+            pinned = self._units.records[-1].pinned_bytes
+            found["pinned_bytes"] = max(pinned, numbers.pinned_bytes or 0)
+        if numbers.step_seconds:
+            found |= {
+                "stall_seconds": self._units.stall_seconds(steps),
+                "forward_chunk_seconds": self._units.chunk_seconds("forward", steps),
+                "backward_chunk_seconds": self._units.chunk_seconds("backward", steps),
+            }
+        return found
+
+
+class _Trace(TrainerCallback):
+    """Profiles one step after the measured ones, where the job asks for it."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.steps = 0 if job.trace is None else 1
+        self._path = job.trace
+        self._last = job.warm_up + job.steps
+        self._cuda = device.type == "cuda"
+        self._open = contextlib.ExitStack()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Opens the profiler before the step that is traced."""
+        if state.global_step == self._last:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+            self._profiler = self._open.enter_context(profile(activities=activities))
+            self._open.enter_context(record_function(STEP_LABEL))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Writes the trace after it."""
+        if state.global_step == self._last + 1 and self._path is not None:
+            if self._cuda:
+                torch.cuda.synchronize()
+            self._open.close()
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(self._path)
+
+
+def _limit_memory(job: Job, device: torch.device) -> None:
+    """Holds everyone to the budget that ours is given.
+
+    Raises:
+        ConfigError: it is no budget.
+    """
+    if job.device_memory is None or device.type != "cuda":
+        return
+    _, total_bytes = torch.cuda.mem_get_info(device)
+    budget = parse_bytes(job.device_memory, field="--device-memory", total_bytes=total_bytes)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total_bytes), device)
+
+
+def _predict_longest(
+    shape: ModelShape, config: SPPOConfig, job: Job, device: torch.device
+) -> int | None:
+    """The longest row that the estimator says fits this device; None where no speed is known."""
+    facts = device_facts(device, config)
+    if facts.profile is None:
+        return None
+    question = Question(
+        shape=shape,
+        config=config,
+        device=facts,
+        total_tokens=job.total_tokens,
+        dtype_name="bfloat16" if job.autocast else job.dtype,
+    )
+    # A length that trained is no prediction: the answer is at least the length it is asked about.
+    return ask(dataclasses.replace(question, total_tokens=min(4096, job.total_tokens))).max_seq_len

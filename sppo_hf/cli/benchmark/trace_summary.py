@@ -1,0 +1,219 @@
+"""Where the time of a traced step went: compute, exposed copies, launch gaps, other.
+
+Reads the events of a Chrome trace as torch.profiler writes it. Pure functions; knows nothing of
+files, and nothing of how the step came about but the labels that it carries.
+
+[Note: how a step is divided]
+The step is the event labelled "sppo/step" (the whole trace where there is none), until the device's
+last work of it has ended. *Compute* is when a kernel runs on any stream. *Exposed copies* are when
+a copy or a fill runs and no kernel does. What is left, the device does nothing: *launch gaps* while
+the host is at work (or in Python), *other* while the host itself waits in a synchronising call. The
+four add up to the step. In a trace without a device the host's operators are the compute, and what
+lies between them is launch gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STEP_LABEL = "sppo/step"
+LABELS = "sppo/"
+
+_COPIES = ("gpu_memcpy", "gpu_memset")
+_DEVICE = ("kernel", *_COPIES)
+_WAITS = ("Synchronize", "StreamWaitValue", "EventQuery")
+
+Span = tuple[float, float]
+"""Start and end, microseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A stretch in which no kernel ran."""
+
+    start_seconds: float
+    """Since the step began."""
+
+    seconds: float
+    """Its length."""
+
+    what: str
+    """"exposed copy", "launch gap" or "other": what most of it was."""
+
+    unit: str
+    """Label of the unit in which it began; "" where none was open."""
+
+    before: str
+    """What ran on the device last."""
+
+    after: str
+    """What ran on it next."""
+
+    host: str
+    """The host's longest call within the gap; "" where there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A step's seconds, divided."""
+
+    step_seconds: float
+    compute_seconds: float
+    exposed_copy_seconds: float
+    launch_gap_seconds: float
+    other_seconds: float
+    gaps: tuple[Gap, ...]
+    """The largest, longest first."""
+
+    on_device: bool
+    """Whether kernels were traced; else the host's operators stand for them."""
+
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """Returns seconds and share of the step by name, in the order they are told."""
+        parts = {
+            "compute": self.compute_seconds,
+            "exposed copy": self.exposed_copy_seconds,
+            "launch gaps": self.launch_gap_seconds,
+            "other": self.other_seconds,
+        }
+        return {name: (seconds, seconds / self.step_seconds) for name, seconds in parts.items()}
+
+
+def summarise(events: Iterable[Mapping[str, Any]], *, most_gaps: int = 3) -> Summary:
+    """Divides a traced step.
+
+    Args:
+        events: `traceEvents` of a Chrome trace; all but complete events ("X") are passed over.
+        most_gaps: gaps to name.
+
+    Raises:
+        ValueError: nothing ran in the trace.
+    """
+    complete = [e for e in events if e.get("ph") == "X" and "dur" in e]
+    device = [e for e in complete if e.get("cat") in _DEVICE]
+    on_device = any(e["cat"] == "kernel" for e in device)
+    working = device if on_device else [e for e in complete if e.get("cat") == "cpu_op"]
+    step = _step(complete, working)
+    working = [e for e in working if _span(e)[1] > step[0] and _span(e)[0] < step[1]]
+    kernels = [e for e in working if e.get("cat") not in _COPIES]
+    copies = [e for e in working if e.get("cat") in _COPIES]
+    compute = _clip(_union(map(_span, kernels)), step)
+    no_compute = _subtract([step], compute)
+    copying = _intersect(no_compute, _union(map(_span, copies)))
+    idle = _subtract(no_compute, copying)
+    waits = _union(
+        _span(e) for e in complete if on_device and any(w in str(e["name"]) for w in _WAITS)
+    )
+    waiting = _intersect(idle, waits)
+    launching = _subtract(idle, waiting)
+    kinds = {"exposed copy": copying, "launch gap": launching, "other": waiting}
+    longest = sorted(no_compute, key=lambda s: s[0] - s[1])[:most_gaps]
+    return Summary(
+        step_seconds=_seconds([step]),
+        compute_seconds=_seconds(compute),
+        exposed_copy_seconds=_seconds(copying),
+        launch_gap_seconds=_seconds(launching),
+        other_seconds=_seconds(waiting),
+        gaps=tuple(_name(span, step, kinds, kernels, complete) for span in longest),
+        on_device=on_device,
+    )
+
+
+def _step(complete: Sequence[Mapping[str, Any]], working: Sequence[Mapping[str, Any]]) -> Span:
+    """The step's start and end; the device may end after the host."""
+    labels = [_span(e) for e in complete if e["name"] == STEP_LABEL and _on_host(e)]
+    spans = [_span(e) for e in working]
+    if not spans:
+        raise ValueError(
+            "the trace holds neither kernels nor operators: nothing ran in it, or it is no trace "
+            "of torch.profiler"
+        )
+    if not labels:
+        return min(start for start, _ in spans), max(end for _, end in spans)
+    start, end = labels[0]
+    return start, max([end, *(e for s, e in spans if s < end)])
+
+
+def _name(
+    span: Span,
+    step: Span,
+    kinds: Mapping[str, list[Span]],
+    kernels: Sequence[Mapping[str, Any]],
+    complete: Sequence[Mapping[str, Any]],
+) -> Gap:
+    """Says what a gap was and what stands around it."""
+    before = [e for e in kernels if _span(e)[1] <= span[0] + 1e-3]
+    after = [e for e in kernels if _span(e)[0] >= span[1] - 1e-3]
+    calls = [
+        (_seconds(_intersect([_span(e)], [span])), str(e["name"]))
+        for e in complete
+        if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")
+    ]
+    host_seconds, host = max(calls, default=(0.0, ""))
+    open_labels = [
+        str(e["name"])
+        for e in complete
+        if str(e["name"]).startswith(LABELS) and e["name"] != STEP_LABEL and _on_host(e)
+        if _span(e)[0] <= span[0] < _span(e)[1]
+    ]
+    return Gap(
+        start_seconds=(span[0] - step[0]) / 1e6,
+        seconds=_seconds([span]),
+        what=max(kinds, key=lambda kind: _seconds(_intersect([span], kinds[kind]))),
+        unit=open_labels[-1].removeprefix(LABELS) if open_labels else "",
+        before=str(max(before, key=lambda e: _span(e)[1])["name"]) if before else "the step began",
+        after=str(min(after, key=lambda e: _span(e)[0])["name"]) if after else "the step ended",
+        host=host if host_seconds else "",
+    )
+
+
+def _on_host(event: Mapping[str, Any]) -> bool:
+    # The profiler draws labels a second time, on the device's streams.
+    return event.get("cat") != "gpu_user_annotation"
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    start = float(event["ts"])
+    return start, start + float(event["dur"])
+
+
+def _seconds(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans) / 1e6
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Sorted spans that do not touch."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _clip(spans: list[Span], inside: Span) -> list[Span]:
+    return _intersect(spans, [inside])
+
+
+def _intersect(one: list[Span], other: list[Span]) -> list[Span]:
+    """What is in both; both sorted."""
+    found: list[Span] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < end:
+            found.append((start, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _subtract(one: list[Span], other: list[Span]) -> list[Span]:
+    """What is in the first only; both sorted."""
+    edges = [float("-inf"), *(edge for span in other for edge in span), float("inf")]
+    return _intersect(one, list(zip(edges[::2], edges[1::2], strict=True)))

@@ -1,0 +1,217 @@
+"""A contender put together: random weights on the device, adapters, and the standard Trainer.
+
+What a user would write, once for every contender; nothing here measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import TrainingArguments as Arguments
+
+from sppo_hf.cli.benchmark.contenders import IDEAL, Contender
+from sppo_hf.cli.benchmark.ideal import make_ideal
+from sppo_hf.cli.benchmark.job import Job
+from sppo_hf.cli.benchmark.kernels import Kernel
+from sppo_hf.cli.planning_arguments import model_path
+from sppo_hf.integrations.plugin import SPPOPlugin
+from sppo_hf.planning.config_file import read_fields
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.portions import loss_tile_tokens
+from sppo_hf.planning.shape import ModelShape
+
+# Adapters' outputs are scaled by alpha / rank.
+_ALPHA_PER_RANK = 2
+
+
+def model_fields(job: Job) -> dict[str, Any]:
+    """Returns the model's configuration, with `layers` decoder layers if the job says so.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    known = read_fields(model_path(job.model))
+    if job.layers is None:
+        return known
+    shrunk = {**known, "num_hidden_layers": job.layers}
+    if known.get("layer_types"):
+        shrunk["layer_types"] = known["layer_types"][: job.layers]
+    return shrunk
+
+
+def model_config(job: Job) -> Any:
+    """Returns the model's configuration as Transformers has it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    known = model_fields(job)
+    config = AutoConfig.for_model(**known)
+    config.use_cache = False
+    return config
+
+
+def model_shape(job: Job, config: Any) -> ModelShape:
+    """Returns the model in numbers, for FLOPs: the same for all contenders.
+
+    Raises:
+        UnsupportedModelError: a size is missing.
+    """
+    lora = None
+    if job.lora_rank is not None:
+        adapter_bytes = getattr(torch, job.lora_dtype).itemsize
+        lora = LoraShape(rank=job.lora_rank, dtype_bytes=adapter_bytes)
+    dtype_bytes = 2 if job.autocast else getattr(torch, job.dtype).itemsize
+    return ModelShape.from_config(config, dtype_bytes=dtype_bytes, lora=lora)
+
+
+def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
+    """Makes the model with random weights on the device, in training mode, LoRA around it.
+
+    The same seed on the same device gives all contenders the same weights.
+    """
+    torch.manual_seed(job.seed)
+    with torch.device(job.device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, job.dtype), attn_implementation=kernel.theirs
+        )
+    if job.lora_rank is not None:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(
+            r=job.lora_rank,
+            lora_alpha=_ALPHA_PER_RANK * job.lora_rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        in_float32 = job.lora_dtype == "float32"
+        model = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
+    return model.train()
+
+
+def make_trainer(
+    job: Job,
+    model: nn.Module,
+    kernel: Kernel,
+    shape: ModelShape,
+    *,
+    contender: Contender,
+    plugin: SPPOPlugin | None,
+    num_steps: int,
+    callbacks: Sequence[TrainerCallback],
+    folder: str,
+) -> Trainer:
+    """Makes the Trainer of a contender.
+
+    Args:
+        job: what is measured.
+        model: made by `build_model`; changed in place.
+        kernel: its attention kernel.
+        shape: the model in numbers.
+        contender: who trains.
+        plugin: made by `make_plugin`; None for contenders that are not ours.
+        num_steps: optimizer steps.
+        callbacks: what watches.
+        folder: where a Trainer may write; nothing is saved.
+    """
+    if contender.base == IDEAL:
+        kind = torch.device(job.device).type
+        make_ideal(model, tile_tokens=loss_tile_tokens(shape, device_kind=kind))
+    arguments = Arguments(
+        output_dir=folder,
+        max_steps=num_steps,
+        per_device_train_batch_size=1,
+        optim="adamw_torch",
+        bf16=job.autocast,
+        use_cpu=job.device == "cpu",
+        dataloader_pin_memory=job.device != "cpu",
+        use_liger_kernel=contender.liger,
+        parallelism_config=plugin,
+        seed=job.seed,
+        report_to=[],
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        **_checkpointing(contender),
+    )
+    rows = RandomRows(num_steps, job.total_tokens, vocab_size=shape.vocab_size, seed=job.seed)
+    kind = _TRLTrainer if contender.base == "trl-offload" else Trainer
+    return kind(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
+
+
+def make_plugin(job: Job, contender: Contender, kernel: Kernel) -> SPPOPlugin | None:
+    """Returns the plugin of a contender that is ours; None for the others.
+
+    Raises:
+        ConfigError: a budget is no budget, or the hardware profile cannot be read.
+    """
+    if contender.offload is None:
+        return None
+    return SPPOPlugin(
+        offload=contender.offload,
+        attention_backend=kernel.ours,
+        device_memory=job.device_memory,
+        host_memory=job.host_memory,
+        hardware=job.hardware,
+        show_plan=False,
+        show_progress=False,
+        log_metrics=False,
+    )
+
+
+class RandomRows(Dataset[dict[str, Tensor]]):
+    """Rows of random tokens, each its own label; the same seed gives the same rows."""
+
+    def __init__(self, num_rows: int, total_tokens: int, *, vocab_size: int, seed: int) -> None:
+        self._num_rows = num_rows
+        self._total_tokens = total_tokens
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self._seed * self._num_rows + index)
+        tokens = torch.randint(self._vocab_size, (self._total_tokens,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+class _TRLTrainer(Trainer):
+    """The standard Trainer with TRL's offloading around a training step, where SFTTrainer has it.
+
+    Around the whole step: TRL forgets what it offloaded when the context ends, and backward runs
+    in the step too.
+    """
+
+    _offloading: AbstractContextManager[Any] | None = None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One step within the context, which needs the prepared model and so is made late."""
+        if self._offloading is None:
+            from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+            assert self.model is not None, "a Trainer that trains has a model"
+            # SFTTrainer takes the defaults too.
+            self._offloading = get_act_offloading_ctx_manager(self.model)
+        with self._offloading:
+            return super().training_step(*args, **kwargs)
+
+
+def _checkpointing(contender: Contender) -> dict[str, Any]:
+    """Arguments of the Trainer, under the names that the installed Transformers has."""
+    if not contender.base.startswith("checkpointing"):
+        return {}
+    known = {field.name for field in fields(Arguments)}
+    word = "activation" if "activation_checkpointing" in known else "gradient"
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if contender.base == "checkpointing-offload":
+        settings["offload"] = True
+    return {f"{word}_checkpointing": True, f"{word}_checkpointing_kwargs": settings}

@@ -1,0 +1,209 @@
+"""What runs, what does not, and in which order, with a pretended worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sppo_hf.cli.benchmark.driver import Benchmark
+from sppo_hf.cli.benchmark.job import Job
+from sppo_hf.cli.benchmark.results import Numbers, ResultFile, Row
+from tests.cli.benchmark.made_rows import ENVIRONMENT
+from tests.cli.benchmark.tiny import FIELDS, tiny_job
+
+
+class PretendedWorker:
+    """Trains up to a length by contender, with seconds that are linear in layers."""
+
+    def __init__(self, **most_tokens: int) -> None:
+        self.most_tokens = {name.replace("_", "-"): tokens for name, tokens in most_tokens.items()}
+        self.jobs: list[Job] = []
+        self.fails: Callable[[Job], Row] = lambda job: Row(
+            status="out of memory", job=job, reason="device: full", environment=ENVIRONMENT
+        )
+
+    def __call__(self, job: Job) -> Row:
+        self.jobs.append(job)
+        most = self.most_tokens.get(job.contender, 10**9)
+        if job.layers is None and job.total_tokens > most:
+            return self.fails(job)
+        if job.trace is not None:
+            Path(job.trace).write_text("a trace")
+        seconds = job.total_tokens * (1 + (job.layers or FIELDS["num_hidden_layers"]))
+        numbers = Numbers(
+            step_seconds=(seconds,),
+            median_step_seconds=seconds,
+            tokens_per_second=job.total_tokens / seconds,
+            planned_longest_tokens=640 if job.predict else None,
+        )
+        return Row(status="measured", job=job, numbers=numbers, environment=ENVIRONMENT)
+
+    @property
+    def ran(self) -> list[tuple[str, int]]:
+        return [(job.contender, job.total_tokens) for job in self.jobs]
+
+
+def benchmark(folder: Path, worker: PretendedWorker, *names: str, **changes: Any) -> Benchmark:
+    settings: dict[str, Any] = {
+        "base": tiny_job(folder, device="cuda"),
+        "contenders": names,
+        "file": ResultFile(folder),
+        "run": worker,
+        "on_row": lambda _: None,
+    }
+    return Benchmark(**{**settings, **changes})
+
+
+def statuses(folder: Path, *kinds: Any) -> dict[tuple[str, int], str]:
+    rows = ResultFile(folder).rows(*kinds or ("speed",))
+    return {(row.job.contender, row.job.total_tokens): row.status for row in rows}
+
+
+def test_short_lengths_first_and_every_row_is_kept(tmp_path: Path) -> None:
+    worker = PretendedWorker()
+    seen: list[Row] = []
+    benchmark(tmp_path, worker, "plain", "sppo-auto", on_row=seen.append).measure([256, 64, 256])
+    order = [("plain", 64), ("sppo-auto", 64), ("plain", 256), ("sppo-auto", 256)]
+    assert worker.ran == order
+    assert ResultFile(tmp_path).rows() == seen
+
+
+def test_rows_that_are_there_are_not_run_again(tmp_path: Path) -> None:
+    benchmark(tmp_path, PretendedWorker(plain=64), "plain", "ideal").measure([64, 128])
+    worker, seen = PretendedWorker(), []
+    benchmark(tmp_path, worker, "plain", "ideal", on_row=seen.append).measure([64, 128, 256])
+    assert worker.ran == [("ideal", 256)], "plain ran out of memory at 128 already"
+    assert len(seen) == 6
+    worker = PretendedWorker()
+    benchmark(tmp_path, worker, "plain", again=True).measure([64, 128])
+    assert worker.ran == [("plain", 64), ("plain", 128)]
+    assert statuses(tmp_path)["plain", 128] == "measured"
+    worker = PretendedWorker()
+    other = benchmark(tmp_path, worker, "plain")
+    dataclasses.replace(other, base=other.base.replace(dtype="bfloat16")).measure([64])
+    assert worker.ran == [("plain", 64)], "other settings are another measurement"
+
+
+@pytest.mark.parametrize("status", ["out of memory", "killed", "timeout"])
+def test_longer_than_what_did_not_fit_is_not_tried(tmp_path: Path, status: Any) -> None:
+    worker = PretendedWorker(checkpointing=64)
+    worker.fails = lambda job: Row(status=status, job=job, reason="r", environment=ENVIRONMENT)
+    benchmark(tmp_path, worker, "checkpointing", "sppo-auto").measure([64, 128, 256, 512])
+    assert [run for run in worker.ran if run[0] == "checkpointing"] == [
+        ("checkpointing", 64),
+        ("checkpointing", 128),
+    ]
+    found = statuses(tmp_path)
+    assert found["checkpointing", 128] == status
+    assert found["checkpointing", 256] == found["checkpointing", 512] == "not tried"
+    assert found["sppo-auto", 512] == "measured"
+    reasons = {row.reason for row in ResultFile(tmp_path).rows() if row.status == "not tried"}
+    assert reasons == {f"{status} at 128 tokens already"}
+
+
+def test_what_failed_is_tried_at_the_next_length(tmp_path: Path) -> None:
+    worker = PretendedWorker(plain=0)
+    worker.fails = lambda job: Row(status="failed", job=job, reason="KeyError: a")
+    benchmark(tmp_path, worker, "plain").measure([64, 128])
+    assert worker.ran == [("plain", 64), ("plain", 128)]
+
+
+def test_what_is_not_installed_is_a_row_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: set[str] = set()
+    monkeypatch.setattr(
+        "sppo_hf.cli.benchmark.contenders.find_spec", lambda name: name in installed or None
+    )
+    worker = PretendedWorker()
+    benchmark(tmp_path, worker, "plain+liger").measure([64])
+    assert worker.ran == []
+    assert statuses(tmp_path) == {("plain+liger", 64): "not available"}
+    installed.add("liger_kernel")
+    benchmark(tmp_path, worker, "plain+liger").measure([64])
+    assert statuses(tmp_path) == {("plain+liger", 64): "measured"}
+
+
+def test_the_ideal_is_extrapolated_where_it_does_not_fit(tmp_path: Path) -> None:
+    worker = PretendedWorker(ideal=64)
+    benchmark(tmp_path, worker, "ideal").measure([64, 128, 256])
+    assert [(job.total_tokens, job.layers) for job in worker.jobs] == [
+        *[(64, None), (128, None), (128, 1), (128, 2)],
+        *[(256, 1), (256, 2)],  # the whole model is not tried once more
+    ]
+    rows = {row.job.total_tokens: row for row in ResultFile(tmp_path).rows("speed")}
+    assert [rows[n].status for n in (64, 128, 256)] == ["measured", *["extrapolated"] * 2]
+    for tokens in (128, 256):
+        assert rows[tokens].numbers.median_step_seconds == tokens * 3, "as two layers would take"
+        assert rows[tokens].numbers.model_flops is not None
+    assert "extrapolated to 2 layers" in rows[128].reason
+    assert "out of memory, device: full" in rows[128].reason
+    worker = PretendedWorker()
+    benchmark(tmp_path, worker, "ideal").measure([64, 128, 256])
+    assert worker.ran == []
+
+
+def test_the_ideal_of_unlike_layers_is_not_extrapolated(tmp_path: Path) -> None:
+    worker = PretendedWorker(ideal=0)
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
+    asked = benchmark(tmp_path, worker, "ideal")
+    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, **kinds}))
+    asked.measure([64])
+    (row,) = ResultFile(tmp_path).rows()
+    assert row.status == "out of memory"
+    assert "its layers differ in kind" in row.reason
+
+
+def test_the_ideal_of_which_not_even_a_layer_fits(tmp_path: Path) -> None:
+    worker = PretendedWorker()
+    run = worker.fails
+    benchmark(tmp_path, worker, "ideal", run=run).measure([64])
+    (row,) = ResultFile(tmp_path).rows("speed")
+    assert row.status == "out of memory"
+    assert "nor could 1 layer be measured" in row.reason
+
+
+def test_traces_of_ours_are_made_and_made_up_for(tmp_path: Path) -> None:
+    benchmark(tmp_path, PretendedWorker(), "plain", "sppo-auto").measure([64])
+    for expected in ([("sppo-auto", 64)], []):
+        worker = PretendedWorker()
+        benchmark(tmp_path, worker, "plain", "sppo-auto", trace_folder=tmp_path).measure([64])
+        assert worker.ran == expected
+    assert (tmp_path / "trace-sppo-auto-64.json.gz").exists()
+
+
+def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
+    worker = PretendedWorker(checkpointing=200, sppo_auto=700)
+    asked = benchmark(tmp_path, worker, "checkpointing", "sppo-auto")
+    asked.find_longest(step_tokens=64, most_tokens=4096)
+    rows = {row.job.contender: row for row in ResultFile(tmp_path).rows("longest")}
+    theirs, ours = rows["checkpointing"].numbers, rows["sppo-auto"].numbers
+    assert (theirs.longest_tokens, theirs.failed_tokens) == (192, 256)
+    assert (ours.longest_tokens, ours.failed_tokens) == (640, 704)
+    assert (theirs.planned_longest_tokens, ours.planned_longest_tokens) == (None, 640)
+    assert rows["sppo-auto"].reason == "704 tokens: out of memory, device: full"
+    assert all((job.warm_up, job.steps) == (1, 1) for job in worker.jobs)
+    # Stopped in the middle: the tries that are there are not run again.
+    lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "results.jsonl").write_text("".join(lines[:-3]))
+    again = PretendedWorker(sppo_auto=700)
+    benchmark(tmp_path, again, "checkpointing", "sppo-auto").find_longest(
+        step_tokens=64, most_tokens=4096
+    )
+    assert len(again.jobs) == 2
+    assert ResultFile(tmp_path).rows("longest") == list(rows.values())
+
+
+def test_searches_that_end_at_either_end(tmp_path: Path) -> None:
+    benchmark(tmp_path, PretendedWorker(plain=0), "plain", "ideal").find_longest(
+        step_tokens=64, most_tokens=128
+    )
+    plain, ideal = ResultFile(tmp_path).rows("longest")
+    assert (plain.status, plain.numbers.longest_tokens) == ("out of memory", 0)
+    assert (ideal.status, ideal.numbers.longest_tokens) == ("measured", 128)
+    assert ideal.reason == "reached the limit of the search"

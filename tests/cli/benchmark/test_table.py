@@ -1,0 +1,109 @@
+"""Tables and lines of progress, from rows alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from sppo_hf.cli.benchmark.results import Numbers, Row
+from sppo_hf.cli.benchmark.table import progress_line, tables
+from tests.cli.benchmark.made_rows import ENVIRONMENT, JOB, ended_row, many_rows, speed_row
+
+
+def text(rows: Sequence[Row], width: int = 160) -> str:
+    sink = io.StringIO()
+    Console(file=sink, width=width, color_system=None).print(tables(rows))
+    return sink.getvalue()
+
+
+def cells(shown: str, *start: str) -> list[str]:
+    """The line whose first words these are, cut at wide gaps."""
+    for line in shown.splitlines():
+        found = [part.strip() for part in line.strip().split("  ") if part.strip()]
+        if found[: len(start)] == list(start):
+            return found
+    raise AssertionError(f"no line starts with {start} in\n{shown}")
+
+
+def test_speeds_have_ratios_to_checkpointing_and_to_the_ideal() -> None:
+    rows = [
+        speed_row("checkpointing", 65_536, 20.0),
+        speed_row("sppo-auto", 65_536, 16.0, stall_seconds=0.16, pinned_bytes=2**30),
+        speed_row("ideal", 65_536, 15.2, status="extrapolated", device_allocated_bytes=2**38),
+    ]
+    shown = text(rows)
+    assert "llama-3.1-8b, bfloat16, LoRA r=16, on Pretended GPU" in shown
+    first = cells(shown, "65,536", "checkpointing")
+    assert first[2:] == ["20.0 s", "3,277", "1.00", "0.76", "321", "32.5%"]
+    ours = cells(shown, "sppo-auto")
+    assert ours[1:] == ["16.0 s", "4,096", "1.25", "0.95", "321", "32.5%", "1.00 GiB", "1.0%"]
+    assert cells(shown, "ideal")[1:3] == ["~15.2 s", "~4,312"]
+    assert "~256 GiB" in shown
+    assert "causal attention once, no recomputation" in shown
+    assert "device 80.0 GiB, host 256 GiB" in shown
+
+
+def test_rows_that_were_not_measured_say_so() -> None:
+    shown = text(many_rows())
+    assert "out of memory" in cells(shown, "32,768", "plain")
+    assert "plain: out of memory: device: CUDA out of memory (32,768, 65,536, 131,072)" in shown
+    assert "checkpointing+liger: not available: liger-kernel is not installed (8,192" in shown
+    assert "killed" in cells(shown, "checkpointing", "killed")
+
+
+def test_what_is_known_of_a_run_that_ended_is_its_memory() -> None:
+    row = ended_row("plain", 8192, "out of memory", "device")
+    row = Row.from_dict({**row.to_dict(), "numbers": {"device_allocated_bytes": 3 * 2**30}})
+    assert cells(text([row]), "8,192", "plain") == ["8,192", "plain", "out of memory", "3.00 GiB"]
+
+
+def test_columns_of_which_nothing_is_known_are_left_out() -> None:
+    shown = text([speed_row("plain", 8192, 1.0, mfu=None)])
+    assert "MFU" not in shown.splitlines()[2]
+    assert "of chkpt" not in shown
+
+
+def test_longest_lengths_stand_beside_the_estimate() -> None:
+    rows = [
+        Row(
+            kind="longest",
+            status="measured",
+            job=JOB.replace(contender="sppo-auto"),
+            reason="1,052,672 tokens: out of memory, device: full",
+            numbers=Numbers(
+                longest_tokens=1_048_576, failed_tokens=1_052_672, planned_longest_tokens=1_000_000
+            ),
+            environment=ENVIRONMENT,
+        ),
+        Row(kind="longest", status="not available", job=JOB, reason="peft is not installed"),
+    ]
+    shown = text(rows)
+    ours = cells(shown, "sppo-auto")
+    assert ours[1:4] == ["1,048,576", "1,052,672", "1,000,000 (-5%)"]
+    assert "peft is not installed" in shown
+
+
+def test_different_settings_stand_apart() -> None:
+    shown = text([speed_row("plain", 64, 1.0), speed_row("plain", 64, 2.0, job={"dtype": "x"})])
+    assert shown.count("on Pretended GPU") == 2
+
+
+def test_no_rows() -> None:
+    assert text([]).strip() == "No results yet."
+
+
+def test_progress() -> None:
+    def line(row: Row) -> str:
+        return progress_line(row, done=3, total=40, elapsed_seconds=125.9)
+
+    row = speed_row("sppo-auto", 8192, 2.0, device_allocated_bytes=2**34)
+    assert line(row) == "2:05 [3/40] sppo-auto at 8,192: 4,096 tokens/s, 16.0 GiB, 12 s"
+    row = ended_row("plain", 65_536, "out of memory", "device: full")
+    assert line(row) == "2:05 [3/40] plain at 65,536: out of memory: device: full"
+    row = speed_row("plain", 4096, 1.0, kind="try")
+    assert "[3/40] try plain at 4,096" in line(row)
+    row = speed_row("plain", 4096, 1.0, kind="longest", longest_tokens=12_288)
+    assert line(row) == "2:05 [3/40] plain: longest 12,288 tokens, 12 s"
+    assert progress_line(row, done=3, total=0, elapsed_seconds=1.0).startswith("0:01 [3] ")

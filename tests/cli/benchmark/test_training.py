@@ -1,0 +1,83 @@
+"""Models as they are asked for: dtype, adapters, layers, and the same weights for everyone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sppo_hf.cli.benchmark.contenders import parse
+from sppo_hf.cli.benchmark.kernels import Kernel
+from sppo_hf.cli.benchmark.training import (
+    RandomRows,
+    build_model,
+    make_plugin,
+    model_config,
+    model_shape,
+)
+from sppo_hf.errors import ConfigError
+from tests.cli.benchmark.tiny import tiny_job
+
+KERNEL = Kernel("cpu_flash", ours="cpu_flash")
+
+# PEFT asks for what Transformers has given a new name.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+
+def build(folder: Path, **changes: Any) -> torch.nn.Module:
+    job = tiny_job(folder, **changes)
+    return build_model(job, model_config(job), KERNEL)
+
+
+def test_the_same_weights_for_everyone(tmp_path: Path) -> None:
+    first, second = (build(tmp_path, contender=name).state_dict() for name in ("plain", "ideal"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = build(tmp_path, seed=1).state_dict()
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"])
+def test_dtypes(tmp_path: Path, lora_dtype: str) -> None:
+    pytest.importorskip("peft")
+    model = build(tmp_path, dtype="bfloat16", lora_rank=2, lora_dtype=lora_dtype)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 7 * 2, "two matrices on each of seven linear layers"
+    assert {str(p.dtype) for p in trained.values()} == {f"torch.{lora_dtype}"}
+    frozen = {p.dtype for name, p in model.named_parameters() if name not in trained}
+    assert frozen == {torch.bfloat16}
+    job = tiny_job(tmp_path, dtype="bfloat16", lora_rank=2, lora_dtype=lora_dtype)
+    shape = model_shape(job, model_config(job))
+    assert shape.trainable_parameters == sum(p.numel() for p in trained.values())
+    assert shape.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_fewer_layers(tmp_path: Path) -> None:
+    model: Any = build(tmp_path, layers=1)
+    assert len(model.model.layers) == 1
+    assert model.training
+
+
+def test_rows_are_random_and_repeat() -> None:
+    rows = RandomRows(3, 16, vocab_size=50, seed=4)
+    assert len(rows) == 3
+    assert torch.equal(rows[1]["input_ids"], rows[1]["labels"])
+    assert torch.equal(rows[1]["labels"], RandomRows(3, 16, vocab_size=50, seed=4)[1]["labels"])
+    assert not torch.equal(rows[0]["labels"], rows[1]["labels"])
+    assert int(torch.stack([row["labels"] for row in (rows[0], rows[2])]).max()) < 50
+
+
+def test_settings_reach_ours(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, device_memory=0.5, host_memory="3GiB", hardware="h100")
+    plugin = make_plugin(job, parse("sppo-sppo"), KERNEL)
+    assert plugin is not None
+    config = plugin.config
+    assert (config.offload, config.attention_backend) == ("sppo", "cpu_flash")
+    assert (config.device_memory, config.host_memory) == (0.5, "3GiB")
+    assert (config.hardware, config.show_plan) == ("h100", False)
+    assert make_plugin(job, parse("plain"), KERNEL) is None
+    with pytest.raises(ConfigError, match="device_memory"):
+        make_plugin(job.replace(device_memory="much"), parse("sppo-auto"), KERNEL)
