@@ -26,7 +26,11 @@ class UnitCosts(NamedTuple):
     """W: gradient of the weights."""
 
 
-def step_length(name: str, size: Size, costs: UnitCosts = UnitCosts()) -> int:
+EQUAL = UnitCosts()
+"""F = I = W, so that a whole backward takes twice a forward."""
+
+
+def step_length(name: str, size: Size, costs: UnitCosts = EQUAL) -> int:
     """Returns the length of a step, in the costs' unit of time.
 
     `work + idle` of each rank, with work `U * V * (F + I + W)`. Idle is (P - 1)(F + I + W) for
@@ -49,7 +53,7 @@ def step_length(name: str, size: Size, costs: UnitCosts = UnitCosts()) -> int:
     return work + (fill + returns) * whole
 
 
-def bubble_fraction(name: str, size: Size, costs: UnitCosts = UnitCosts()) -> Fraction:
+def bubble_fraction(name: str, size: Size, costs: UnitCosts = EQUAL) -> Fraction:
     """Returns the share of the step in which a rank idles: `(P - 1) / (U + P - 1)` for Seq1F1B.
 
     Raises:

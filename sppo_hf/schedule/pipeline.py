@@ -23,8 +23,9 @@ def simulate_pipeline(
     changes: Callable[[Action], Iterable[Change]] | None = None,
     standing: Iterable[Change] = (),
 ) -> Timeline:
-    """Works out when every action of every rank runs; see [Note: what an action waits for] in `waits`.
+    """Works out when every action of every rank runs.
 
+    What waits for what is said in `waits`, [Note: what an action waits for].
     Without sends in the schedule, what one rank computes is at hand on the other at once.
 
     Args:

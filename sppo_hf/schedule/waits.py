@@ -153,7 +153,9 @@ class Waits:
             split = self._of("B")[stage * self._num_units + unit] < 0
             yield Action("I" if split else "B", stage, unit)
         if kind in ("SEND_F", "SEND_B"):
-            other = Action("RECV_F" if kind == "SEND_F" else "RECV_B", stage + _PEERS[kind][1], unit)
+            other = Action(
+                "RECV_F" if kind == "SEND_F" else "RECV_B", stage + _PEERS[kind][1], unit
+            )
             if self._of_needed(other) >= 0 and other in self._gates:
                 yield self._gates[other]
 
