@@ -40,13 +40,14 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     Args:
         schedule: without sends and receives.
         receives_ahead: how many compute actions before its use a receive is listed, so that its
-            buffer is there and the transfer runs beside them. 0 saves one unit's buffer and waits
-            for every transfer.
+            buffer is there and the transfer runs beside them. Receives are started where they are
+            listed, and awaited by what needs them. With 0 a rank may as well wait at each receive:
+            that costs the time of every transfer, and saves a unit's buffer.
     """
     places = _Places(schedule)
     for (source, target), messages in _messages(schedule).items():
         # The order of sends; where a receive must be listed for it is that of its last use or less.
-        steps = [places.compute_before(target, used, receives_ahead) for _, _, used in messages]
+        steps = [places.receive(target, used, receives_ahead) for _, _, used in messages]
         latest = list(accumulate(reversed(steps), min))[::-1]
         for (made, kind, used), step in zip(messages, latest, strict=True):
             send: Kind = "SEND_F" if kind == "F" else "SEND_B"
@@ -146,6 +147,14 @@ class _Places:
     def step(self, action: Action) -> int:
         """Returns an action's place in its rank's list."""
         return self._steps[action]
+
+    def receive(self, rank: int, used: Action, ahead: int) -> int:
+        """Returns before which step a receive is listed: not before its unit's own forward."""
+        step = self.compute_before(rank, used, ahead)
+        forward = used._replace(kind="F")
+        if used.kind == "F" or forward not in self._steps:
+            return step
+        return max(step, self.compute_after(rank, forward, 1))
 
     def compute_before(self, rank: int, action: Action, count: int) -> int:
         """Returns the step of the compute `count` before a compute, or of the rank's first."""

@@ -50,15 +50,15 @@ def test_malformed_text_is_named_by_line(text: str, said: str) -> None:
 def test_marks_are_shown_with_what_is_around_them() -> None:
     shown = show_marked(generate("gpipe", Size(2, 16)), [(1, 3), (0, 30)])
     lines = shown.splitlines()
-    assert lines[0] == "step  rank 0   rank 1"
-    assert lines[4] == "3     0F3      [1F3]   <-- here"
+    assert lines[0] == "step  rank 0  rank 1"
+    assert lines[4] == "3     0F3     [1F3]   <-- here"
     # Six steps on each side; the rest is left out.
     assert [line.split()[0] for line in lines[1:]] == [
         *map(str, range(10)),
         "...",
         *map(str, range(24, 32)),
     ]
-    assert lines[-2] == "30    [0B14]   1B14    <-- here"
+    assert lines[-2] == "30    [0B14]  1B14    <-- here"
 
 
 def test_the_end_of_a_rank_can_be_marked() -> None:
