@@ -93,7 +93,8 @@ def bubble_fraction(timeline: Timeline) -> float:
     """Returns the share of all ranks' time in which they do not compute, 0 to 1."""
     lanes = [lane for lane in timeline.lanes if lane.endswith(COMPUTE)]
     whole = len(lanes) * timeline.end_seconds
-    return 1.0 - sum(map(timeline.busy_seconds, lanes)) / whole if whole else 0.0
+    # In this order whole numbers give the fraction itself, rounded once.
+    return (whole - sum(map(timeline.busy_seconds, lanes))) / whole if whole else 0.0
 
 
 def alive_units(schedule: Schedule, timeline: Timeline) -> list[list[tuple[float, int]]]:
