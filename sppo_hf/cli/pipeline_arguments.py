@@ -91,13 +91,17 @@ class PipelineArguments:
     recompute: bool = False
 
     @property
+    def name(self) -> str:
+        """What is simulated: "seq1f1b", or "seq1f1b, Llama-3.1-8B, 128K tokens"."""
+        parts = [] if self.model is None else [self.model, f"{self.seq_len} tokens"]
+        return ", ".join((self.schedule, *parts))
+
+    @property
     def title(self) -> str:
-        """What is simulated: "seq1f1b, 4 ranks, 8 micro-batches of 4 chunks"."""
-        parts = [self.schedule, f"{self.stages} ranks"]
+        """The same with its size: "seq1f1b, 4 ranks, 8 micro-batches of 4 chunks"."""
+        parts = [self.name, f"{self.stages} ranks"]
         parts += [f"{self.virtual} stages each"] if self.virtual > 1 else []
-        parts.append(f"{self.micro_batches} micro-batches of {self.chunks} chunks")
-        parts += [f"{self.model} at {self.seq_len} tokens"] if self.model is not None else []
-        return ", ".join(parts)
+        return ", ".join((*parts, f"{self.micro_batches} micro-batches of {self.chunks} chunks"))
 
     @property
     def forward_seconds(self) -> float:

@@ -116,7 +116,7 @@ def simulate(
                 "which says what kind of picture it is. Remedy: use one of these endings."
             )
         simulated = arguments.simulate()
-        _write_files(simulated, arguments.title, figure, trace)
+        _write_files(simulated, arguments.name, figure, trace)
     if as_json:
         typer.echo(json.dumps(_to_dict(simulated)))
     else:
