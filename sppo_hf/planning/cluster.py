@@ -19,6 +19,7 @@ from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.formulas import bubble_fraction as formula_bubble
+from sppo_hf.schedule.formulas import peak_units
 from sppo_hf.schedule.generate import INTERLEAVED, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
@@ -149,7 +150,7 @@ class ClusterAnswer:
     """Of those that do not fit, the one that lacks least; None if all that were tried fit."""
 
     tried: int
-    """Layouts that were simulated."""
+    """Layouts that were simulated; others were too large at a glance, or too slow."""
 
     candidates: int
     """Layouts that there are."""
@@ -174,20 +175,27 @@ def solve_cluster(question: ClusterQuestion, *, keep: int = 5) -> ClusterAnswer:
             f"{question.gpus} devices cannot share {question.rows} rows of "
             f"{question.total_tokens:,} tokens among stages of {question.cost.shape.num_layers} "
             "layers. Allowed: replicas that divide devices and rows, at most one stage per layer, "
-            f"chunks of {_LEAST_CHUNK_TOKENS:,} tokens or more. Remedy: more rows, or other devices."
+            f"and at most {_MOST_UNITS:,} chunks on a rank. Remedy: more rows, or fewer devices."
         )
     best: list[ClusterPlan] = []
     closest: ClusterPlan | None = None
     tried = 0
+    hopeless: list[tuple[int, Layout]] = []
     for seconds, layout in ranked:
         if len(best) >= keep and seconds > best[keep - 1].step_seconds:
             break
+        least_bytes = _least_bytes(question, layout)
+        if _over(least_bytes, question.budgets.device):
+            hopeless.append((least_bytes, layout))
+            continue
         tried += 1
         plan = simulate_layout(question, layout)
         if not plan.missing_bytes:
             best = sorted([*best, plan], key=lambda p: p.step_seconds)[:keep]
         elif closest is None or plan.missing_bytes < closest.missing_bytes:
             closest = plan
+    if not best and closest is None:
+        closest = simulate_layout(question, min(hopeless)[1])
     return ClusterAnswer(best=tuple(best), closest=closest, tried=tried, candidates=len(ranked))
 
 
@@ -295,6 +303,27 @@ def _estimated_seconds(question: ClusterQuestion, layout: Layout) -> float:
     if layout.partition == "ramp":
         idle *= _RAMP_SHARE
     return seconds * rows / layout.stages / (1.0 - idle)
+
+
+def _least_bytes(question: ClusterQuestion, layout: Layout) -> int:
+    """Less than any rank of this layout can do with, found without simulating it.
+
+    The lightest equal share of the model's states and of a row's K/V, and where frames stay, the
+    units that the last rank holds at least, each as small as the smallest chunk's.
+    """
+    shape, stages = question.cost.shape, layout.stages
+    whole = StageWeights.of(shape, range(shape.num_layers))
+    fixed = (whole.weights + whole.gradients + whole.optimizer) // stages
+    layers = range(shape.num_layers)
+    tokens = question.total_tokens
+    fixed += sum(question.cost.kv_bytes(layer, tokens) for layer in layers) // stages
+    if layout.offload != "none":
+        return fixed
+    size = Size(stages, question.rows // layout.replicas, layout.num_chunks, layout.virtual)
+    shortest = min(end - start for start, end in _bounds(question, layout))
+    held = min(peak_units(layout.schedule, size)) / (stages * layout.virtual)
+    frames = sum(question.cost.frame_bytes(layer, shortest, layout.saved) for layer in layers)
+    return fixed + int(held * frames)
 
 
 def _reduce_seconds(question: ClusterQuestion, costs: PipelineCost, replicas: int) -> float:
