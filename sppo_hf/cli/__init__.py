@@ -12,6 +12,7 @@ from sppo_hf.cli.calibrate import calibrate
 from sppo_hf.cli.check import check
 from sppo_hf.cli.estimate import estimate
 from sppo_hf.cli.plan import plan
+from sppo_hf.cli.simulate import simulate
 
 app = typer.Typer(
     name="sppo",
@@ -25,6 +26,7 @@ app.command()(calibrate)
 app.command()(check)
 app.command()(estimate)
 app.command()(plan)
+app.command()(simulate)
 
 
 @app.callback()

@@ -10,11 +10,12 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from sppo_hf.cli import planning_arguments as given
+from sppo_hf.cli.plan_cluster import ask_cluster, cluster_table, cluster_to_dict
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.answer_tables import plan_tables
 from sppo_hf.planning.ask import Answer, PolicyResult, ask, compare_policies, plan_for, timeline_of
@@ -54,6 +55,17 @@ def plan(
         Path | None,
         typer.Option(help="Write the simulated step as JSON for ui.perfetto.dev."),
     ] = None,
+    gpus: Annotated[
+        int,
+        typer.Option(min=1, help="Devices; more than one: the best layouts over them, and why."),
+    ] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, help="Devices that share a host, with --gpus.")
+    ] = 8,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Bytes per second between them, each way.  [default: 25GiB]"),
+    ] = None,
     as_json: given.AsJson = False,
 ) -> None:
     """Show the plan for training MODEL at a length on a machine, beside every fixed policy.
@@ -79,6 +91,8 @@ def plan(
         offload_kv=offload_kv,
         policy=policy,
     )
+    if gpus > 1:
+        _plan_cluster(arguments, gpus, gpus_per_node, link, as_json, figure or trace)
     with given.bad_input(as_json):
         if figure is not None and figure.suffix.lower() not in ENDINGS:
             raise ConfigError(
@@ -96,6 +110,28 @@ def plan(
         out.print(plan_tables(answer, results, arguments.title))
         out.print(arguments.hardware_note(question), style="dim", highlight=False)
     raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)
+
+
+def _plan_cluster(
+    arguments: given.PlanningArguments,
+    gpus: int,
+    gpus_per_node: int,
+    link: str | None,
+    as_json: bool,
+    file: Path | None,
+) -> NoReturn:
+    with given.bad_input(as_json):
+        if file is not None:
+            raise ConfigError(
+                f"{file} was asked for with --gpus {gpus}. Allowed: pictures and traces of one "
+                "device's plan. Remedy: `sppo simulate` draws a layout over several."
+            )
+        answer = ask_cluster(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
+    if as_json:
+        typer.echo(json.dumps(cluster_to_dict(answer)))
+    else:
+        given.console().print(cluster_table(answer, f"{arguments.title} on {gpus} devices"))
+    raise typer.Exit(given.FITS if answer.best else given.FITS_NOT)
 
 
 def _compare(arguments: given.PlanningArguments, answer: Answer) -> Sequence[PolicyResult]:

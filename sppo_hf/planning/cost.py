@@ -110,6 +110,14 @@ class StageCost:
             self._memo[key] = seconds * self.correction.backward
         return self._memo[key]
 
+    def weight_seconds(self, layer: int, tokens: int) -> float:
+        """The part of `backward_seconds` that is gradients of weights, where it is done apart."""
+        key = ("W", self._kinds[layer], tokens)
+        if key not in self._memo:
+            flops = self.shape.weight_gradient_flops_per_token(layer)
+            self._memo[key] = self._linear_seconds(flops, tokens) * self.correction.backward
+        return self._memo[key]
+
     def recompute_seconds(self, layer: int, tokens: int, saved: Saved) -> float:
         """What backward runs again of `layer` over a chunk of `tokens` tokens; never attention."""
         if saved == "whole":

@@ -18,7 +18,8 @@ from sppo_hf.planning import figure_parts as parts
 from sppo_hf.planning.modes import SAVED, TIERS, mode_of
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.report import format_bytes, format_lengths, format_tokens
-from sppo_hf.schedule.actions import KIND_NAMES, Kind
+from sppo_hf.schedule import bars
+from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Kind
 from sppo_hf.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def draw_plan(
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(inches), 1, squeeze=False, height_ratios=inches)
     head, modes, *memory, below = grid[:, 0]
-    clock = parts.Clock.of(timeline)
+    clock = bars.Clock.of(timeline)
     _write_title(head, plan, clock, timeline=timeline, title=title)
     _draw_modes(modes, plan)
     for axes, tier in zip(memory, tiers, strict=True):
@@ -99,7 +100,7 @@ def draw_plan(
 
 
 def _write_title(
-    axes: Axes, plan: Plan, clock: parts.Clock, *, timeline: Timeline, title: str
+    axes: Axes, plan: Plan, clock: bars.Clock, *, timeline: Timeline, title: str
 ) -> None:
     rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows of "
     said = [
@@ -113,7 +114,7 @@ def _write_title(
     axes.set_axis_off()
     # A dollar sign in a name begins no formula.
     axes.text(0.0, 0.75, title, fontsize=15, fontweight="bold", parse_math=False)
-    axes.text(0.0, 0.2, "  \N{MIDDLE DOT}  ".join(said), fontsize=11, color=parts.INK)
+    axes.text(0.0, 0.2, "  \N{MIDDLE DOT}  ".join(said), fontsize=11, color=bars.INK)
 
 
 def _draw_modes(axes: Axes, plan: Plan) -> None:
@@ -174,11 +175,11 @@ def _add_legend(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
 
 
 def _draw_memory(
-    axes: Axes, timeline: Timeline, tier: str, *, budget_bytes: int | None, clock: parts.Clock
+    axes: Axes, timeline: Timeline, tier: str, *, budget_bytes: int | None, clock: bars.Clock
 ) -> None:
     peak = timeline.peak(tier)
-    unit, unit_bytes = parts.byte_unit(peak.num_bytes)
-    instants = parts.thin_out(timeline.curve(tier), timeline.end_seconds)
+    unit, unit_bytes = bars.byte_unit(peak.num_bytes)
+    instants = bars.thin_out(timeline.curve(tier), timeline.end_seconds)
     # Steps are drawn from each instant to the next, the last one to the end of the picture.
     times = [*(at * clock.per_second for at in instants), clock.end]
     top = [0.0] * len(times)
@@ -186,7 +187,7 @@ def _draw_memory(
         bottom, held_bytes = top, [*held_bytes, held_bytes[-1]]
         top = [base + held / unit_bytes for base, held in zip(bottom, held_bytes, strict=True)]
         axes.fill_between(times, bottom, top, step="post", color=colour, linewidth=0, label=name)
-    axes.step(times, top, where="post", color=parts.INK, linewidth=0.4)
+    axes.step(times, top, where="post", color=bars.INK, linewidth=0.4)
     words = f"{tier}: peak {format_bytes(peak.num_bytes)}"
     highest_bytes = peak.num_bytes
     over = False
@@ -201,33 +202,33 @@ def _draw_memory(
         else:
             words += " (above the panel)"
     place = (peak.seconds * clock.per_second, peak.num_bytes / unit_bytes)
-    axes.plot(*place, marker="v", color=parts.INK, markersize=6, clip_on=False)
-    axes.set_title(words, loc="left", size=10, color=parts.RED if over else "black")
+    axes.plot(*place, marker="v", color=bars.INK, markersize=6, clip_on=False)
+    axes.set_title(words, loc="left", size=10, color=bars.RED if over else "black")
     axes.set_ylabel(unit)
     axes.set_ylim(0, 1.12 * highest_bytes / unit_bytes)
     _add_legend(axes)
 
 
-def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: parts.Clock) -> None:
-    finest_seconds = timeline.end_seconds * parts.FINEST
+def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: bars.Clock) -> None:
+    finest_seconds = timeline.end_seconds * bars.FINEST
     kinds: set[Kind] = set()
     waits: dict[str, float] = {}
     for row, lane in enumerate(lanes):
-        bars = parts.join_spans(timeline.spans(lane), finest_seconds)
-        here: set[Kind] = {bar.kind for bar in bars}
+        drawn = bars.join_spans(timeline.spans(lane), finest_seconds)
+        here: set[Kind] = {bar.kind for bar in drawn}
         kinds |= here
         axes.broken_barh(
-            [clock.place(bar.start_seconds, bar.end_seconds) for bar in bars],
+            [clock.place(bar.start_seconds, bar.end_seconds) for bar in drawn],
             (row - 0.4, 0.8),
-            facecolors=[bar.colour for bar in bars],
+            facecolors=[bar.colour for bar in drawn],
             linewidth=0,
         )
-        for bar in parts.longest_bars(bars, timeline.end_seconds * _NARROWEST_NUMBERED):
+        for bar in bars.longest_bars(drawn, timeline.end_seconds * _NARROWEST_NUMBERED):
             start, length = clock.place(bar.start_seconds, bar.end_seconds)
-            colour = "white" if bar.kind in "BHLRO" else "black"
+            colour = "white" if bar.kind in bars.DARK_KINDS else "black"
             place = {"ha": "center", "va": "center", "fontsize": 8}
             axes.text(start + length / 2, row, str(bar.unit), color=colour, **place)
-        if here & parts.COMPUTE_KINDS:
+        if here & COMPUTE_KINDS:
             waits[lane] = timeline.stall_seconds(lane)
             _draw_stalls(axes, row, timeline, lane=lane, clock=clock)
     end_seconds = timeline.end_seconds or 1.0
@@ -240,15 +241,13 @@ def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: par
     _add_legend(axes, _lane_handles(kinds, waited=any(waits.values())))
 
 
-def _draw_stalls(
-    axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: parts.Clock
-) -> None:
-    stalls = timeline.stalls(lane, over_seconds=timeline.end_seconds * parts.FINEST)
+def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: bars.Clock) -> None:
+    stalls = timeline.stalls(lane, over_seconds=timeline.end_seconds * bars.FINEST)
     axes.broken_barh(
         [clock.place(stall.start_seconds, stall.start_seconds + stall.seconds) for stall in stalls],
         (row - 0.4, 0.8),
         facecolors="white",
-        edgecolor=parts.RED,
+        edgecolor=bars.RED,
         hatch="/////",
         linewidth=0,
     )
@@ -258,11 +257,11 @@ def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
     from matplotlib.patches import Patch
 
     handles: list[Artist] = [
-        Patch(facecolor=parts.KIND_COLOURS[kind], label=name)
+        Patch(facecolor=bars.KIND_COLOURS[kind], label=name)
         for kind, name in KIND_NAMES.items()
         if kind in kinds
     ]
     if waited:
-        style = {"facecolor": "white", "edgecolor": parts.RED, "hatch": "/////", "linewidth": 0}
+        style = {"facecolor": "white", "edgecolor": bars.RED, "hatch": "/////", "linewidth": 0}
         handles.append(Patch(label="waits", **style))
     return handles

@@ -1,7 +1,8 @@
 """Actions: the smallest steps of a schedule, as values with a text form that parses back.
 
 `2F5` is stage 2's forward of unit 5, `0F5.12` stage 0's for layer 12 alone, `0K5.12#3` part 3 of
-what streams in for that. Knows nothing of lanes, seconds or bytes, nor of how an action is done.
+what streams in for that. Names of kinds that torch.distributed.pipelining has too are its names.
+Knows nothing of lanes, seconds or bytes, nor of how an action is done.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from typing import Literal, NamedTuple, cast, get_args
 
 from sppo_hf.errors import ScheduleError
 
-Kind = Literal["F", "B", "R", "D", "H", "S", "L", "K", "O"]
+# fmt: off
+Kind = Literal[
+    "F", "B", "I", "W", "R", "D", "H", "S", "L", "K", "O",
+    "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD",
+]
+# fmt: on
 """What an action does; see `KIND_NAMES`."""
 
 KIND_NAMES: dict[Kind, str] = {
     "F": "forward",
     "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
     "R": "recompute",
     "D": "device to host",
     "H": "host to device",
@@ -24,8 +32,18 @@ KIND_NAMES: dict[Kind, str] = {
     "L": "disk load",
     "K": "K/V in",
     "O": "K/V out",
+    "SEND_F": "send activation",
+    "RECV_F": "receive activation",
+    "SEND_B": "send gradient",
+    "RECV_B": "receive gradient",
+    "REDUCE_GRAD": "reduce gradients",
 }
-"""Each kind in words, as pictures, traces and errors show it."""
+"""Each kind in words, as pictures, traces and errors show it. "B" is a whole backward, "I" and "W"
+the two halves of one that is split; a send names the stage that sends, a receive the one that
+receives; the unit of "REDUCE_GRAD" is the last one whose gradients are in the sum."""
+
+COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
+"""Kinds that occupy the device's compute."""
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _FORM = re.compile(

@@ -60,21 +60,79 @@ def simulate(
             lanes wait for each other, or for an action that no lane has: then the message shows
             each such lane with the action at which it stopped.
     """
+    run = _prepared(lanes)
+    find, nowhere = run.positions.get, len(run.actions)
+
+    def needs(position: int) -> Sequence[int]:
+        found: list[int] = []
+        for other in after(run.actions[position]):
+            found.append(find(other, nowhere))
+            if found[-1] == nowhere:
+                run.absent.setdefault(position, other)
+        return found
+
+    return _finish(run, lanes, seconds, needs, changes, standing)
+
+
+def simulate_positions(
+    lanes: Mapping[str, Sequence[Action]],
+    *,
+    seconds: Callable[[Action], float],
+    needs: Callable[[int], Sequence[int]],
+    changes: Callable[[Action], Iterable[Change]] | None = None,
+    standing: Iterable[Change] = (),
+) -> Timeline:
+    """Does what `simulate` does, for callers that number actions instead of looking them up.
+
+    Args:
+        lanes: as there.
+        seconds: as there.
+        needs: the positions of what must be done before the action at a position, which is its
+            place when all lanes are written one after the other.
+        changes: as there.
+        standing: as there.
+
+    Raises:
+        ScheduleError: as there.
+    """
+    return _finish(_prepared(lanes), lanes, seconds, needs, changes, standing)
+
+
+class DeadlockError(ScheduleError):
+    """Lanes wait for each other, or for an action that is on none of them."""
+
+    def __init__(self, message: str, stuck: Sequence[tuple[Action, Action]]) -> None:
+        super().__init__(message)
+        self.stuck = tuple(stuck)
+        """Of each lane that never ends: the action at which it stops, and what that waits for."""
+
+
+def _prepared(lanes: Mapping[str, Sequence[Action]]) -> _Run:
     actions = [action for lane in lanes.values() for action in lane]
     positions = {action: position for position, action in enumerate(actions)}
     if len(positions) != len(actions):
         raise ScheduleError(_repeated(lanes))
     bounds = [0, *accumulate(len(lane) for lane in lanes.values())]
-    ranges = [range(first, stop) for first, stop in pairwise(bounds)]
-    run = _Run(actions, positions, ranges)
-    run.play(seconds, after)
+    return _Run(actions, positions, [range(first, stop) for first, stop in pairwise(bounds)])
+
+
+def _finish(
+    run: _Run,
+    lanes: Mapping[str, Sequence[Action]],
+    seconds: Callable[[Action], float],
+    needs: Callable[[int], Sequence[int]],
+    changes: Callable[[Action], Iterable[Change]] | None,
+    standing: Iterable[Change],
+) -> Timeline:
+    run.play(seconds, needs)
     if run.blocked:
-        raise ScheduleError(_deadlock(tuple(lanes), run))
+        stuck = [(run.actions[position], other) for position, other in run.blocked.values()]
+        raise DeadlockError(_deadlock(tuple(lanes), run), stuck)
     return Timeline(
         Record(
-            actions=actions,
-            positions=positions,
-            lanes=dict(zip(lanes, ranges, strict=True)),
+            actions=run.actions,
+            positions=run.positions,
+            lanes=dict(zip(lanes, run.ranges, strict=True)),
             starts=run.starts,
             ends=run.ends[:-1],
             readies=run.readies,
@@ -104,20 +162,21 @@ class _Run:
         self.ends = [-1.0] * (count + 1)
         self.blocked: dict[int, tuple[int, Action]] = {}
         """By lane that did not end: the position at which it stopped, and what it waits for."""
+        self.absent: dict[int, Action] = {}
+        """By position: what it needs and no lane has."""
 
     def play(
-        self, seconds: Callable[[Action], float], after: Callable[[Action], Iterable[Action]]
+        self, seconds: Callable[[Action], float], needs: Callable[[int], Sequence[int]]
     ) -> None:
         """Runs each lane as far as it comes, and again once what stopped it is done.
 
         Each action is looked at once, and once more for each dependency that stopped its lane; no
         queue of events by time is needed, since every lane's order is given.
         """
-        ends, starts, find = self.ends, self.starts, self.positions.get
-        nowhere = len(self.positions)
+        actions, ends, starts = self.actions, self.ends, self.starts
         next_positions = [held.start for held in self.ranges]
-        # What a lane's next action needs, so that `after` is asked once even if the lane waits.
-        pending: list[tuple[Action, ...] | None] = [None] * len(self.ranges)
+        # What a lane's next action needs, so that it is asked once even if the lane waits.
+        pending: list[Sequence[int] | None] = [None] * len(self.ranges)
         waiting: dict[int, list[int]] = {}
         runnable = list(reversed(range(len(self.ranges))))
         while runnable:
@@ -127,13 +186,13 @@ class _Run:
             free = ends[next_positions[lane] - 1] if next_positions[lane] > first else 0.0
             needed = pending[lane]
             for position in range(next_positions[lane], stop):
-                action = self.actions[position]
-                needed = tuple(after(action)) if needed is None else needed
+                needed = needs(position) if needed is None else needed
                 ready, latest = 0.0, -1
-                for other in needed:
-                    found = find(other, nowhere)
+                for found in needed:
                     end = ends[found]
                     if end < 0.0:
+                        absent = found == len(actions)
+                        other = self.absent[position] if absent else actions[found]
                         self.blocked[lane] = (position, other)
                         waiting.setdefault(found, []).append(lane)
                         next_positions[lane], pending[lane] = position, needed
@@ -142,7 +201,10 @@ class _Run:
                         ready, latest = end, found
                 else:
                     start = ready if ready > free else free
-                    free = start + _checked(action, seconds(action))
+                    took_seconds = seconds(actions[position])
+                    if not 0.0 <= took_seconds < inf:
+                        raise ScheduleError(_bad_duration(actions[position], took_seconds))
+                    free = start + took_seconds
                     starts[position], ends[position] = start, free
                     self.readies[position], self.latest[position] = ready, latest
                     needed = None
@@ -152,10 +214,8 @@ class _Run:
                 break
 
 
-def _checked(action: Action, took_seconds: float) -> float:
-    if 0.0 <= took_seconds < inf:
-        return took_seconds
-    raise ScheduleError(
+def _bad_duration(action: Action, took_seconds: float) -> str:
+    return (
         f"{action} takes {took_seconds} seconds; a duration must be zero or more, and finite. "
         "Check the rates that it was computed from."
     )

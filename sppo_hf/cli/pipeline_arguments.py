@@ -1,0 +1,232 @@
+"""Arguments of `sppo simulate`, and the simulation that they ask for.
+
+Only words into values; schedules and costs are the rooms' below. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sppo_hf.cli import planning_arguments as given
+from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.ask import question_for
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.partition import chunk_bounds
+from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.pipeline import (
+    bubble_fraction,
+    fixed_seconds,
+    peak_units,
+    simulate_pipeline,
+)
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.timeline import Timeline
+
+DEFAULT_LINK = "25GiB"
+"""Bytes per second of a link: a 200 Gbit/s network card's."""
+
+
+class Offload(StrEnum):
+    """What of each frame leaves the device; a choice on the command line."""
+
+    none = "none"
+    full = "full"
+    sppo = "sppo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """A schedule that was simulated."""
+
+    schedule: Schedule
+    """Its compute."""
+
+    lowered: Schedule
+    """With sends and copies, as it was simulated."""
+
+    timeline: Timeline
+    """When all of it ran."""
+
+    bubble_fraction: float
+    """Share of the ranks' time without compute."""
+
+    peak_units: list[int]
+    """Most units alive, by rank."""
+
+    peak_bytes: list[int] | None = None
+    """Most bytes on the device, by rank; None without a model."""
+
+    layers: tuple[range, ...] = ()
+    """Layers of each stage of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineArguments:
+    """The command line as it was typed."""
+
+    schedule: str
+    stages: int
+    micro_batches: int = 1
+    chunks: int = 1
+    virtual: int = 1
+    forward: float | None = None
+    backward: float | None = None
+    weight: float | None = None
+    send: float | None = None
+    model: str | None = None
+    seq_len: str | None = None
+    hardware: str | None = None
+    link: str | None = None
+    rows: int = 1
+    dtype: given.Dtype = given.Dtype.bfloat16
+    lora: int | None = None
+    partition: given.Partition = given.Partition.flops
+    offload: Offload = Offload.none
+    recompute: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is simulated: "seq1f1b", or "seq1f1b, Llama-3.1-8B, 128K tokens"."""
+        parts = [] if self.model is None else [self.model, f"{self.seq_len} tokens"]
+        return ", ".join((self.schedule, *parts))
+
+    @property
+    def title(self) -> str:
+        """The same with its size: "seq1f1b, 4 ranks, 8 micro-batches of 4 chunks"."""
+        parts = [self.name, f"{self.stages} ranks"]
+        parts += [f"{self.virtual} stages each"] if self.virtual > 1 else []
+        return ", ".join((*parts, f"{self.micro_batches} micro-batches of {self.chunks} chunks"))
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of one unit, without a model."""
+        return 1.0 if self.forward is None else self.forward
+
+    @property
+    def backward_seconds(self) -> float:
+        """Likewise."""
+        return 2.0 if self.backward is None else self.backward
+
+    def simulate(self) -> Simulated:
+        """Generates the schedule and simulates it.
+
+        Raises:
+            ScheduleError: there is no such schedule, or not of this size.
+            ConfigError: a value is refused, or two that exclude each other are given.
+            UnsupportedModelError: the engine refuses such models.
+        """
+        self._check()
+        size = Size(self.stages, self.micro_batches, self.chunks, self.virtual)
+        schedule = generate(self.schedule, size)
+        if self.model is not None:
+            return self._simulate_model(schedule)
+        lowered = lower(schedule) if self.send else schedule
+        seconds = fixed_seconds(
+            self.forward_seconds,
+            self.backward_seconds,
+            weight=self.weight,
+            send=self.send or 0.0,
+        )
+        timeline = simulate_pipeline(lowered, seconds=seconds)
+        return _simulated(schedule, lowered, timeline)
+
+    def _simulate_model(self, schedule: Schedule) -> Simulated:
+        assert self.model is not None, "asked only with one"
+        assert self.seq_len is not None, "checked before"
+        profile = load_profile(self.hardware or given.DEFAULT_HARDWARE)
+        config = SPPOConfig(num_chunks=self.chunks, partition=self.partition.value)
+        question = question_for(
+            given.read_model(self.model),
+            config,
+            profile=profile,
+            total_tokens=given.parse_tokens(self.seq_len),
+            batch_rows=self.rows,
+            dtype_name=str(self.dtype),
+            lora_rank=self.lora,
+        )
+        bounds = chunk_bounds(
+            config, question.shape, question.total_tokens, device_kind=profile.kind
+        )
+        costs = PipelineCost.of(
+            schedule,
+            StageCost(
+                shape=question.shape,
+                profile=profile,
+                dtype_name=str(self.dtype),
+                batch_rows=self.rows,
+            ),
+            bounds,
+            saved="skeleton" if self.recompute else "whole",
+            offload=self.offload.value,
+            link_bytes_per_second=parse_bytes(
+                self.link or DEFAULT_LINK, field="--link", total_bytes=None
+            ),
+        )
+        lowered = lower(schedule, leaves=costs.leaves)
+        timeline = simulate_pipeline(
+            lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
+        )
+        peaks = [timeline.peak(f"{r}.device").num_bytes for r in range(schedule.num_ranks)]
+        return _simulated(schedule, lowered, timeline, peak_bytes=peaks, layers=costs.stages)
+
+    def _check(self) -> None:
+        seconds = {
+            "--forward": self.forward,
+            "--backward": self.backward,
+            "--weight": self.weight,
+            "--send": self.send,
+        }
+        of_model = {
+            "--seq-len": self.seq_len,
+            "--hardware": self.hardware,
+            "--link": self.link,
+            "--lora": self.lora,
+            "--recompute": self.recompute or None,
+            "--offload": None if self.offload is Offload.none else self.offload,
+        }
+        wrong = of_model if self.model is None else seconds
+        for option in (name for name, value in wrong.items() if value is not None):
+            allowed = "with --model" if self.model is None else "without --model, which has its own"
+            raise ConfigError(
+                f"{option} was given. Allowed: only {allowed}. Remedy: leave one of them out."
+            )
+        if self.model is not None and self.seq_len is None:
+            raise ConfigError(
+                "--model was given without --seq-len. Allowed: both. Remedy: add --seq-len 128K, "
+                "the tokens of each row."
+            )
+        for option, value in seconds.items():
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(
+                    f"{option} is {value}. Allowed: seconds, zero or more. Remedy: use 1."
+                )
+        if (self.weight or 0.0) > self.backward_seconds:
+            raise ConfigError(
+                f"--weight is {self.weight}, more than --backward, {self.backward_seconds}. "
+                "Allowed: a part of it. Remedy: --backward is the whole backward; raise it."
+            )
+
+
+def _simulated(
+    schedule: Schedule,
+    lowered: Schedule,
+    timeline: Timeline,
+    *,
+    peak_bytes: list[int] | None = None,
+    layers: tuple[range, ...] = (),
+) -> Simulated:
+    return Simulated(
+        schedule=schedule,
+        lowered=lowered,
+        timeline=timeline,
+        bubble_fraction=bubble_fraction(timeline),
+        peak_units=peak_units(lowered, timeline),
+        peak_bytes=peak_bytes,
+        layers=layers,
+    )

@@ -1,0 +1,145 @@
+"""`sppo plan MODEL --gpus 8 --seq-len N`: which layouts over several devices are fastest, and why.
+
+Only arguments and printing; the search is `sppo_hf.planning.cluster`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from sppo_hf.cli.pipeline_arguments import DEFAULT_LINK
+from sppo_hf.cli.planning_arguments import PlanningArguments
+from sppo_hf.config import parse_bytes
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.choices import read_budgets
+from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.report import format_bytes
+
+_COLUMNS = (
+    *("schedule", "stages", "chunks", "frames", "tokens/s", "step", "idle", "again"),
+    *("device", "host"),
+)
+_LEAVING = {"full": "all leave", "sppo": "some leave"}
+
+
+def ask_cluster(
+    arguments: PlanningArguments, *, gpus: int, gpus_per_node: int, link: str | None
+) -> ClusterAnswer:
+    """Searches layouts for the model, length and machine of the command line.
+
+    Raises:
+        ConfigError: a value is refused, or the devices cannot share the rows.
+        UnsupportedModelError: the engine refuses such models.
+    """
+    chosen = {
+        "--num-chunks": arguments.num_chunks != "auto",
+        "--partition": arguments.partition.value != "flops",
+        "--offload-kv": arguments.offload_kv.value != "auto",
+        "--recompute": arguments.recompute is not None,
+        "--policy": arguments.policy.value != "auto",
+        "--disk": arguments.disk is not None,
+    }
+    for option in (name for name, given in chosen.items() if given):
+        raise ConfigError(
+            f"{option} was given with --gpus {gpus}. Allowed: not both; the search over several "
+            "devices chooses chunks and what is kept, and uses no disk. Remedy: drop one of them, "
+            "or ask `sppo simulate` about one layout."
+        )
+    question = arguments.question()
+    profile = question.device.profile
+    assert profile is not None, "a question from the command line has a profile"
+    rate = parse_bytes(link or DEFAULT_LINK, field="--link", total_bytes=None)
+    cost = StageCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
+    return solve_cluster(
+        ClusterQuestion(
+            cost=cost,
+            total_tokens=question.total_tokens,
+            rows=question.batch_rows,
+            gpus=gpus,
+            budgets=read_budgets(question.config, question.device),
+            gpus_per_node=gpus_per_node,
+            link_bytes_per_second=rate,
+        )
+    )
+
+
+def cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:
+    """Returns an answer in plain JSON types."""
+    return {
+        "fits": bool(answer.best),
+        "plans": [_plan_to_dict(plan) for plan in answer.best],
+        "closest": None if answer.closest is None else _plan_to_dict(answer.closest),
+        "tried": answer.tried,
+        "candidates": answer.candidates,
+    }
+
+
+def cluster_table(answer: ClusterAnswer, title: str) -> Group:
+    """Returns the best layouts, or the one that comes closest, as a table.
+
+    "again" is the share of compute that is recomputation; "host" is a whole node's.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name in _COLUMNS:
+        left = name in ("schedule", "stages", "chunks", "frames")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = answer.best or ([] if answer.closest is None else [answer.closest])
+    for plan in rows:
+        table.add_row(*_cells(plan))
+    said = f"{answer.tried} of {answer.candidates} layouts were simulated."
+    if not answer.best and answer.closest is not None:
+        missing = format_bytes(answer.closest.missing_bytes)
+        said += f" None fits; the one shown comes closest and lacks {missing}."
+    elif answer.closest is not None:
+        missing = format_bytes(answer.closest.missing_bytes)
+        said += f" {_name(answer.closest)} does not fit: {missing} are missing."
+    return Group(Text(title, style="bold"), table, Text(said))
+
+
+def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
+    return {
+        **plan.layout._asdict(),
+        "layers": [[held.start, held.stop] for held in plan.layers],
+        "chunk_lengths": [end - start for start, end in plan.bounds],
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "bubble_fraction": plan.bubble_fraction,
+        "recompute_fraction": plan.recompute_fraction,
+        "peak_bytes": list(plan.peak_bytes),
+        "host_bytes": plan.host_bytes,
+        "missing_bytes": plan.missing_bytes,
+        "why": plan.why,
+    }
+
+
+def _cells(plan: ClusterPlan) -> tuple[str, ...]:
+    layout = plan.layout
+    stages = f"{layout.stages} x {layout.virtual}" if layout.virtual > 1 else f"{layout.stages}"
+    if layout.replicas > 1:
+        stages += f", {layout.replicas} times"
+    leaving = "" if layout.offload == "none" else f", {_LEAVING[layout.offload]}"
+    return (
+        layout.schedule.removesuffix("_seq1f1b"),
+        stages,
+        f"{layout.num_chunks} {layout.partition}",
+        layout.saved + leaving,
+        f"{plan.tokens_per_second:,.0f}",
+        f"{plan.step_seconds:,.1f} s",
+        f"{plan.bubble_fraction:.1%}",
+        f"{plan.recompute_fraction:.1%}",
+        format_bytes(max(plan.peak_bytes)),
+        format_bytes(plan.host_bytes),
+    )
+
+
+def _name(plan: ClusterPlan) -> str:
+    layout = plan.layout
+    return (
+        f"{layout.schedule} with {layout.stages} x {layout.replicas}, {layout.num_chunks} chunks, "
+        f"{layout.saved} frames, {layout.offload} offload"
+    )

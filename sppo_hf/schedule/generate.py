@@ -1,0 +1,210 @@
+"""Generators: from numbers of ranks, micro-batches and chunks to a Schedule of compute actions.
+
+Each is a pair of orders (forwards, and backwards chunk by chunk in reverse) and a rule for how they
+alternate. Sends, copies and reductions are added by `lower`. P, M, N and V in the words below are
+ranks, micro-batches, chunks per micro-batch and virtual stages per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from sppo_hf.errors import ScheduleError
+from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.schedule import Schedule
+
+
+class Size(NamedTuple):
+    """How large a schedule is."""
+
+    num_ranks: int
+    """P: ranks of the pipeline."""
+
+    num_micro_batches: int
+    """M: micro-batches of a step."""
+
+    num_chunks: int = 1
+    """N: chunks of a micro-batch."""
+
+    num_virtual: int = 1
+    """V: stages of each rank; stage s is on rank `s % num_ranks`."""
+
+    @property
+    def num_units(self) -> int:
+        """Units that each stage carries out."""
+        return self.num_micro_batches * self.num_chunks
+
+
+def gpipe(size: Size) -> Schedule:
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965); every unit is alive at once."""
+    units, reverse = _orders(size)
+    return Schedule(
+        tuple(
+            (*_of_stage("F", rank, units), *_of_stage("B", rank, reverse))
+            for rank in range(size.num_ranks)
+        ),
+        size.num_chunks,
+    )
+
+
+def one_forward_one_backward(size: Size) -> Schedule:
+    """1F1B by whole micro-batches (PipeDream-Flush, arXiv 2006.09503).
+
+    Rank r warms up with P - r - 1 micro-batches. With several chunks these follow each other from
+    stage to stage, but a micro-batch's backward still begins only after its last chunk's forward
+    on all stages, and a whole micro-batch is alive at once.
+    """
+    units, reverse = _orders(size)
+    ranks: list[tuple[Action, ...]] = []
+    for rank in range(size.num_ranks):
+        warm_up = min(size.num_ranks - rank - 1, size.num_micro_batches) * size.num_chunks
+        forwards, backwards = _of_stage("F", rank, units), _of_stage("B", rank, reverse)
+        ranks.append(_alternate(forwards, backwards, warm_up, run=size.num_chunks))
+    return Schedule(tuple(ranks), size.num_chunks)
+
+
+def seq1f1b(size: Size) -> Schedule:
+    """1F1B by chunks (Seq1F1B, arXiv 2406.03488): rank r warms up with P - r - 2 + N forwards.
+
+    Micro-batches go first in first out, their chunks last in first out, so that the gradients of
+    keys and values are complete when a chunk's backward needs them.
+    """
+    units, reverse = _orders(size)
+    return Schedule(
+        tuple(
+            _alternate(
+                _of_stage("F", rank, units), _of_stage("B", rank, reverse), _warm_up(size, rank)
+            )
+            for rank in range(size.num_ranks)
+        ),
+        size.num_chunks,
+    )
+
+
+def zb_seq1f1b(size: Size) -> Schedule:
+    """Seq1F1B with weight gradients apart and late (ZB-H1, arXiv 2401.10241, on chunks).
+
+    Rank r is r weight gradients behind its input gradients, which fills the time in which earlier
+    ranks still wait for gradients; every rank then holds as much as rank 0.
+    """
+    units, reverse = _orders(size)
+    ranks: list[tuple[Action, ...]] = []
+    for rank in range(size.num_ranks):
+        order: list[Action] = []
+        inputs = 0
+        late = _of_stage("W", rank, reverse)
+        forwards, backwards = _of_stage("F", rank, units), _of_stage("I", rank, reverse)
+        for action in _alternate(forwards, backwards, _warm_up(size, rank)):
+            order.append(action)
+            if action.kind == "I":
+                order += late[max(inputs - rank, 0) : max(inputs - rank + 1, 0)]
+                inputs += 1
+        ranks.append((*order, *late[max(inputs - rank, 0) :]))
+    return Schedule(tuple(ranks), size.num_chunks)
+
+
+def interleaved_seq1f1b(size: Size) -> Schedule:
+    """Seq1F1B over several stages per rank (arXiv 2406.03488, after Megatron's, 2104.04473).
+
+    Units pass a rank's stages in groups: all units of a group through its first stage, then through
+    its second, and so on. A group is P chunks where N divides P and P divides M * N, as in the
+    paper. Otherwise it is a little larger: always whole micro-batches, since a group that ends
+    within one would need the backward of its last chunks before they have run (a deadlock), and
+    never fewer than P chunks where there are as many, since that would leave ranks idle.
+    """
+    groups = _groups(size)
+    longest = max(map(len, groups)) * size.num_chunks
+    ranks: list[tuple[Action, ...]] = []
+    for rank in range(size.num_ranks):
+        stages = range(rank, size.num_ranks * size.num_virtual, size.num_ranks)
+        forwards: list[Action] = []
+        backwards: list[Action] = []
+        for group in groups:
+            units, reverse = _orders(size, group)
+            forwards += (action for s in stages for action in _of_stage("F", s, units))
+            backwards += (action for s in reversed(stages) for action in _of_stage("B", s, reverse))
+        warm_up = (size.num_virtual - 1) * longest + 2 * (size.num_ranks - rank - 1)
+        warm_up = min(warm_up + size.num_chunks - 1, len(forwards))
+        ranks.append(_alternate(forwards, backwards, warm_up))
+    return Schedule(tuple(ranks), size.num_chunks)
+
+
+GENERATORS: dict[str, Callable[[Size], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "seq1f1b": seq1f1b,
+    "interleaved_seq1f1b": interleaved_seq1f1b,
+    "zb_seq1f1b": zb_seq1f1b,
+}
+"""Each generator by its name on the command line and in a config."""
+
+INTERLEAVED = frozenset({"interleaved_seq1f1b"})
+"""Names of those that put several stages on a rank."""
+
+
+def generate(name: str, size: Size) -> Schedule:
+    """Returns the schedule of that name and size.
+
+    Raises:
+        ScheduleError: there is no such schedule, a number is below one, or several stages per rank
+            are asked of a schedule that has one.
+    """
+    if name not in GENERATORS:
+        raise ScheduleError(
+            f"There is no schedule {name!r}. Allowed: {', '.join(GENERATORS)}. Remedy: name one of "
+            "these."
+        )
+    for what, number in zip(("ranks", "micro-batches", "chunks", "virtual"), size, strict=True):
+        if number < 1:
+            raise ScheduleError(
+                f"Schedule {name!r} was asked for with {what} = {number}. Allowed: 1 or more. "
+                "Remedy: use 1 for what you do not want split."
+            )
+    if size.num_virtual > 1 and name not in INTERLEAVED:
+        raise ScheduleError(
+            f"Schedule {name!r} was asked for with {size.num_virtual} virtual stages per rank. "
+            f"Allowed: 1; only {', '.join(sorted(INTERLEAVED))} puts several on a rank. Remedy: "
+            "use that one, or one stage per rank."
+        )
+    return GENERATORS[name](size)
+
+
+def _warm_up(size: Size, rank: int) -> int:
+    return min(size.num_ranks - rank - 2 + size.num_chunks, size.num_units)
+
+
+def _orders(size: Size, micro_batches: range | None = None) -> tuple[list[int], list[int]]:
+    """Units in forward order, and in backward order: each micro-batch's chunks last to first."""
+    chunks = range(size.num_chunks)
+    picked = range(size.num_micro_batches) if micro_batches is None else micro_batches
+    return (
+        [m * size.num_chunks + chunk for m in picked for chunk in chunks],
+        [m * size.num_chunks + chunk for m in picked for chunk in reversed(chunks)],
+    )
+
+
+def _of_stage(kind: Kind, stage: int, units: Iterable[int]) -> list[Action]:
+    return [Action(kind, stage, unit) for unit in units]
+
+
+def _alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, *, run: int = 1
+) -> tuple[Action, ...]:
+    """First `warm_up` forwards, then `run` forwards and `run` backwards by turns; what is left."""
+    order = list(forwards[:warm_up])
+    turns = range(0, len(forwards) - warm_up, run)
+    for at in turns:
+        order += forwards[warm_up + at : warm_up + at + run]
+        order += backwards[at : at + run]
+    return (*order, *backwards[len(turns) * run :])
+
+
+def _groups(size: Size) -> list[range]:
+    """Micro-batches that pass a rank's stages together: as few as make up P chunks, or all."""
+    least = -(-size.num_ranks // size.num_chunks)
+    count = max(1, size.num_micro_batches // least)
+    # As even as can be: a shorter last group would leave ranks idle.
+    bounds = [size.num_micro_batches * at // count for at in range(count + 1)]
+    return [range(first, stop) for first, stop in pairwise(bounds)]

@@ -1,0 +1,187 @@
+"""Lowering: passes that add to a schedule of compute what its ranks do beside it.
+
+Each takes a Schedule and returns a longer one; compute actions keep their order. What leaves the
+device is decided elsewhere and comes in as data or as a callable.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Container
+from itertools import accumulate
+
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
+from sppo_hf.schedule.schedule import Schedule
+
+Leaves = Container[tuple[int, int]] | Callable[[int, int], bool]
+"""Which frames leave the device: those (stage, unit) that it contains, or for which it is true."""
+
+_BACKWARDS: tuple[Kind, ...] = ("B", "I")
+
+
+def lower(schedule: Schedule, *, leaves: Leaves = (), reduce: bool = False) -> Schedule:
+    """Returns a schedule of compute with all that goes beside it, sends first.
+
+    Args:
+        schedule: compute alone, as the generators make it.
+        leaves: which frames leave the device; none by default.
+        reduce: whether gradients are reduced over data-parallel replicas of the pipeline.
+    """
+    schedule = add_offload(schedule, leaves)
+    return add_transfers(add_reductions(schedule) if reduce else schedule)
+
+
+def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
+    """Adds a send after what another rank needs, and a receive before it is needed there.
+
+    A link carries messages in the order in which they are sent, so receives of one link are listed
+    in that order: some earlier than their own use would have it.
+
+    Args:
+        schedule: without sends and receives.
+        receives_ahead: how many compute actions before its use a receive is listed, so that its
+            buffer is there and the transfer runs beside them. Receives are started where they are
+            listed, and awaited by what needs them. With 0 a rank may as well wait at each receive:
+            that costs the time of every transfer, and saves a unit's buffer.
+    """
+    places = _Places(schedule)
+    for (source, target), messages in _messages(schedule).items():
+        # The order of sends; where a receive must be listed for it is that of its last use or less.
+        steps = [places.receive(target, used, receives_ahead) for _, _, used in messages]
+        latest = list(accumulate(reversed(steps), min))[::-1]
+        for (made, kind, used), step in zip(messages, latest, strict=True):
+            send: Kind = "SEND_F" if kind == "F" else "SEND_B"
+            receive: Kind = "RECV_F" if kind == "F" else "RECV_B"
+            places.add_after(source, places.step(made), made._replace(kind=send))
+            places.add_before(target, step, used._replace(kind=receive))
+    return places.schedule()
+
+
+def add_reductions(schedule: Schedule) -> Schedule:
+    """Adds each stage's gradient reduction where its gradients are complete.
+
+    That is after the last of its backwards (weight gradients where they are split), so that the
+    first stages to end reduce while others still compute.
+    """
+    places = _Places(schedule)
+    for rank, actions in enumerate(schedule.ranks):
+        last = {a.stage: (step, a) for step, a in enumerate(actions) if a.kind in ("B", "W")}
+        for step, action in last.values():
+            places.add_after(rank, step, action._replace(kind="REDUCE_GRAD"))
+    return places.schedule()
+
+
+def add_offload(schedule: Schedule, leaves: Leaves, *, fetch_ahead: int = 1) -> Schedule:
+    """Adds a copy to the host after the forward of each frame that leaves, and one back in time.
+
+    What of a frame leaves, all or some layers, is the business of whoever says how long a copy
+    takes and how many bytes it moves. A frame whose backward follows its forward at once stays, for
+    it would only come back.
+
+    Args:
+        schedule: with backwards.
+        leaves: which frames leave.
+        fetch_ahead: before how many other backwards of its rank a frame begins to come back; that
+            many frames are on the device beside the one in use.
+    """
+    places = _Places(schedule)
+    for rank, actions in enumerate(schedule.ranks):
+        backwards = [action for action in actions if action.kind in _BACKWARDS]
+        turns = {action[1:3]: turn for turn, action in enumerate(backwards)}
+        for action in actions:
+            turn = turns.get(action[1:3])
+            if action.kind != "F" or turn is None or not _is_in(leaves, action):
+                continue
+            # Those before the first backward count as well.
+            early = max(fetch_ahead - turn, 0)
+            fetched = places.compute_before(rank, backwards[max(turn - fetch_ahead, 0)], early)
+            used = places.step(backwards[turn])
+            # It cannot come before it has left, beside at least one unit.
+            begin = max(fetched, places.compute_after(rank, action, 2))
+            if places.compute_after(rank, action, 1) < used:
+                places.add_after(rank, places.step(action), action._replace(kind="D"))
+                places.add_before(rank, min(begin, used), action._replace(kind="H"))
+    return places.schedule()
+
+
+def _is_in(leaves: Leaves, action: Action) -> bool:
+    if callable(leaves):
+        return leaves(action.stage, action.unit)
+    return (action.stage, action.unit) in leaves
+
+
+def _messages(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Action, Kind, Action]]]:
+    """By (sender, receiver): (what makes the message, "F" or "B", what needs it), as sent."""
+    ranks = schedule.stage_ranks
+    first: dict[tuple[int, int], Kind] = {
+        a[1:3]: a.kind for rank in schedule.ranks for a in rank if a.kind in _BACKWARDS
+    }
+    found: dict[tuple[int, int], list[tuple[Action, Kind, Action]]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            forward = action.kind == "F"
+            other = action.stage + (1 if forward else -1)
+            if not (forward or action.kind in _BACKWARDS) or not 0 <= other < len(ranks):
+                continue
+            if ranks[other] != rank:
+                kind: Kind = "F" if forward else first[other, action.unit]
+                used = Action(kind, other, action.unit)
+                message = (action, "F" if forward else "B", used)
+                found.setdefault((rank, ranks[other]), []).append(message)
+    return found
+
+
+class _Places:
+    """A schedule, and what is to be listed before and after each of its steps."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._before: dict[tuple[int, int], list[Action]] = {}
+        self._after: dict[tuple[int, int], list[Action]] = {}
+        self._steps = {a: step for rank in schedule.ranks for step, a in enumerate(rank)}
+        self._compute = [
+            [step for step, a in enumerate(rank) if a.kind in COMPUTE_KINDS]
+            for rank in schedule.ranks
+        ]
+
+    def step(self, action: Action) -> int:
+        """Returns an action's place in its rank's list."""
+        return self._steps[action]
+
+    def receive(self, rank: int, used: Action, ahead: int) -> int:
+        """Returns before which step a receive is listed: not before its unit's own forward."""
+        step = self.compute_before(rank, used, ahead)
+        forward = used._replace(kind="F")
+        if used.kind == "F" or forward not in self._steps:
+            return step
+        return max(step, self.compute_after(rank, forward, 1))
+
+    def compute_before(self, rank: int, action: Action, count: int) -> int:
+        """Returns the step of the compute `count` before a compute, or of the rank's first."""
+        turn = bisect_left(self._compute[rank], self._steps[action])
+        return self._compute[rank][max(turn - count, 0)]
+
+    def compute_after(self, rank: int, action: Action, count: int) -> int:
+        """Returns the step of the compute `count` after a compute, or of the rank's last."""
+        steps = self._compute[rank]
+        return steps[min(bisect_left(steps, self._steps[action]) + count, len(steps) - 1)]
+
+    def add_after(self, rank: int, step: int, action: Action) -> None:
+        """Lists an action behind a step's, and behind what was put there before."""
+        self._after.setdefault((rank, step), []).append(action)
+
+    def add_before(self, rank: int, step: int, action: Action) -> None:
+        """Lists an action ahead of a step's compute, and behind what was put there before."""
+        self._before.setdefault((rank, step), []).append(action)
+
+    def schedule(self) -> Schedule:
+        """Returns the longer schedule."""
+        ranks: list[tuple[Action, ...]] = []
+        for rank, actions in enumerate(self._schedule.ranks):
+            longer: list[Action] = []
+            for step, action in enumerate(actions):
+                longer += self._before.get((rank, step), ())
+                longer.append(action)
+                longer += self._after.get((rank, step), ())
+            ranks.append(tuple(longer))
+        return Schedule(tuple(ranks), self._schedule.num_chunks)

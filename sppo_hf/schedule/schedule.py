@@ -1,0 +1,106 @@
+"""A Schedule: for each rank the actions that it carries out, in order, as one immutable value.
+
+Knows what stages, units and chunks are; nothing of whether the order can run (`validate`), how long
+it takes (`pipeline`) or how it is written down (`grid`, `torch_csv`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from sppo_hf.errors import ScheduleError
+from sppo_hf.schedule.actions import Action
+
+
+# No slots: a cached property needs the instance's dictionary.
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does, in order.
+
+    A unit is `micro-batch * num_chunks + chunk`. A stage belongs to the one rank that has its
+    actions; a rank may hold several stages ("virtual" ones).
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    """The actions of each rank."""
+
+    num_chunks: int = 1
+    """Chunks of each micro-batch."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return len(self.stage_ranks)
+
+    @cached_property
+    def num_units(self) -> int:
+        """Units of each stage: micro-batches times chunks."""
+        return 1 + max((action.unit for rank in self.ranks for action in rank), default=-1)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches; the last one counts even where chunks of it are missing."""
+        return -(-self.num_units // self.num_chunks)
+
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage.
+
+        Raises:
+            ScheduleError: a stage is on two ranks, or on none while a higher one is there.
+        """
+        found: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for step, action in enumerate(actions):
+                if found.setdefault(action.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"{action} is step {step} of rank {rank}, but stage {action.stage} is on "
+                        f"rank {found[action.stage]}. Allowed: all actions of a stage on one rank."
+                    )
+        missing = [stage for stage in range(max(found, default=-1)) if stage not in found]
+        if missing:
+            raise ScheduleError(
+                f"No rank has an action of stage {missing[0]}, but there is a stage {max(found)}. "
+                "Allowed: stages numbered from 0 without gaps."
+            )
+        return tuple(found[stage] for stage in sorted(found))
+
+    def chunk(self, action: Action) -> int:
+        """Returns the chunk of an action's unit."""
+        return action.unit % self.num_chunks
+
+    def micro_batch(self, action: Action) -> int:
+        """Returns the micro-batch of an action's unit."""
+        return action.unit // self.num_chunks
+
+    def keep(self, wanted: Callable[[Action], bool]) -> Schedule:
+        """Returns the schedule with only those actions that are wanted."""
+        ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
+        return Schedule(ranks, self.num_chunks)
+
+    def texts(self) -> list[list[str]]:
+        """Returns each rank's actions as text."""
+        return [[str(action) for action in rank] for rank in self.ranks]
+
+    def __str__(self) -> str:
+        from sppo_hf.schedule.grid import format_schedule
+
+        return format_schedule(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Reads the text form back; `str(schedule)` and this are exact inverses.
+
+        Raises:
+            ScheduleError: see `grid.parse_schedule`.
+        """
+        from sppo_hf.schedule.grid import parse_schedule
+
+        return parse_schedule(text)

@@ -1,0 +1,72 @@
+"""`sppo plan --gpus`: best layouts as a table and as JSON, what does not fit, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sppo_hf.cli import app
+from tests.cli.configs import LLAMA_8B, TINY, write_config
+
+MODEL: dict[str, Any] = {**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32_000}
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments], terminal_width=120)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_best_five_and_why(tmp_path: Path) -> None:
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--seq-len", "64K", "--host-memory", "512GiB")
+    code, out, err = run(*question, "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["fits"] is True
+    assert len(result["plans"]) == 5
+    seconds = [plan["step_seconds"] for plan in result["plans"]]
+    assert seconds == sorted(seconds)
+    best = result["plans"][0]
+    assert best["stages"] * best["replicas"] == 2
+    assert sum(best["chunk_lengths"]) == 65_536
+    assert best["layers"][0][0] == 0
+    assert best["layers"][-1][1] == 8
+    assert best["why"].startswith("idle ")
+    code, out, err = run(*question)
+    assert (code, err) == (0, "")
+    assert f"{best['tokens_per_second']:,.0f}" in out
+    assert "layouts were simulated" in out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--seq-len", "64K", "--device-memory", "8GiB")
+    code, out, _ = run(*question, "--json")
+    assert code == 1
+    result = json.loads(out)
+    assert (result["fits"], result["plans"]) == (False, [])
+    assert result["closest"]["missing_bytes"] > 0
+    code, out, _ = run(*question)
+    assert code == 1
+    assert "None fits; the one shown comes closest and lacks" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num-chunks", "4"), "--num-chunks was given with --gpus 2"),
+        (("--partition", "even"), "--partition was given"),
+        (("--policy", "full"), "--policy was given"),
+        (("--disk", "1TiB"), "--disk was given"),
+        (("--figure", "a.png"), "a.png was asked for with --gpus 2"),
+        (("--link", "fast"), "--link is 'fast'"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    code, out, err = run(model, "--gpus", "2", "--seq-len", "8K", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err

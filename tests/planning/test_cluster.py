@@ -1,0 +1,119 @@
+"""Layouts over devices: the fastest that fit, none missed, and what is said where none does."""
+
+from dataclasses import replace
+
+import pytest
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.cluster import (
+    ClusterQuestion,
+    Layout,
+    _least_bytes,
+    layouts,
+    simulate_layout,
+    solve_cluster,
+)
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.shape import ModelShape
+from tests.planning.profiles import PROFILE
+from tests.planning.shapes import llama_config
+
+SHAPE = ModelShape.from_config(
+    llama_config(hidden_size=1024, intermediate_size=3584, num_hidden_layers=8, vocab_size=32_000),
+    dtype_bytes=2,
+)
+GIB = 2**30
+QUESTION = ClusterQuestion(
+    cost=StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16"),
+    total_tokens=16_384,
+    rows=4,
+    gpus=4,
+    budgets=Budgets(device=None, host=None, disk=0),
+)
+
+
+def within(device: float, host: float = 1000.0) -> ClusterQuestion:
+    budgets = Budgets(device=int(device * GIB), host=int(host * GIB), disk=0)
+    return replace(QUESTION, budgets=budgets)
+
+
+def test_the_best_are_the_fastest_of_all_that_fit() -> None:
+    question = within(6)
+    answer = solve_cluster(question, keep=3)
+    everything = [simulate_layout(question, layout) for layout in layouts(question)]
+    fitting = sorted(
+        (plan for plan in everything if not plan.missing_bytes), key=lambda p: p.step_seconds
+    )
+    assert 0 < len(fitting) < len(everything) == answer.candidates
+    assert [plan.step_seconds for plan in answer.best] == [p.step_seconds for p in fitting[:3]]
+    assert answer.tried < answer.candidates
+    assert all(max(plan.peak_bytes) <= 6 * GIB for plan in answer.best)
+
+
+def test_no_layout_needs_less_than_its_bound() -> None:
+    for layout in layouts(QUESTION):
+        plan = simulate_layout(QUESTION, layout)
+        assert _least_bytes(QUESTION, layout) <= max(plan.peak_bytes), layout
+
+
+def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
+    best = solve_cluster(within(1000), keep=1).best[0]
+    assert (best.layout.stages, best.layout.replicas) == (1, 4)
+    assert (best.layout.saved, best.layout.offload) == ("whole", "none")
+    assert best.bubble_fraction < 0.2
+    assert best.recompute_fraction == 0.0
+
+
+def test_less_memory_is_slower() -> None:
+    seconds = [
+        solve_cluster(within(gib), keep=1).best[0].step_seconds for gib in (1000.0, 6.0, 3.0)
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
+
+
+def test_the_host_is_a_limit_too() -> None:
+    roomy = solve_cluster(within(3, host=1000), keep=1).best[0]
+    tight = solve_cluster(within(3, host=1), keep=1)
+    assert roomy.host_bytes > GIB
+    assert all(plan.host_bytes <= GIB for plan in tight.best)
+
+
+def test_what_does_not_fit_at_all_is_answered_with_what_comes_closest() -> None:
+    answer = solve_cluster(within(0.5))
+    assert answer.best == ()
+    assert answer.closest is not None
+    assert answer.closest.missing_bytes > 0
+    assert answer.closest.missing_bytes == max(answer.closest.peak_bytes) - GIB // 2
+
+
+def test_reductions_cost_time_on_slow_links() -> None:
+    layout = Layout("seq1f1b", 1, 4, 1, 1, "flops", "whole", "none")
+    fast, slow = (
+        simulate_layout(replace(QUESTION, link_bytes_per_second=rate), layout).step_seconds
+        for rate in (1e12, 1e9)
+    )
+    # A ring over four replicas moves 2 * 3/4 of the gradients over each link.
+    wait = 1.5 * SHAPE.gradient_bytes * (1 / 1e9 - 1 / 1e12)
+    assert slow - fast == pytest.approx(wait)
+
+
+def test_work_is_shared_by_all_devices() -> None:
+    for layout in (
+        Layout("seq1f1b", 4, 1, 1, 4, "flops", "whole", "none"),
+        Layout("seq1f1b", 2, 2, 1, 4, "flops", "whole", "none"),
+        Layout("interleaved_seq1f1b", 2, 2, 2, 4, "flops", "whole", "none"),
+    ):
+        plan = simulate_layout(QUESTION, layout)
+        assert len(plan.peak_bytes) == layout.stages
+        assert len(plan.layers) == layout.stages * layout.virtual
+        assert plan.tokens_per_second == pytest.approx(4 * 16_384 / plan.step_seconds)
+        assert "idle" in plan.why
+
+
+def test_devices_that_cannot_share_the_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"11 devices cannot share 3 rows .* 8 layers"):
+        solve_cluster(replace(QUESTION, gpus=11, rows=3))
+    stages = {(x.stages, x.replicas) for x in layouts(replace(QUESTION, gpus=7, rows=3))}
+    assert stages == {(7, 1)}

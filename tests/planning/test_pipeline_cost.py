@@ -1,0 +1,180 @@
+"""A model's pipeline: one rank agrees with the planner, ranks add up, rules move what they say."""
+
+import pytest
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.modes import Saved, mode_of
+from sppo_hf.planning.partition import Bounds, PrefixCost, balanced_bounds, even_bounds
+from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
+from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.portions import loss_tile_tokens
+from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.stage import COMPUTE
+from sppo_hf.planning.stage import lower as lower_stage
+from sppo_hf.planning.stage_bytes import StageBytes
+from sppo_hf.schedule import formulas
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.timeline import Timeline
+from tests.planning.profiles import PROFILE
+from tests.planning.shapes import llama_config
+
+SHAPE = ModelShape.from_config(llama_config(), dtype_bytes=2)
+COST = StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
+TOKENS = 65_536
+
+
+def bounds_of(num_chunks: int) -> Bounds:
+    return balanced_bounds(PrefixCost.of(SHAPE), TOKENS, num_chunks)
+
+
+def run(schedule: Schedule, costs: PipelineCost) -> Timeline:
+    lowered = lower(schedule, leaves=costs.leaves)
+    return simulate_pipeline(
+        lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
+    )
+
+
+def made(
+    name: str, size: Size, *, offload: OffloadRule = "none", **changes: object
+) -> tuple[Schedule, PipelineCost]:
+    schedule = generate(name, size)
+    costs = PipelineCost.of(
+        schedule,
+        COST,
+        bounds_of(size.num_chunks),
+        offload=offload,
+        **changes,  # pyright: ignore[reportArgumentType]
+    )
+    return schedule, costs
+
+
+@pytest.mark.parametrize("saved", ["whole", "skeleton"])
+def test_one_rank_is_what_the_planner_simulates(saved: Saved) -> None:
+    schedule, costs = made("gpipe", Size(1, 1, 8), saved=saved)
+    timeline = run(schedule, costs)
+    decisions = Decisions(
+        batch_rows=1,
+        bounds=bounds_of(8),
+        layer_modes=uniform_modes(8, SHAPE.num_layers, mode_of(saved, "device")),
+        training=True,
+        tile_tokens=loss_tile_tokens(SHAPE, device_kind="cuda"),
+    )
+    planned = lower_stage(decisions, COST).simulate(StageBytes(decisions, COST, "cuda"))
+    assert timeline.end_seconds == pytest.approx(planned.end_seconds)
+    assert timeline.busy_seconds("0.compute") == pytest.approx(planned.busy_seconds(COMPUTE))
+    ours, theirs = timeline.curves_by_cause("0.device"), planned.curves_by_cause("device")
+    for cause in ("kv", "dkv", "frames" if saved == "whole" else "skeletons"):
+        assert max(size for _, size in ours[cause]) == max(size for _, size in theirs[cause])
+        assert ours[cause][-1][1] == 0
+    # All its layers' frames are taken at once here, layer by layer there; so no less is held.
+    most, other = timeline.peak("0.device").num_bytes, planned.peak("device").num_bytes
+    assert 0.98 * other <= most <= 1.1 * other
+
+
+def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
+    _, costs = made("seq1f1b", Size(2, 1, 4))
+    for stage in range(2):
+        for chunk in range(4):
+            whole = costs.seconds(Action("B", stage, chunk))
+            first, late = (costs.seconds(Action(kind, stage, chunk)) for kind in ("I", "W"))
+            assert first + late == pytest.approx(whole)
+            # Attention has no weights, so late chunks of equal cost have less of it.
+            assert 0.0 < late < 0.5 * whole
+    assert costs.seconds(Action("W", 0, 3)) < costs.seconds(Action("W", 0, 0))
+    # Chunks of another micro-batch cost the same.
+    assert costs.seconds(Action("F", 1, 6)) == costs.seconds(Action("F", 1, 2))
+
+
+def test_ranks_share_the_work_and_the_weights() -> None:
+    schedule, costs = made("seq1f1b", Size(4, 2, 4))
+    timeline = run(schedule, costs)
+    alone = run(*made("gpipe", Size(1, 2, 4)))
+    busy = [timeline.busy_seconds(f"{rank}.compute") for rank in range(4)]
+    assert sum(busy) == pytest.approx(alone.busy_seconds("0.compute"))
+    assert max(busy) < 1.1 * min(busy)
+    weights = [timeline.curves_by_cause(f"{rank}.device")["weights"][0][1] for rank in range(4)]
+    assert sum(weights) == pytest.approx(SHAPE.weight_bytes, abs=9)
+    for rank in range(4):
+        held = timeline.curves_by_cause(f"{rank}.device")
+        assert held["frames"][-1][1] == held["kv"][-1][1] == held["dkv"][-1][1] == 0
+        assert held["reserve"] == [(0.0, CONTEXT_BYTES["cuda"])]
+        assert min(size for curve in held.values() for _, size in curve) >= 0
+
+
+def test_virtual_stages_of_a_rank_add_up() -> None:
+    schedule, costs = made("interleaved_seq1f1b", Size(2, 2, 2, 2))
+    timeline = run(schedule, costs)
+    assert len(costs.stages) == 4
+    assert sorted(timeline.tiers) == ["0.device", "1.device"]
+    weights = [timeline.curves_by_cause(f"{rank}.device")["weights"][-1][1] for rank in range(2)]
+    assert sum(weights) == pytest.approx(SHAPE.weight_bytes, abs=9)
+
+
+def test_links_cost_what_passes_over_them() -> None:
+    _, costs = made("seq1f1b", Size(2, 1, 4), link_bytes_per_second=1e9)
+    start, end = bounds_of(4)[1]
+    num_bytes = (end - start) * 4096 * 2
+    assert costs.seconds(Action("SEND_F", 0, 1)) == pytest.approx(num_bytes / 1e9)
+    assert costs.seconds(Action("SEND_B", 1, 1)) == pytest.approx(num_bytes / 1e9)
+    assert costs.seconds(Action("RECV_F", 1, 1)) == 0.0
+    slow, fast = (
+        run(*made("seq1f1b", Size(4, 2, 4), link_bytes_per_second=rate)).end_seconds
+        for rate in (1e8, 1e12)
+    )
+    assert slow > fast
+
+
+@pytest.mark.parametrize("offload", ["full", "sppo"])
+def test_what_leaves_comes_back_and_lowers_the_peak(offload: OffloadRule) -> None:
+    size = Size(2, 2, 8)
+    kept = run(*made("seq1f1b", size))
+    schedule, costs = made("seq1f1b", size, offload=offload)
+    timeline = run(schedule, costs)
+    for rank in range(2):
+        assert (
+            timeline.peak(f"{rank}.device").num_bytes < 0.7 * kept.peak(f"{rank}.device").num_bytes
+        )
+        assert timeline.curve(f"{rank}.host")[-1][1] == 0
+        held = timeline.curves_by_cause(f"{rank}.device")["frames"]
+        assert held[-1][1] == 0
+        assert min(num_bytes for _, num_bytes in held) >= 0
+
+
+def test_the_papers_rule_moves_the_same_bytes_of_every_chunk() -> None:
+    _, costs = made("seq1f1b", Size(2, 1, 8), offload="sppo")
+    for stage in range(2):
+        sizes = [costs.ratios[stage][c] * costs.frame_bytes(stage, c) for c in range(8)]
+        partly = [size for size, ratio in zip(sizes, costs.ratios[stage], strict=True) if ratio < 1]
+        assert sizes[-1] == 0
+        assert partly[:-1] == pytest.approx([partly[0]] * (len(partly) - 1))
+        assert not costs.leaves(stage, 7)
+        assert costs.leaves(stage, 8)
+
+
+@pytest.mark.parametrize(("ratio", "idle"), [(0.25, 0.21), (0.5, 0.27), (1.0, 0.33), (2.0, 0.39)])
+def test_bubbles_of_equal_lengths_are_those_of_the_notes(ratio: float, idle: float) -> None:
+    # P=8, N=4, M=16, by attention's FLOPs over the linear ones; with equal cost .099, and .304 for
+    # plain 1F1B, which equal lengths exceed from a ratio of about 0.7 on.
+    size = Size(8, 16, 4)
+    tokens = 65_536
+    curve = PrefixCost((0.0,), (0.0,), (1.0,), (2 * ratio / tokens,))
+
+    def idle_of(bounds: Bounds) -> float:
+        def seconds(action: Action) -> float:
+            start, end = bounds[action.unit % 4]
+            forward = curve.upto(end) - curve.upto(start)
+            return forward * (1 if action.kind == "F" else 2)
+
+        return bubble_fraction(simulate_pipeline(generate("seq1f1b", size), seconds=seconds))
+
+    assert idle_of(even_bounds(tokens, 4)) == pytest.approx(idle, abs=0.005)
+    balanced = balanced_bounds(curve, tokens, 4, round_to_tokens=1)
+    assert idle_of(balanced) == pytest.approx(7 / 71, abs=5e-4)
+    plain = float(formulas.bubble_fraction("1f1b", Size(8, 16)))
+    assert (idle_of(even_bounds(tokens, 4)) > plain) == (ratio > 0.7)
