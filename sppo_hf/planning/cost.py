@@ -72,9 +72,7 @@ class StageCost:
 
     def __post_init__(self) -> None:
         """Number the kinds of layers, for layers of one kind cost the same."""
-        first: dict[object, int] = {}
-        kinds = tuple(first.setdefault(x, i) for i, x in enumerate(self.shape.layers))
-        object.__setattr__(self, "_kinds", kinds)
+        object.__setattr__(self, "_kinds", self.shape.alike)
 
     def forward_seconds(self, layer: int, start: int, end: int) -> float:
         """Forward of `layer` over tokens [start, end) with all keys before them."""

@@ -57,8 +57,7 @@ class MemoryModel:
         self._kind = device_kind
         self._parameter_bytes = shape.parameter_bytes or shape.dtype_bytes
         self._frame_bytes: dict[tuple[int, Saved], int] = {}
-        first: dict[object, int] = {}
-        self._like = [first.setdefault(x, i) for i, x in enumerate(shape.layers)]
+        self._like = shape.alike
         self._kinds = sorted(set(self._like))
         self._layer_kv = max(shape.kv_bytes_per_token(i) for i in self._kinds)
         self._layer_dkv = max(shape.dkv_bytes_per_token(i) for i in self._kinds)

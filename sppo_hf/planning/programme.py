@@ -61,12 +61,16 @@ class LayerKinds:
 
     @classmethod
     def of(cls, cost: StageCost) -> LayerKinds:
-        """Groups the layers of a model."""
+        """Groups the layers of a model.
+
+        A group is stood for by its last layer: under LoRA the first one saves a little less, which
+        is not worth a second set of variables.
+        """
         groups: dict[object, list[int]] = {}
         for index, layer in enumerate(cost.shape.layers):
             groups.setdefault(layer, []).append(index)
         members = tuple(tuple(group) for group in groups.values())
-        return cls(tuple(group[0] for group in members), members)
+        return cls(tuple(group[-1] for group in members), members)
 
 
 class Programme:

@@ -166,6 +166,18 @@ class ModelShape:
         return sum(work.adapter_weights for work in self._all_work()) * self.lora.dtype_bytes
 
     @property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer the first one that costs and saves the same.
+
+        Under LoRA the first layer is alone: no gradient reaches its input.
+        """
+        first: dict[object, int] = {}
+        return tuple(
+            first.setdefault((layer, index == 0 and self.lora is not None), index)
+            for index, layer in enumerate(self.layers)
+        )
+
+    @property
     def embedding_trained(self) -> bool:
         """Whether the embedding receives a gradient: not where only adapters train."""
         return self.lora is None and self.trainable_fraction > _MOSTLY

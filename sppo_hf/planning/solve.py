@@ -135,10 +135,12 @@ def play(
 def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
     """Returns the seconds of all compute of a step, waiting left out."""
     total = 0.0
-    kinds = LayerKinds.of(cost)
+    groups: dict[int, list[int]] = {}
+    for layer, like in enumerate(cost.shape.alike):
+        groups.setdefault(like, []).append(layer)
     for (start, end), modes in zip(decisions.bounds, decisions.layer_modes, strict=True):
         total += cost.head_seconds(end - start, training=decisions.training)
-        for layer, members in zip(kinds.representative, kinds.members, strict=True):
+        for layer, members in groups.items():
             total += len(members) * cost.forward_seconds(layer, start, end)
             if decisions.training:
                 total += len(members) * cost.backward_seconds(layer, start, end)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.memory import check_budget, estimate
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.moments import MemoryEstimate
@@ -179,3 +180,10 @@ def test_budget_error_names_tier_need_have_and_remedy() -> None:
         BudgetError, match=r"device memory cannot hold the weights: 4,000 bytes.*3,000.*1,000.*Buy"
     ):
         check_budget("device", "the weights", need_bytes=4000, have_bytes=3000, remedy="Buy more.")
+
+
+def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
+    frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
+    assert frames[0] < frames[1] == frames[31]
+    assert estimate(shape, decided(KEEP)).device.frames == 1000 * sum(frames)

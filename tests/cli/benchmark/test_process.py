@@ -34,7 +34,7 @@ def test_the_last_line_is_the_row(tmp_path: Path) -> None:
     assert row.status == "measured"
     assert row.numbers.median_step_seconds == 1.5
     assert row.environment["device_name"] == "Pretended GPU"
-    assert row.environment["command"].startswith("sppo ")
+    assert row.environment["command"].startswith("sppo")
     assert row.wall_seconds is not None
 
 
