@@ -23,7 +23,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = 8
 # What the driver, cuBLAS and cuDNN take for themselves before the first tensor: an assumption.
 CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
 # The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
-FRAGMENTATION = 0.02
+FRAGMENTATION = {"cpu": 0.03, "cuda": 0.02}
 HOST_SLAB_BYTES = 256 * 2**20
 _IN_SLABS = ("products", "skeletons")
 _NO_MODES: frozenset[FrameMode] = frozenset()
@@ -145,7 +145,7 @@ class MemoryModel:
             lora=shape.lora_bytes,
             gradients=self.gradient_bytes(chunk, phase),
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
-            reserve=CONTEXT_BYTES[self._kind] + int(FRAGMENTATION * sum(moving.values())),
+            reserve=CONTEXT_BYTES[self._kind] + int(FRAGMENTATION[self._kind] * sum(moving.values())),
             **moving,
         )
 
@@ -167,7 +167,7 @@ class MemoryModel:
             whole = held["device"][chunk + 1]
             device |= {cause: whole[cause] for cause in _IN_SLABS if cause in whole}
         # Frames come and go like everything else that fragments.
-        device["reserve"] += int(FRAGMENTATION * sum(held["device"][framed].values()))
+        device["reserve"] += int(FRAGMENTATION[self._kind] * sum(held["device"][framed].values()))
         away: dict[Tier, dict[str, int]] = {
             tier: dict(held[tier][framed]) for tier in TIERS if tier != "device"
         }

@@ -90,6 +90,7 @@ class Programme:
         self._cost = cost
         self._budgets = budgets
         self._modes = modes
+        self._device_kind = device_kind
         self._kinds = LayerKinds.of(cost)
         self._memory = MemoryModel(cost.shape, decisions, device_kind)
         self._streams = KVStreams(decisions, cost)
@@ -202,7 +203,7 @@ class Programme:
             fixed = self._memory.fixed_device(
                 chunk, phase, kv_tokens, dkv_tokens, modes, modes
             ).total
-            share = 1.0 + FRAGMENTATION
+            share = 1.0 + FRAGMENTATION[self._device_kind]
             terms = [(self._col("kept", framed - 1), share)]
             self._less.add(terms, (budget - fixed) / _GIB)
 
