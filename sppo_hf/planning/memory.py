@@ -56,6 +56,8 @@ class MemoryModel:
         self._what = decisions
         self._kind = device_kind
         self._parameter_bytes = shape.parameter_bytes or shape.dtype_bytes
+        # Sums over all layers, and asked for at thousands of moments.
+        self._lora_bytes = shape.lora_bytes
         self._frame_bytes: dict[tuple[int, Saved], int] = {}
         self._like = shape.alike
         self._kinds = sorted(set(self._like))
@@ -141,8 +143,8 @@ class MemoryModel:
             copies=self._copies_bytes(chunk, modes, before) if training else 0,
         )
         return TierBytes(
-            weights=shape.weight_bytes - shape.lora_bytes,
-            lora=shape.lora_bytes,
+            weights=shape.weight_bytes - self._lora_bytes,
+            lora=self._lora_bytes,
             gradients=self.gradient_bytes(chunk, phase),
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
             reserve=CONTEXT_BYTES[self._kind] + int(FRAGMENTATION[self._kind] * sum(moving.values())),
