@@ -147,7 +147,8 @@ class MemoryModel:
             lora=self._lora_bytes,
             gradients=self.gradient_bytes(chunk, phase),
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
-            reserve=CONTEXT_BYTES[self._kind] + int(FRAGMENTATION[self._kind] * sum(moving.values())),
+            reserve=CONTEXT_BYTES[self._kind]
+            + int(FRAGMENTATION[self._kind] * sum(moving.values())),
             **moving,
         )
 
