@@ -19,6 +19,8 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the environment that a launcher would give to one rank; one rank needs none."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # A rank that dies of a signal says where it was.
+    env["PYTHONFAULTHANDLER"] = "1"
     if ranks > 1:
         env |= {
             "RANK": str(rank),
