@@ -33,7 +33,7 @@ from sppo_hf.rules import (
     text,
 )
 
-__all__ = ["ATTENTION_BACKENDS", "SPPOConfig", "field_help", "parse_bytes"]
+__all__ = ["ATTENTION_BACKENDS", "PIPELINE_SCHEDULES", "SPPOConfig", "field_help", "parse_bytes"]
 
 ATTENTION_BACKENDS = (
     "auto",
@@ -46,6 +46,8 @@ ATTENTION_BACKENDS = (
     "flash_attention_3",
     "flash_attention_4",
 )
+
+PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "seq1f1b", "interleaved_seq1f1b", "zb_seq1f1b")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,20 @@ class SPPOConfig:
     """Attention kernel by name; "auto" takes the fastest that is exact for model and device."""
 
     micro_batch_size: int | None = None
-    """Rows of the batch that go through the chunks together; None takes all rows at once."""
+    """Rows of the batch that go through the chunks together; None takes all rows at once, and in a
+    pipeline one row each."""
+
+    pp_size: int = 1
+    """Ranks of a pipeline that the model's layers are spread over; 1 keeps the model whole."""
+
+    pp_schedule: str = "auto"
+    """Order of forwards and backwards in a pipeline; "auto" is "seq1f1b"."""
+
+    pp_virtual_stages: int = 1
+    """Stages of each rank of a pipeline; above 1 for "interleaved_seq1f1b" alone."""
+
+    pp_timeout_seconds: int = 600
+    """Seconds without a sign of life after which the other ranks of a pipeline end the run."""
 
     device_memory: int | float | str | None = None
     """Budget on the device: "80GiB", bytes, or a fraction such as 0.9; None takes what is free."""
@@ -134,6 +149,7 @@ class SPPOConfig:
         for name, rule in _RULES.items():
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         _check_one_way_to_cut(self)
+        _check_pipeline(self)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "SPPOConfig":
@@ -232,6 +248,10 @@ _RULES: dict[str, Rule] = {
     "recompute": choice("auto", "none", "full"),
     "attention_backend": choice(*ATTENTION_BACKENDS),
     "micro_batch_size": integer(1, None),
+    "pp_size": count(1),
+    "pp_schedule": choice(*PIPELINE_SCHEDULES),
+    "pp_virtual_stages": count(1),
+    "pp_timeout_seconds": count(1),
     "device_memory": budget,
     "host_memory": budget,
     "disk_memory": budget,
@@ -268,6 +288,25 @@ def _check_one_way_to_cut(config: SPPOConfig) -> None:
             f"partition='even' contradicts chunk_lengths={show(tokens)}, which are not even. "
             f"Allowed: either alone. Remedy: drop partition, or use num_chunks={len(tokens)}."
         )
+
+
+def _check_pipeline(config: SPPOConfig) -> None:
+    """Refuse pipeline settings that need others."""
+    seen = f"pp_virtual_stages={config.pp_virtual_stages}"
+    if config.pp_virtual_stages > 1 and config.pp_schedule != "interleaved_seq1f1b":
+        raise ConfigError(
+            f"{seen} contradicts pp_schedule={config.pp_schedule!r}, which puts one stage on a "
+            "rank. Allowed: more than one with pp_schedule='interleaved_seq1f1b' alone. Remedy: "
+            "choose that schedule, or drop pp_virtual_stages."
+        )
+    for name, unset in (("pp_schedule", "auto"), ("pp_virtual_stages", 1)):
+        value = getattr(config, name)
+        if config.pp_size == 1 and value != unset:
+            raise ConfigError(
+                f"{name}={show(value)} is of a pipeline, but pp_size=1 makes none. Allowed: "
+                f"{name}={show(unset)} with pp_size=1. Remedy: set pp_size to the number of ranks "
+                f"that share the model, or drop {name}."
+            )
 
 
 def _refuse_key(key: object, value: object = None) -> NoReturn:

@@ -27,3 +27,7 @@ class ScheduleError(SPPOError):
 
 class OffloadError(SPPOError):
     """A copy between tiers, or the memory it needs, could not be set up."""
+
+
+class PipelineError(SPPOError):
+    """A rank of a pipeline failed, or the ranks do not agree on what they run."""

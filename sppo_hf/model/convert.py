@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -22,6 +23,7 @@ from sppo_hf.model.engine import Engine
 from sppo_hf.model.guard import check_family
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.rotary import hook_rotary, length_dependent_rotaries
+from sppo_hf.model.stages import AbsentLayer
 from sppo_hf.model.structure import find_causal_lm, find_parts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -38,13 +40,24 @@ class _Conversion:
         self.handles: list[RemovableHandle] = []
 
 
-def convert(model: ModelT, config: SPPOConfig, *, observer: StepObserver | None = None) -> ModelT:
+MakeEngine = Callable[..., Engine]
+"""Makes the engine of a model; takes the arguments of `Engine`."""
+
+
+def convert(
+    model: ModelT,
+    config: SPPOConfig,
+    *,
+    observer: StepObserver | None = None,
+    make_engine: MakeEngine = Engine,
+) -> ModelT:
     """Make `model` train chunk by chunk, in place.
 
     Args:
         model: A Transformers causal language model, bare or wrapped by PEFT.
         config: The settings.
         observer: Is told about plans, units and records.
+        make_engine: Makes what runs it; the engine for one device by default.
 
     Returns:
         `model` itself. Converting again with equal settings changes nothing.
@@ -64,9 +77,9 @@ def convert(model: ModelT, config: SPPOConfig, *, observer: StepObserver | None 
         return model
     if engine is not None:
         # Reverted while somebody's wrapper stood around our forward: it is still in place.
-        _attach(causal_lm, config, observer or engine.observer, engine)
+        _attach(causal_lm, config, observer or engine.observer, engine, make_engine)
         return model
-    _attach(causal_lm, config, observer or StepObserver(), None)
+    _attach(causal_lm, config, observer or StepObserver(), None, make_engine)
     return model
 
 
@@ -109,19 +122,27 @@ def get_engine(model: nn.Module) -> Engine | None:
     return None if conversion is None else conversion.engine
 
 
-def _attach(causal_lm: Any, config: SPPOConfig, observer: StepObserver, old: Engine | None) -> None:
+def _attach(
+    causal_lm: Any,
+    config: SPPOConfig,
+    observer: StepObserver,
+    old: Engine | None,
+    make_engine: MakeEngine,
+) -> None:
     parts = find_parts(causal_lm)
     check_family(parts)
     if old is not None:
         conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
-        conversion.engine = Engine(parts, config, observer, old.original_forward)
+        conversion.engine = make_engine(parts, config, observer, old.original_forward)
     else:
-        conversion = _Conversion(Engine(parts, config, observer, causal_lm.forward))
+        conversion = _Conversion(make_engine(parts, config, observer, causal_lm.forward))
         conversion.own_forward = causal_lm.__dict__.get("forward")
         causal_lm.__dict__[_ATTRIBUTE] = conversion
         conversion.stand_in = causal_lm.__dict__["forward"] = _stand_in(causal_lm)
     engine = conversion.engine
     for index, layer in enumerate(parts.layers):
+        if isinstance(layer, AbsentLayer):
+            continue
         conversion.handles += [
             layer.register_forward_pre_hook(
                 functools.partial(_before_layer, engine, index), with_kwargs=True

@@ -34,6 +34,7 @@ from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.model.watch import ForwardWatch, let_go_of_failed
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
+from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.shape import ModelShape
 
@@ -58,9 +59,9 @@ class Engine:
         self.enabled = True
         self.counters: dict[str, int] = {}
         self.running: Sequence | None = None
-        self._head = ModelHead(parts, original_forward)
-        self._room = OffloadRoom(config)
-        self._plans = PlanBook(parts, config, self._room)
+        self.head = ModelHead(parts, original_forward)
+        self.room = OffloadRoom(config)
+        self.plans = PlanBook(parts, config, self.room)
         self._warned: set[str] = set()
         # Weakly: the graph owns it, and its backward may never come.
         self._last_watch: Callable[[], ForwardWatch | None] = lambda: None
@@ -99,7 +100,7 @@ class Engine:
             shift_labels_BT=call.shift_labels,
             ignore_index=call.ignore_index,
         )
-        self._plans.correct(self.observer)
+        self.plans.correct(self.observer)
         plan = self.plan(call.batch_rows, call.total_tokens, call.device)
         watch = ForwardWatch(
             self.observer,
@@ -107,7 +108,7 @@ class Engine:
             self.shape(),
             took=self.take_stats,
             began_seconds=began,
-            on_step=self._plans.step_done,
+            on_step=self.plans.step_done,
         )
         self._last_watch = weakref.ref(watch)
         if call.head_arguments:
@@ -125,15 +126,15 @@ class Engine:
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
         loss = ChunkedLoss(
-            self._head.logits,
+            self.head.logits,
             self.parts.head_parameters(),
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
             keep_logits=self.config.return_logits,
-            fused=fused_tile(self.parts, self._head, call.device),
+            fused=fused_tile(self.parts, self.head, call.device),
             head_in_backward=self.parts.is_sharded(),
         )
-        counts = _labelled_chunks(layout, plan)
+        counts = labelled_chunks(layout, plan.bounds)
         groups = list(call.row_groups(self.config))
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
@@ -157,7 +158,7 @@ class Engine:
         for group in call.row_groups(self.config):
             chunks = self._hidden(call, layout, plan, watch, group, skip_padding=False)
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
-        return self._head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
+        return self.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
 
     def _warn_of_whole_logits(self, call: ForwardCall) -> None:
         vocab = self.parts.text_config.vocab_size
@@ -187,7 +188,7 @@ class Engine:
             plan,
             rows=None if layout.rows is None else layout.rows[group[0] : group[1]],
             last_position=positions.max().view(1, 1),
-            choose_backend=self._plans.choose_backend,
+            choose_backend=self.plans.choose_backend,
             counters=self.counters,
             offload=self.offload,
         )
@@ -203,7 +204,7 @@ class Engine:
             if step is None:
                 return
             chunk, output = step
-            self._head.output_class = type(output)
+            self.head.output_class = type(output)
             hidden_BCD = output.last_hidden_state
             watch.watch_backward(chunk, hidden_BCD)
             yield chunk, hidden_BCD
@@ -238,16 +239,16 @@ class Engine:
 
     def plan(self, batch_rows: int, total_tokens: int, device: torch.device) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
-        return self._plans.get(batch_rows, total_tokens, device, self.observer)
+        return self.plans.get(batch_rows, total_tokens, device, self.observer)
 
     def shape(self) -> ModelShape:
         """The model's shape, read once."""
-        return self._plans.shape()
+        return self.plans.shape()
 
     @property
     def offload(self) -> OffloadEngine:
         """The offload engine; there once a batch was planned."""
-        return self._room.engine
+        return self.room.engine
 
     def last_position(self) -> Tensor | None:
         """Largest position of the running sequence, `[1, 1]`; None when none runs."""
@@ -255,11 +256,11 @@ class Engine:
 
     def take_stats(self) -> OffloadStats:
         """What the offload engine did since the last time this was asked."""
-        return self._room.take_stats()
+        return self.room.take_stats()
 
     def close(self) -> None:
         """Wait for copies under way and give the host memory back."""
-        self._room.close()
+        self.room.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""
@@ -280,8 +281,8 @@ class Engine:
             warnings.warn(message, stacklevel=2)
 
 
-def _labelled_chunks(layout: BatchLayout, plan: Plan) -> set[int]:
+def labelled_chunks(layout: BatchLayout, bounds: Bounds) -> set[int]:
     """Chunks whose loss must be computed: those with labels, or all if there is no label at all."""
-    used = [i for i, (s, _) in enumerate(plan.bounds) if s < max(layout.used_tokens, 1)]
-    labelled = {i for i in used if layout.has_label(*plan.bounds[i])}
+    used = [i for i, (s, _) in enumerate(bounds) if s < max(layout.used_tokens, 1)]
+    labelled = {i for i in used if layout.has_label(*bounds[i])}
     return labelled or set(used)

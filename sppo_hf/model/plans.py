@@ -105,7 +105,7 @@ class PlanBook:
         **learned: Any,
     ) -> Plan:
         shape = self.shape()
-        name, reason = self._describe_backends(shape, device)
+        name, reason = self.describe_backends(shape, device)
         return make_plan(
             self._config,
             shape,
@@ -168,12 +168,12 @@ class PlanBook:
             self._selections[requirement] = selection
         return self._selections[requirement]
 
-    def _describe_backends(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
-        """Names and reasons for the layers of each kind, in the order of the first of each kind.
+    def describe_backends(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
+        """Names and reasons of attention backends, in the order of the first layer of each kind.
 
         Choosing may time kernels, which had better happen now than inside the first layer.
         """
-        weight = next(self._parts.layers[0].parameters())
+        weight = next(p for layer in self._parts.layers for p in layer.parameters())
         dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)

@@ -23,10 +23,15 @@ class OffloadRoom:
         self._engine: OffloadEngine | None = None
         self._staging_bytes = 0
 
-    def prepare(self, device: torch.device, plan: Plan) -> None:
+    def prepare(self, device: torch.device, plan: Plan, *, batches: int = 1) -> None:
         """Make the engine for the first plan, and what host memory each plan will need.
 
         Pinning memory takes seconds and must not happen in the middle of a step.
+
+        Args:
+            device: Where the model is.
+            plan: What will run.
+            batches: How many of the plan's batches may be away at once.
 
         Raises:
             ConfigError: `offload_dir` cannot be used.
@@ -39,7 +44,7 @@ class OffloadRoom:
         if self._engine is None:
             self._engine = new_offload_engine(self._config, device, plan)
             self._staging_bytes = plan.staging_bytes
-        self._engine.reserve(plan.estimate.host.held)
+        self._engine.reserve(batches * plan.estimate.host.held)
 
     @property
     def engine(self) -> OffloadEngine:

@@ -16,6 +16,7 @@ see a `Sequence`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +45,9 @@ from sppo_hf.planning.plan import Plan
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
 Frame = RecomputedFrame | OffloadFrame
+
+AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
+"""Makes a context in which layers run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,17 +101,24 @@ class Sequence:
         choose_backend: ChooseBackend,
         counters: dict[str, int],
         offload: OffloadEngine,
+        layers: range | None = None,
+        linked: bool = True,
+        around_layers: AroundLayers = contextlib.nullcontext,
     ) -> None:
         """Prepare empty stores for every layer.
 
         Args:
             parts: The model.
-            plan: Bounds and modes.
+            plan: Bounds and modes; its layers are those of `layers`.
             rows: Documents and padding per row, or None for plain causal rows.
             last_position: Largest position of the sequence, `[1, 1]`.
             choose_backend: Picks the attention backend for what a layer asks.
             counters: Receives counts for tests and logs.
             offload: Moves frames, and keys and values where they do not stay, away and back.
+            layers: The layers that run here, of all that the model has; None for all.
+            linked: Whether autograd itself walks from chunk to chunk. If not, the caller runs each
+                chunk's backward by itself, in reverse.
+            around_layers: Is entered around every forward of layers, the first and the second.
         """
         self._parts = parts
         self._plan = plan
@@ -117,14 +128,17 @@ class Sequence:
         self._offload = offload
         self._tape = offload.new_tape(leave_bytes=plan.leave_bytes, fetch_bytes=plan.fetch_bytes)
         self._stream = kv_stream(plan, offload, rows=rows, leave_bytes=plan.leave_bytes)
+        self._layers = range(len(parts.layers)) if layers is None else layers
+        self._linked = linked
+        self._around_layers = around_layers
         self._stores: list[KVStore] = [
             LayerKV(plan.bounds) if self._stream is None else self._stream.add_layer()
-            for _ in parts.layers
+            for _ in self._layers
         ]
-        self._links: list[Tensor | None] = [None] * len(parts.layers)
+        self._links: list[Tensor | None] = [None] * len(self._layers)
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None]] = []
         self._chunk = 0
-        self._arena = ChunkArena(len(parts.layers))
+        self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
 
     def run(
@@ -140,21 +154,35 @@ class Sequence:
         for chunk, (start, end) in enumerate(self._plan.bounds):
             if start >= stop_token:
                 break
-            self._chunk = chunk
-            self._arena = ChunkArena(len(self._parts.layers))
             on_chunk(chunk)
-            try:
-                with attention_taken_over(self._parts.configs):
-                    output = self._parts.base(
-                        **slices.chunk(start, end), use_cache=False, return_dict=True
-                    )
-            finally:
-                # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
-                while self._open:
-                    self.after_layer(self._open[-1][0].layer, failed=True)
-            if self._plan.device.kind == "cpu":
-                return_free_heap()  # the head's logits come next
-            yield chunk, output
+            yield chunk, self.run_chunk(chunk, slices.chunk(start, end))
+        self.end_forward()
+
+    def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
+        """Run the base model over one chunk; chunks come in order.
+
+        Args:
+            chunk: Index of the chunk.
+            inputs: Keyword arguments of the base model, as `Slices.chunk` makes them.
+
+        Returns:
+            The base model's output.
+        """
+        self._chunk = chunk
+        self._arena = ChunkArena(len(self._layers))
+        try:
+            with attention_taken_over(self._parts.configs), self._around_layers():
+                output = self._parts.base(**inputs, use_cache=False, return_dict=True)
+        finally:
+            # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
+            while self._open:
+                self.after_layer(self._open[-1][0].layer, failed=True)
+        if self._plan.device.kind == "cpu":
+            return_free_heap()  # the head's logits come next
+        return output
+
+    def end_forward(self) -> None:
+        """No chunk comes any more."""
         if self._stream is not None:
             self._stream.end_forward()
 
@@ -169,7 +197,7 @@ class Sequence:
             start=start,
             end=end,
             rows=self._rows,
-            kv=self._stores[index],
+            kv=self._stores[index - self._layers.start],
             choose_backend=self._choose_backend,
             counters=self._counters,
             keep=self._arena.keep,
@@ -178,7 +206,7 @@ class Sequence:
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None
         if isinstance(frame, RecomputedFrame):
             call.stash = frame
-        call.link = self._links[index]
+        call.link = self._links[index - self._layers.start]
         self._watch_heap(index, end, args[0] if args else kwargs["hidden_states"])
         self._open.append((call, begin_layer(call), frame))
         if isinstance(frame, RecomputedFrame):
@@ -221,15 +249,18 @@ class Sequence:
                 f"{self._parts.name} cannot run chunk by chunk: layer {call.layer} did not attend "
                 "through Transformers' AttentionInterface. Train it without sppo_hf."
             )
-        self._links[call.layer] = call.link
+        if self._linked:
+            self._links[call.layer - self._layers.start] = call.link
 
     def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
-        mode = self._plan.mode(call.layer, call.chunk)
+        mode = self._plan.mode(call.layer - self._layers.start, call.chunk)
         if mode.recompute:
             return RecomputedFrame(
                 layer,
                 # Without the arena: a frame would keep slabs of all layers until it is done.
-                run_layer=_Rerun(dataclasses.replace(call, keep=None), self._parts.configs),
+                run_layer=_Rerun(
+                    dataclasses.replace(call, keep=None), self._parts.configs, self._around_layers
+                ),
                 tape=self._tape,
                 offload=self._offload,
                 keep=self._arena.keep,
@@ -246,10 +277,13 @@ class Sequence:
 class _Rerun:
     """Runs a layer again with its attention answered from the frame's stash."""
 
-    def __init__(self, call: LayerCall, configs: tuple[Any, ...]) -> None:
+    def __init__(
+        self, call: LayerCall, configs: tuple[Any, ...], around_layers: AroundLayers
+    ) -> None:
         assert call.link is None, "see [Note: what a frame must not hold]"
         self._call = call
         self._configs = configs
+        self._around_layers = around_layers
 
     def __call__(
         self,
@@ -261,7 +295,7 @@ class _Rerun:
         call = dataclasses.replace(self._call, stash=frame, attended=0)
         before = begin_layer(call)
         try:
-            with attention_taken_over(self._configs):
+            with attention_taken_over(self._configs), self._around_layers():
                 # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
                 layer.forward(*args, **kwargs)
         finally:

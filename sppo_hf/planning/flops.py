@@ -13,6 +13,7 @@ device's dense bf16 figure. Knows nothing of torch, chunks or seconds.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from sppo_hf.planning.shape import ModelShape
 
@@ -81,3 +82,17 @@ def peak_flops(device_name: str) -> float | None:
         return None
     known = [name for name in PEAK_FLOPS if set(name.split()) <= words]
     return PEAK_FLOPS[max(known, key=len)] if known else None
+
+
+def layer_costs(shape: ModelShape, total_tokens: int) -> tuple[list[int], int]:
+    """FLOPs of a training step of one row, layer by layer, and of the head.
+
+    Args:
+        shape: the model.
+        total_tokens: length of the row.
+    """
+    layers = [
+        step_flops(replace(shape, layers=(layer,), vocab_size=0), 1, total_tokens)
+        for layer in shape.layers
+    ]
+    return layers, step_flops(shape, 1, total_tokens) - sum(layers)

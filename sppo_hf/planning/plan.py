@@ -38,6 +38,7 @@ from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.stage_plan import shared_budgets
 from sppo_hf.planning.solve import (
     Choices,
     FirstLimit,
@@ -117,6 +118,7 @@ def make_plan(
     accumulates: bool = False,
     correction: Correction | None = None,
     bounds: Bounds | None = None,
+    alive: float = 1.0,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
@@ -133,6 +135,7 @@ def make_plan(
         accumulates: whether gradients of earlier batches are there when this one runs.
         correction: what the first steps taught about the profile.
         bounds: chunks that must stay as they are; by default they are decided here too.
+        alive: in a pipeline, batches that share the budgets; see `shared_budgets`.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -141,6 +144,9 @@ def make_plan(
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     budgets = read_budgets(config, device)
+    if alive > 1:
+        standing_bytes = shape.weight_bytes + shape.gradient_bytes
+        budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)
     task = _Task(
         config=config,
         shape=shape,

@@ -1,0 +1,341 @@
+"""Units of the stages that are here: forward and backward of one (stage, micro-batch, chunk).
+
+Each unit's backward is asked for by itself, with the gradient of what the unit gave on, and returns
+the gradient of what it received. Chunks of a micro-batch go forward in order and back in reverse,
+as gradients of keys and values demand; between micro-batches and stages any order will do.
+
+Nothing here knows ranks, messages or schedules: tensors come in and go out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sppo_hf.errors import SPPOError
+from sppo_hf.model.calls import ForwardCall
+from sppo_hf.model.head import ModelHead
+from sppo_hf.model.layout import BatchLayout
+from sppo_hf.model.loss import ChunkedLoss
+from sppo_hf.model.sequence import Sequence, Slices
+from sppo_hf.model.split_backward import DeferWeights, WeightGradients
+from sppo_hf.model.stages import StagedModel
+from sppo_hf.planning.partition import Bounds
+
+# B rows of a micro-batch, C tokens of a chunk, T tokens of the sequence, D model width.
+
+MakeSequence = Callable[..., Sequence]
+"""Makes the sequence of (stage) for one micro-batch; takes Sequence's keywords that vary."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    """What waits for a unit's backward."""
+
+    hidden: Tensor
+    """What the unit gave on, or what its loss was computed from."""
+    received: Tensor | None
+    """Leaf of what it was given; None where it began with tokens."""
+    loss: Tensor | None = None
+    """Sum of the chunk's losses, on the last stage, where it has labels."""
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """One micro-batch on one stage."""
+
+    sequence: Sequence
+    slices: Slices
+    embedded: Tensor | None = None
+    """`[B, T, D]`, with the embedding's graph, where tokens are embedded once."""
+    embedded_grad: Tensor | None = None
+    units: dict[int, _Unit] = field(default_factory=dict)
+
+
+class StageUnits:
+    """All units of the stages of this rank in one step."""
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        call: ForwardCall,
+        layout: BatchLayout,
+        *,
+        bounds: Bounds,
+        rows: list[tuple[int, int]],
+        make_sequence: MakeSequence,
+        enter: Callable[[Sequence | None], None],
+        head: ModelHead,
+        loss: ChunkedLoss | None,
+        labelled: frozenset[int],
+        split: bool = False,
+    ) -> None:
+        """Prepare a step; runs nothing.
+
+        Args:
+            staged: The stages.
+            call: The batch.
+            layout: Its layout.
+            bounds: The chunks that run.
+            rows: Half-open rows of each micro-batch.
+            make_sequence: Makes the state of one micro-batch on one stage.
+            enter: Told which sequence the model's hooks belong to while layers run.
+            head: Is told the class of the base model's outputs.
+            loss: Sums up the loss; None where the last stage is not here.
+            labelled: Chunks whose loss is computed.
+            split: Whether backward comes in two halves.
+        """
+        self._staged = staged
+        self._call = call
+        self._layout = layout
+        self._bounds = bounds
+        self._rows = rows
+        self._make_sequence = make_sequence
+        self._enter = enter
+        self._head = head
+        self._loss = loss
+        self._labelled = labelled
+        self._split = split
+        self._running: dict[tuple[int, int], _MicroBatch] = {}
+        self._due: dict[tuple[int, int, int], WeightGradients] = {}
+        self._now = WeightGradients()
+        self._received: Tensor | None = None
+        self._given: Tensor | None = None
+        self.losses: list[Tensor] = []
+        """Detached sums of the losses of the last stage's chunks."""
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def forward(
+        self, stage: int, micro_batch: int, chunk: int, received: Tensor | None
+    ) -> Tensor | None:
+        """Run a unit forward.
+
+        Args:
+            stage: A stage of this rank.
+            micro_batch: Index of the rows.
+            chunk: Index of the chunk; comes after the chunk before it.
+            received: `[B, C, D]` from the stage before; None on the first stage.
+
+        Returns:
+            `[B, C, D]`, detached, for the stage after; None on the last stage.
+        """
+        running = self._open(stage, micro_batch)
+        unit = self._run_layers(stage, running, chunk, received)
+        if stage < self._staged.cut.num_stages - 1:
+            given: Tensor | None = unit.hidden.detach()
+        else:
+            given = None
+            unit.loss = self._add_loss(micro_batch, chunk, unit.hidden)
+        if torch.is_grad_enabled():
+            running.units[chunk] = unit
+        if chunk == len(self._bounds) - 1:
+            running.sequence.end_forward()
+            if not torch.is_grad_enabled():
+                del self._running[stage, micro_batch]
+        return given
+
+    def _open(self, stage: int, micro_batch: int) -> _MicroBatch:
+        key = (stage, micro_batch)
+        if key not in self._running:
+            self._running[key] = self._begin(stage, micro_batch)
+        return self._running[key]
+
+    def _begin(self, stage: int, micro_batch: int) -> _MicroBatch:
+        start, end = self._rows[micro_batch]
+        positions = self._call.positions()
+        spans = self._layout.rows
+        sequence = self._make_sequence(
+            stage,
+            rows=None if spans is None else spans[start:end],
+            last_position=positions.max().view(1, 1),
+            around_layers=self._around_layers if self._split else contextlib.nullcontext,
+        )
+        slices = Slices(self._call.tokens, positions, self._call.constants).rows(start, end)
+        embedded = self._embed(slices) if stage == 0 else None
+        if embedded is not None:
+            others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
+            slices = replace(slices, tokens={"inputs_embeds": embedded.detach(), **others})
+        return _MicroBatch(sequence, slices, embedded)
+
+    def _embed(self, slices: Slices) -> Tensor | None:
+        """Embeddings of the whole sequence where one backward of the embedding is much cheaper.
+
+        See `Engine._inputs`: on a CPU the embedding's gradient costs seconds, and once is enough.
+        """
+        embedding = self._staged.parts.causal_lm.get_input_embeddings()
+        ids = slices.tokens.get("input_ids")
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
+        if ids is None or ids.device.type != "cpu" or not trained:
+            return None
+        return embedding(ids)
+
+    def _around_layers(self) -> contextlib.AbstractContextManager[object]:
+        return DeferWeights(lambda: self._now)
+
+    def _run_layers(
+        self, stage: int, running: _MicroBatch, chunk: int, received: Tensor | None
+    ) -> _Unit:
+        start, end = self._bounds[chunk]
+        inputs = running.slices.chunk(start, end)
+        leaf = None
+        if received is not None:
+            leaf = received.detach().requires_grad_(torch.is_grad_enabled())
+            for name in ("input_ids", "inputs_embeds"):
+                inputs.pop(name, None)
+            # Only for its shape and dtype: layers get the leaf itself, see `first_layer_input`.
+            inputs["inputs_embeds"] = received.detach()
+        elif running.embedded is not None:
+            leaf = inputs["inputs_embeds"].detach().requires_grad_()
+            inputs["inputs_embeds"] = leaf
+        self._received = leaf if received is not None else None
+        self._enter(running.sequence)
+        try:
+            with self._staged.running(stage):
+                output = running.sequence.run_chunk(chunk, inputs)
+            given = self._given
+        finally:
+            self._enter(None)
+            self._received = self._given = None
+        self._head.output_class = type(output)
+        if stage == self._staged.cut.num_stages - 1:
+            return _Unit(output.last_hidden_state, leaf)
+        assert given is not None, "the last layer of a stage ran"
+        return _Unit(given, leaf)
+
+    def first_layer_input(self) -> Tensor | None:
+        """What the first layer of the running stage must be given instead; None: what it gets.
+
+        Models scale embeddings or add positions to them before their first layer, which must not
+        happen again to hidden states that come from another stage.
+        """
+        return self._received
+
+    def last_layer_output(self, hidden: Tensor) -> None:
+        """Take note of what the last layer of the running stage returned."""
+        self._given = hidden
+
+    def _add_loss(self, micro_batch: int, chunk: int, hidden_BCD: Tensor) -> Tensor | None:
+        if self._loss is None or chunk not in self._labelled:
+            return None
+        (row, row_end), (start, end) = self._rows[micro_batch], self._bounds[chunk]
+        labels = self._call.shift_labels
+        assert labels is not None, "a pipeline runs with labels"
+        last = chunk == max(self._labelled)
+        loss = self._loss.add(hidden_BCD, labels[row:row_end, start:end], last=last)
+        self.losses.append(loss.detach())
+        return loss
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def backward(
+        self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
+    ) -> Tensor | None:
+        """Run a unit's backward; with `split`, all of it but the weights of linear layers.
+
+        Args:
+            stage: A stage of this rank.
+            micro_batch: Index of the rows.
+            chunk: Index of the chunk; comes after the backward of the chunk after it.
+            grad: `[B, C, D]` from the stage after; None on the last stage.
+            scale: Gradient of the loss's sum, `[]`; used on the last stage.
+
+        Returns:
+            `[B, C, D]` for the stage before; None on the first stage.
+        """
+        running = self._running[stage, micro_batch]
+        unit = running.units.pop(chunk)
+        if self._split:
+            self._now = self._due[stage, micro_batch, chunk] = WeightGradients()
+        self._run_backward(unit, grad, scale)
+        given = self._gradient_of_input(stage, running, chunk, unit)
+        if chunk == 0:
+            del self._running[stage, micro_batch]
+        return given
+
+    def _run_backward(self, unit: _Unit, grad: Tensor | None, scale: Tensor) -> None:
+        hidden = unit.hidden
+        if not hidden.requires_grad:
+            return  # nothing up to here is trained
+        kind = hidden.device.type
+        # Forward may run under autocast; a backward never does.
+        with torch.autocast(kind, enabled=False):
+            if unit.loss is not None:
+                unit.loss.backward(scale.to(unit.loss))
+            else:
+                # Without labels of its own, later chunks still left gradients for its keys.
+                torch.autograd.backward(hidden, torch.zeros_like(hidden) if grad is None else grad)
+
+    def _gradient_of_input(
+        self, stage: int, running: _MicroBatch, chunk: int, unit: _Unit
+    ) -> Tensor | None:
+        if stage > 0:
+            assert unit.received is not None, "a later stage received its input"
+            got = unit.received.grad
+            return torch.zeros_like(unit.received) if got is None else got
+        if running.embedded is not None:
+            self._collect_embedding(running, chunk, unit)
+        return None
+
+    def _collect_embedding(self, running: _MicroBatch, chunk: int, unit: _Unit) -> None:
+        """Gather the embeddings' gradient; the last chunk to come sends it into the embedding."""
+        assert running.embedded is not None and unit.received is not None
+        if running.embedded_grad is None:
+            running.embedded_grad = torch.zeros_like(running.embedded)
+        start, end = self._bounds[chunk]
+        if unit.received.grad is not None:
+            running.embedded_grad[:, start:end] = unit.received.grad
+        if chunk == 0:
+            with torch.autocast(running.embedded.device.type, enabled=False):
+                running.embedded.backward(running.embedded_grad)
+
+    def weights(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """The second half of a unit's backward.
+
+        Raises:
+            SPPOError: The first half has not run.
+        """
+        due = self._due.pop((stage, micro_batch, chunk), None)
+        if due is None:
+            raise SPPOError(
+                f"weight gradients of stage {stage}, micro-batch {micro_batch}, chunk {chunk} were "
+                "asked for before its backward. The schedule is wrong."
+            )
+        due.run()
+
+    def finished(self) -> bool:
+        """Whether nothing waits for a backward any more."""
+        return not self._running and not self._due
+
+
+def first_layer_hook(
+    units: Callable[[], StageUnits | None],
+) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+    """A pre-hook (with keywords) for first layers of stages; see `first_layer_input`."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        running = units()
+        received = None if running is None else running.first_layer_input()
+        if received is None:
+            return None
+        if args:
+            return (received, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": received}
+
+    return hook
+
+
+def last_layer_hook(units: Callable[[], StageUnits | None]) -> Callable[..., None]:
+    """A hook for last layers of stages; see `last_layer_output`."""
+
+    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        running = units()
+        if running is not None:
+            running.last_layer_output(output[0] if isinstance(output, tuple) else output)
+
+    return hook

@@ -1,0 +1,233 @@
+"""Stages: runs of a model's decoder layers, cut out of the model in place, with the model's ends.
+
+The model stays the object it was: same class, same parameter names. What a rank does not hold is
+replaced by modules without parameters: layers that hand their input on, ends that do nothing. Lists
+of layers keep their length, because models look up masks and layer types by position.
+
+Knows modules and names; nothing of ranks, schedules, or how a stage is run.
+
+[Note: tied embeddings] The last stage keeps the embedding as well where the head shares its matrix,
+under the embedding's name, as a checkpoint has it. So two stages hold a parameter of that name, and
+the sum of their gradients is its gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.structure import ModelParts
+
+# B batch rows, C tokens of a chunk, D model width.
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """Which layers every stage has, and which stages are here."""
+
+    layers: tuple[range, ...]
+    """The layers of each stage, first to last, without gaps."""
+    own: tuple[int, ...]
+    """The stages that this rank holds, ascending."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return len(self.layers)
+
+    @property
+    def own_layers(self) -> frozenset[int]:
+        """Layers that this rank holds."""
+        return frozenset(layer for stage in self.own for layer in self.layers[stage])
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the embedding is here."""
+        return 0 in self.own
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the final norm and the head are here."""
+        return self.num_stages - 1 in self.own
+
+
+class AbsentLayer(GradientCheckpointingLayer):
+    """Stands for a decoder layer of another stage: hands hidden states on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # What models read off their layers: the kind of attention, the index.
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return `hidden_states` as they are."""
+        return hidden_states
+
+
+class AbsentModule(nn.Module):
+    """Stands for a norm or a head of another stage: hands its input on."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return `x` as it is."""
+        return x
+
+
+class AbsentEmbedding(nn.Module):
+    """Stands for an embedding of another stage: zeros, which nobody reads."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings = embedding.num_embeddings
+        self.embedding_dim = embedding.embedding_dim
+        self._dtype = embedding.weight.dtype
+
+    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return zeros of shape `[*ids.shape, D]`."""
+        return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
+
+
+class StagedModel:
+    """A model of which only some stages are left, and the views that run one of them."""
+
+    def __init__(self, parts: ModelParts, cut: StageCut) -> None:
+        """Cut `parts` in place; what is not kept is let go.
+
+        Raises:
+            ConfigError: The stages do not cover the model's layers.
+            UnsupportedModelError: The model has more around its layers than embeddings before and
+                a norm after.
+        """
+        check_cut(parts, cut)
+        self.parts = parts
+        self.cut = cut
+        ends = _find_ends(parts)
+        self.shared_names = shared_parameter_names(parts) if cut.num_stages > 1 else frozenset()
+        """Parameters that the first and the last stage both hold."""
+        for index, layer in enumerate(parts.layers):
+            if index not in cut.own_layers:
+                ends.layers[index] = AbsentLayer(layer)
+        self._layers_name = ends.layers_name
+        if not cut.has_first:
+            keep = parts.causal_lm.get_input_embeddings() if cut.has_last else None
+            _remove(ends.before, keep if self.shared_names else None)
+        if not cut.has_last:
+            _remove(ends.after)
+        self.parts = ModelParts(
+            parts.causal_lm, parts.base, tuple(_layer_list(parts.base)[1]), parts.configs
+        )
+        self._views = {stage: self._make_view(stage) for stage in cut.own}
+
+    @contextlib.contextmanager
+    def running(self, stage: int) -> Iterator[None]:
+        """Let the base model run the layers of `stage` alone, at the moment."""
+        modules = self.parts.base._modules
+        whole = modules[self._layers_name]
+        modules[self._layers_name] = self._views[stage]
+        try:
+            yield
+        finally:
+            modules[self._layers_name] = whole
+
+    def _make_view(self, stage: int) -> nn.ModuleList:
+        layers = self.cut.layers[stage]
+        return nn.ModuleList(
+            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer(layer)
+            for index, layer in enumerate(self.parts.layers)
+        )
+
+
+def check_cut(parts: ModelParts, cut: StageCut) -> None:
+    """Refuse stages that are not runs of all of the model's layers, or a model with other ends.
+
+    Raises:
+        ConfigError: The stages do not cover the model's layers, or one is empty.
+        UnsupportedModelError: See `StagedModel`.
+    """
+    covered = [layer for layers in cut.layers for layer in layers]
+    if covered != list(range(len(parts.layers))) or not all(len(r) for r in cut.layers):
+        raise ConfigError(
+            f"{cut.num_stages} stages hold layers {[list(r) for r in cut.layers]}, but "
+            f"{parts.name} has {len(parts.layers)}. Allowed: each layer in one stage, in order, "
+            "and none empty. Remedy: at most as many stages (pp_size x pp_virtual_stages) as "
+            "layers."
+        )
+    _find_ends(parts)
+
+
+def shared_parameter_names(parts: ModelParts) -> frozenset[str]:
+    """Names of the parameters that the embedding and the head have in common."""
+    embedding = {id(p) for p in parts.causal_lm.get_input_embeddings().parameters()}
+    head = {id(p) for p in parts.head_parameters()} & embedding
+    return frozenset(name for name, p in parts.causal_lm.named_parameters() if id(p) in head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    layers_name: str
+    layers: nn.ModuleList
+    before: tuple[tuple[nn.Module, str], ...]
+    """(parent, name) of what stands before the layers and has parameters."""
+    after: tuple[tuple[nn.Module, str], ...]
+
+
+def _find_ends(parts: ModelParts) -> _Ends:
+    """What stands before the decoder layers and after them, by the order of definition."""
+    name, layers = _layer_list(parts.base)
+    embedding = parts.causal_lm.get_input_embeddings()
+    before: list[tuple[nn.Module, str]] = []
+    after: list[tuple[nn.Module, str]] = []
+    found = before
+    for child_name, child in parts.base.named_children():
+        if child_name == name:
+            found = after
+        elif any(True for _ in child.parameters()):
+            found.append((parts.base, child_name))
+    unusual = [n for _, n in before if not _embeds(parts.base._modules[n])]
+    unusual += [n for _, n in after if _embeds(parts.base._modules[n])]
+    names = [n for _, n in after]
+    if unusual or len(after) > 1 or not any(parts.base._modules[n] is embedding for _, n in before):
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be cut into stages: around its decoder layers stand "
+            f"{[n for _, n in before] + names}, and only embeddings before them and one norm after "
+            "them can be given to the first and the last stage. Train it with pp_size=1."
+        )
+    head = [
+        (parts.causal_lm, child_name)
+        for child_name, child in parts.causal_lm.named_children()
+        if child is not parts.base
+    ]
+    return _Ends(name, layers, tuple(before), (*after, *head))
+
+
+def _layer_list(base: nn.Module) -> tuple[str, nn.ModuleList]:
+    lists = [
+        (name, child)
+        for name, child in base.named_children()
+        if isinstance(child, nn.ModuleList)
+        and len(child)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
+    ]
+    return max(lists, key=lambda entry: len(entry[1]))
+
+
+def _embeds(module: nn.Module | None) -> bool:
+    return any(isinstance(part, nn.Embedding) for part in module.modules()) if module else False
+
+
+def _remove(ends: Iterable[tuple[nn.Module, str]], keep: nn.Module | None = None) -> None:
+    for parent, name in ends:
+        module = parent._modules[name]
+        if module is keep or module is None:
+            continue
+        inner: Any = getattr(module, "base_layer", module)  # PEFT wraps embeddings too
+        embeds = isinstance(inner, nn.Embedding)
+        parent._modules[name] = AbsentEmbedding(inner) if embeds else AbsentModule()

@@ -1,0 +1,98 @@
+"""Plans of one stage of a pipeline: its share of the model, its share of the memory, the chunks.
+
+All ranks must cut sequences alike, so chunks follow from the whole model and the settings alone;
+what becomes of a stage's frames is each rank's own affair. Knows nothing of torch or of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.partition import (
+    Bounds,
+    PrefixCost,
+    balanced_bounds,
+    chunk_bounds,
+    even_bounds,
+    ramp_bounds,
+)
+from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.shape import ModelShape
+
+# Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the
+# time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
+# slow.
+_UNITS_PER_STAGE = 4
+_LEAST_TOKENS = {"cpu": 16, "cuda": 2048}
+
+
+def pipeline_bounds(
+    config: SPPOConfig,
+    shape: ModelShape,
+    total_tokens: int,
+    *,
+    stages: int,
+    micro_batches: int,
+    device_kind: str,
+) -> Bounds:
+    """Cuts the sequences of a pipeline; more often than for one device where that fills it.
+
+    Args:
+        config: the settings; what they say about chunks is done.
+        shape: the whole model.
+        total_tokens: length of each row.
+        stages: stages of the pipeline.
+        micro_batches: micro-batches of a step.
+        device_kind: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    bounds = chunk_bounds(config, shape, total_tokens, device_kind=device_kind)
+    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
+    wanted = math.ceil(_UNITS_PER_STAGE * stages / micro_batches)
+    most = max(1, total_tokens // _LEAST_TOKENS.get(device_kind, 1))
+    if fixed or len(bounds) >= min(wanted, most):
+        return bounds
+    number = min(wanted, most)
+    if config.partition == "even":
+        return even_bounds(total_tokens, number)
+    cut = ramp_bounds if config.partition == "ramp" else balanced_bounds
+    return cut(PrefixCost.of(shape), total_tokens, number)
+
+
+def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
+    """Returns the shape of one stage: its layers, and the head where it is the last.
+
+    Args:
+        shape: the whole model's layers, with the parameters that are on this rank.
+        layers: the stage's.
+        last: whether logits are computed here.
+    """
+    return replace(
+        shape,
+        layers=shape.layers[layers.start : layers.stop],
+        vocab_size=shape.vocab_size if last else 1,
+    )
+
+
+def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:
+    """Returns what one micro-batch on one stage may use of a rank's budgets.
+
+    A plan is made for one micro-batch; of a pipeline's micro-batches several are alive at once, in
+    part, and a rank may have several stages. Each has its share of what weights leave.
+
+    Args:
+        budgets: the rank's.
+        standing_bytes: weights and gradients, which are on the device once.
+        alive: micro-batches alive at once, in units of whole ones, over the rank's stages.
+    """
+    share = max(1.0, alive)
+    device, host = budgets.device, budgets.host
+    if device is not None:
+        device = min(device, round(standing_bytes + max(0, device - standing_bytes) / share))
+    return replace(
+        budgets, device=device, host=None if host is None else round(host / share)
+    )

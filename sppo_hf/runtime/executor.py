@@ -1,0 +1,159 @@
+"""The executor: carries out one rank's actions of a schedule, in order.
+
+A table from kinds of action to handlers. It knows actions and units; not how a unit is computed
+(`model.stage_units`), how messages travel (`transport`) or who made the schedule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from sppo_hf.errors import PipelineError
+from sppo_hf.model.stage_units import StageUnits
+from sppo_hf.runtime.transport import Transport
+from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
+from sppo_hf.schedule.schedule import Schedule
+
+
+class Done(NamedTuple):
+    """An action that was carried out, with the host's clock."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+class Executor:
+    """Runs the actions of one rank for one step."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        units: StageUnits,
+        transport: Transport,
+        *,
+        shapes: Callable[[int], tuple[int, ...]],
+        dtype: torch.dtype,
+        scale: Tensor,
+        reduce: Callable[[int], None],
+        on_action: Callable[[Action], None],
+    ) -> None:
+        """Prepare; runs nothing.
+
+        Args:
+            schedule: Lowered: with sends and receives.
+            rank: This rank in the pipeline.
+            units: Computes.
+            transport: Carries messages.
+            shapes: Returns the shape of a unit's hidden states, `[B, C, D]`.
+            dtype: Of the messages.
+            scale: Gradient of the loss's sum, `[]`.
+            reduce: Starts reducing a stage's gradients over replicas.
+            on_action: Is told before each action.
+        """
+        self._schedule = schedule
+        self._rank = rank
+        self._units = units
+        self._transport = transport
+        self._shapes = shapes
+        self._dtype = dtype
+        self._scale = scale
+        self._reduce = reduce
+        self._on_action = on_action
+        self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
+        self._last_stage = schedule.num_stages - 1
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._weights,
+            "SEND_F": lambda action: self._send(action, action.stage + 1),
+            "SEND_B": lambda action: self._send(action, action.stage - 1),
+            "RECV_F": lambda action: self._receive(action, action.stage - 1),
+            "RECV_B": lambda action: self._receive(action, action.stage + 1),
+            "REDUCE_GRAD": lambda action: self._reduce(action.stage),
+        }
+
+    def run(self) -> list[Done]:
+        """Carry out all actions.
+
+        Returns:
+            What was done and when, in order.
+
+        Raises:
+            PipelineError: An action failed; names the rank, the step and the action. Whatever the
+                action raised is its cause.
+        """
+        done: list[Done] = []
+        for step, action in enumerate(self._schedule.ranks[self._rank]):
+            start = time.perf_counter()
+            self._on_action(action)
+            try:
+                with record_function(f"sppo/{action}"):
+                    self._handlers[action.kind](action)
+            except Exception as error:
+                raise PipelineError(
+                    f"rank {self._rank} of the pipeline failed at action {step} "
+                    f"({self._say(action)}): {type(error).__name__}: {error}"
+                ) from error
+            done.append(Done(action, start, time.perf_counter()))
+        self._transport.finish()
+        if self._outbox or not self._units.finished():
+            raise PipelineError(
+                f"rank {self._rank} of the pipeline has work left after its last action. The "
+                "schedule is wrong."
+            )
+        return done
+
+    def _say(self, action: Action) -> str:
+        chunk, micro_batch = self._schedule.chunk(action), self._schedule.micro_batch(action)
+        return (
+            f"{action}: {KIND_NAMES[action.kind]} of stage {action.stage}, micro-batch "
+            f"{micro_batch}, chunk {chunk}"
+        )
+
+    def _place(self, action: Action) -> tuple[int, int, int]:
+        micro_batch, chunk = divmod(action.unit, self._schedule.num_chunks)
+        return action.stage, micro_batch, chunk
+
+    def _forward(self, action: Action) -> None:
+        received = self._take("RECV_F", action) if action.stage > 0 else None
+        given = self._units.forward(*self._place(action), received)
+        if given is not None:
+            if given.dtype != self._dtype:
+                raise PipelineError(
+                    f"stage {action.stage} gives on hidden states in {given.dtype}, the next one "
+                    f"expects {self._dtype}, the model's own. Train this model with pp_size=1."
+                )
+            self._outbox["SEND_F", action.stage, action.unit] = given
+
+    def _backward(self, action: Action) -> None:
+        grad = self._take("RECV_B", action) if action.stage < self._last_stage else None
+        given = self._units.backward(*self._place(action), grad, scale=self._scale)
+        if given is not None:
+            self._outbox["SEND_B", action.stage, action.unit] = given
+
+    def _weights(self, action: Action) -> None:
+        self._units.weights(*self._place(action))
+
+    def _take(self, kind: Kind, action: Action) -> Tensor:
+        return self._transport.take(Action(kind, action.stage, action.unit))
+
+    def _send(self, action: Action, stage: int) -> None:
+        tensor = self._outbox.pop((action.kind, action.stage, action.unit))
+        self._transport.send(tensor, self._schedule.stage_ranks[stage])
+
+    def _receive(self, action: Action, stage: int) -> None:
+        self._transport.receive(
+            action,
+            self._shapes(action.unit),
+            self._dtype,
+            self._schedule.stage_ranks[stage],
+        )

@@ -1,0 +1,173 @@
+"""Gradients of a pipeline's step: held back until `loss.backward()`, reduced over replicas.
+
+A pipeline computes gradients inside `forward`, at the scale that the last `loss.backward()` had.
+They reach `.grad` only when the loss's own backward comes, multiplied by what that scale has
+changed by (nothing, almost always). So a loss that is never run backward leaves no trace, gradients
+accumulate as always, and a gradient scaler may change its mind between steps.
+
+[Note: what is reduced] With replicas, gradients are averaged over them once per optimizer step, as
+DistributedDataParallel does. What earlier micro-steps have left in `.grad` is in the sum, so that
+it travels once. If the scale then turns out to have changed, the difference is reduced as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+BUCKET_BYTES = 64 * 2**20
+"""Bytes that are reduced at a time: large enough for a link's full speed."""
+
+
+class StepGradients:
+    """The gradients of one forward, of all trained parameters of this rank."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set what `.grad` holds aside; from here on it collects this step's gradients alone."""
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._earlier = [p.grad for p in self._parameters]
+        self._own: list[Tensor | None] = []
+        self._reduced: dict[int, Tensor] = {}
+        self._buckets: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        self._group: Any = None
+        self._taken = False
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def take(self) -> None:
+        """The schedule has run: hold its gradients, and give `.grad` back what it had."""
+        self._wait()
+        if self._taken:
+            return
+        self._taken = True
+        # What was reduced with nothing beside it is not needed a second time.
+        self._own = [
+            None if id(p) in self._reduced and earlier is None else p.grad
+            for p, earlier in zip(self._parameters, self._earlier, strict=True)
+        ]
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+
+    def abandon(self) -> None:
+        """The schedule failed: drop its gradients."""
+        self._buckets.clear()
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+        self._taken = True
+
+    def start_reducing(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
+        """Start averaging over `group` the gradients of `parameters`, whose backward is done.
+
+        Args:
+            parameters: Some of those trained here.
+            group: Ranks with the same parameters.
+        """
+        self._group = group
+        earlier = {id(p): g for p, g in zip(self._parameters, self._earlier, strict=True)}
+        for bucket in _buckets([p for p in parameters if id(p) in earlier]):
+            flat = torch.cat([_sum(p, p.grad, earlier[id(p)]).reshape(-1) for p in bucket])
+            flat /= dist.get_world_size(group)
+            work = dist.all_reduce(flat, group=group, async_op=True)
+            self._buckets.append((work, flat, bucket))
+
+    def _wait(self) -> None:
+        for work, flat, bucket in self._buckets:
+            work.wait()
+            offset = 0
+            for parameter in bucket:
+                size = parameter.numel()
+                self._reduced[id(parameter)] = flat[offset : offset + size].view_as(parameter)
+                offset += size
+        self._buckets.clear()
+
+    def add_shared(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
+        """Sum the gradients of parameters that both ends of a pipeline hold.
+
+        Called when the schedule has run, before anything of these is reduced over replicas.
+        """
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+    @torch.no_grad()
+    def apply(self, factor: float) -> None:
+        """Write `.grad` as a backward of the loss would have done.
+
+        Args:
+            factor: Gradient of the loss now, over the one that the schedule ran with.
+        """
+        places = zip(self._parameters, self._own, self._earlier, strict=True)
+        for parameter, own, earlier in places:
+            total = self._reduced.get(id(parameter))
+            if total is None:
+                _add(parameter, own if own is None or factor == 1.0 else own.mul_(factor))
+            elif factor == 1.0:
+                parameter.grad = total
+            elif earlier is None:
+                parameter.grad = total.mul_(factor)
+            else:
+                parameter.grad = total.add_(self._average(parameter, own), alpha=factor - 1.0)
+        self._parameters, self._own, self._earlier, self._reduced = [], [], [], {}
+
+    def _average(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
+        """This step's gradient alone, averaged: rarely needed, so without overlap."""
+        flat = _sum(parameter, own, None).clone()
+        flat /= dist.get_world_size(self._group)
+        dist.all_reduce(flat, group=self._group)
+        return flat
+
+
+class PipelineLoss(torch.autograd.Function):
+    """The loss of a step whose gradients are there already; backward hands them out."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, value: Tensor, _anchor: Tensor, apply: Callable[[float], None]
+    ) -> Tensor:
+        """Return `value`; `apply` is called with the gradient that arrives in backward."""
+        ctx.apply_gradients = apply
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        """Hand out the gradients."""
+        # The only read from the device, when all of the step's work has been handed to it.
+        ctx.apply_gradients(grad.item())
+        return None, None, None
+
+
+def _add(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    if grad is None:
+        return
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad += grad
+
+
+def _sum(parameter: nn.Parameter, own: Tensor | None, earlier: Tensor | None) -> Tensor:
+    if own is None and earlier is None:
+        return torch.zeros_like(parameter)
+    if own is None or earlier is None:
+        return own if own is not None else earlier  # type: ignore[return-value]
+    return own + earlier
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype in runs of about `BUCKET_BYTES`."""
+    buckets: list[list[nn.Parameter]] = []
+    room: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        used, bucket = room.get(parameter.dtype, (BUCKET_BYTES, []))
+        if used + size > BUCKET_BYTES:
+            used, bucket = 0, []
+            buckets.append(bucket)
+        bucket.append(parameter)
+        room[parameter.dtype] = (used + size, bucket)
+    return buckets

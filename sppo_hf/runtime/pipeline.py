@@ -1,0 +1,125 @@
+"""Making a pipeline of a model: stages chosen, cut, and an engine that runs them.
+
+The entry of this room for those who attach SPPO to something; see `pipeline_engine` for a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeVar
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.convert import convert, get_engine
+from sppo_hf.model.facts import model_shape
+from sppo_hf.model.guard import check_family
+from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.stages import StageCut, StagedModel, check_cut
+from sppo_hf.model.structure import ModelParts, find_parts
+from sppo_hf.planning.flops import layer_costs
+from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.stages import split_layers
+from sppo_hf.runtime.mesh import PipelineMesh, make_mesh
+from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.watchdog import Watchdog
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+BALANCE_TOKENS = 32_768
+"""Length of the sequences that stages are balanced for; the head weighs less the longer they are."""
+
+
+@functools.cache
+def shared_mesh(pp_size: int, device: torch.device, timeout_seconds: int) -> PipelineMesh:
+    """The mesh of this process, formed once: groups are a launch's, not a model's.
+
+    Raises:
+        ConfigError: There is no launch, or its size is no multiple of `pp_size`.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"pp_size={pp_size} needs {pp_size} processes, and this is a single one. Allowed: a "
+            "launch of pp_size processes or a multiple. Remedy: accelerate launch "
+            f"--num_processes {pp_size} script.py (or torchrun --nproc_per_node {pp_size})."
+        )
+    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds)
+
+
+@functools.cache
+def _shared_watchdog(mesh: PipelineMesh, timeout_seconds: int) -> Watchdog:
+    everyone = range(mesh.pp_size * mesh.dp_size)
+    return Watchdog(dist.get_rank(), everyone, timeout_seconds=timeout_seconds)
+
+
+def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
+    """Which layers each stage has, balanced by FLOPs with the head counted, and which are here.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
+    return cut_of_shape(model_shape(parts), config, pp_rank)
+
+
+def cut_of_shape(shape: ModelShape, config: SPPOConfig, pp_rank: int) -> StageCut:
+    """See `choose_cut`."""
+    stages = config.pp_size * config.pp_virtual_stages
+    if stages > len(shape.layers):
+        raise ConfigError(
+            f"pp_size={config.pp_size} x pp_virtual_stages={config.pp_virtual_stages} makes "
+            f"{stages} stages, but the model has {len(shape.layers)} layers. Allowed: at most one "
+            "stage per layer. Remedy: a smaller pp_size (the other processes become data-parallel "
+            "replicas), or fewer pp_virtual_stages."
+        )
+    layers, head = layer_costs(shape, BALANCE_TOKENS)
+    cut = split_layers(layers, stages, last=head)
+    return StageCut(cut, tuple(range(pp_rank, stages, config.pp_size)))
+
+
+def convert_to_stages(
+    model: ModelT,
+    config: SPPOConfig,
+    *,
+    device: torch.device | None = None,
+    observer: StepObserver | None = None,
+) -> ModelT:
+    """Cut `model` to this rank's stages, in place, and let it run in the pipeline.
+
+    Every process of the launch calls this with the same model and settings. What other ranks hold
+    is freed. `model(**batch)` then runs the whole pipeline and returns the loss on every rank.
+
+    Args:
+        model: A Transformers causal language model, bare or in PEFT, whole or cut already.
+        config: The settings, with `pp_size` above 1.
+        device: Where it will run; where it is, by default.
+        observer: Is told about plans, units and records.
+
+    Raises:
+        ConfigError: The launch or the settings do not fit.
+        UnsupportedModelError: The model cannot be cut, or not trained exactly.
+    """
+    engine = get_engine(model)
+    if engine is not None and engine.enabled:
+        return convert(model, config, observer=observer)  # says so if settings differ
+    parts = find_parts(model)
+    check_family(parts)
+    device = next(parts.causal_lm.parameters()).device if device is None else device
+    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds)
+    staged = staged_model(parts, config, mesh.pp_rank)
+    make_engine = functools.partial(
+        PipelineEngine,
+        staged=staged,
+        mesh=mesh,
+        watchdog=_shared_watchdog(mesh, config.pp_timeout_seconds),
+    )
+    return convert(model, config, observer=observer, make_engine=make_engine)
+
+
+def staged_model(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StagedModel:
+    """The stages of a rank, cut out of `parts` in place; see `convert_to_stages`."""
+    cut = choose_cut(parts, config, pp_rank)
+    check_cut(parts, cut)
+    return StagedModel(parts, cut)

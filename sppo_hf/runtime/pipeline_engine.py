@@ -1,0 +1,377 @@
+"""The engine of a model that is cut into stages: `forward` runs a whole schedule.
+
+It stands where `Engine` stands for one device. A call with labels runs forwards and backwards of
+all units of the batch over the ranks of the pipeline, and returns the loss on every rank;
+`loss.backward()` then hands out the gradients (see `gradients`). Rows of the batch are the
+micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
+from sppo_hf.model.calls import ForwardCall, read_call
+from sppo_hf.model.engine import Engine, labelled_chunks
+from sppo_hf.model.fused import fused_tile
+from sppo_hf.model.layout import BatchLayout, read_layout
+from sppo_hf.model.loss import ChunkedLoss, divide_loss
+from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.sequence import Sequence
+from sppo_hf.model.stage_units import StageUnits, first_layer_hook, last_layer_hook
+from sppo_hf.model.stages import StagedModel
+from sppo_hf.model.structure import ModelParts, check_trainable
+from sppo_hf.planning.partition import Bounds
+from sppo_hf.runtime.executor import Done, Executor
+from sppo_hf.runtime.gradients import PipelineLoss, StepGradients
+from sppo_hf.runtime.mesh import PipelineMesh
+from sppo_hf.runtime.schedules import StepSchedule, step_schedule
+from sppo_hf.runtime.stage_plans import StagePlans
+from sppo_hf.runtime.step_watch import StepWatch
+from sppo_hf.runtime.transport import Transport
+from sppo_hf.runtime.watchdog import Watchdog
+
+# B batch rows, C tokens of a chunk, D model width.
+
+
+class PipelineEngine(Engine):
+    """Runs the stages of one rank."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        config: SPPOConfig,
+        observer: StepObserver,
+        original_forward: Callable[..., Any],
+        *,
+        staged: StagedModel,
+        mesh: PipelineMesh,
+        watchdog: Watchdog,
+    ) -> None:
+        """Prepare to run; see `Engine` for the first arguments.
+
+        Args:
+            parts: The cut model.
+            config: The settings.
+            observer: Is told about plans, units and records.
+            original_forward: The model's own.
+            staged: The stages of this rank.
+            mesh: Its place among the ranks.
+            watchdog: Is told what this rank does.
+        """
+        super().__init__(parts, config, observer, original_forward)
+        self.staged = staged
+        self.mesh = mesh
+        self.watchdog = watchdog
+        self.reduces: Callable[[], bool] = lambda: True
+        """Whether gradients are reduced over replicas in this step: not while they accumulate."""
+        self.executed: list[Done] = []
+        """What this rank did in the last step, and when."""
+        self._stage_plans = StagePlans(self)
+        self._scale = 1.0
+        self._steps = 0
+        self._units: StageUnits | None = None
+        self._hook_ends()
+
+    def _hook_ends(self) -> None:
+        cut = self.staged.cut
+        for stage in cut.own:
+            layers = cut.layers[stage]
+            first, last = self.parts.layers[layers[0]], self.parts.layers[layers[-1]]
+            if stage > 0:
+                first.register_forward_pre_hook(
+                    first_layer_hook(lambda: self._units), with_kwargs=True, prepend=True
+                )
+            last.register_forward_hook(last_layer_hook(lambda: self._units))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand-in for the model's forward.
+
+        Raises:
+            ConfigError: The batch or the settings cannot be run in a pipeline (see the message).
+            UnsupportedModelError: The model cannot be trained exactly.
+            PipelineError: A rank failed, or ranks do not agree.
+        """
+        if self.running is not None:
+            return self.original_forward(*args, **kwargs)
+        call = read_call(self.parts, self.original_forward, args, kwargs)
+        self._refuse(call)
+        if torch.is_grad_enabled():
+            check_trainable(self.parts)
+        output = self._run_guarded(call)
+        return output if call.return_dict else output.to_tuple()
+
+    def _refuse(self, call: ForwardCall) -> None:
+        name = self.parts.name
+        if not call.has_labels:
+            raise ConfigError(
+                f"{name} is cut into {self.config.pp_size} stages (pp_size) and was called without "
+                "labels, as generate() and predictions of logits do. Allowed: calls with labels, "
+                "which return the loss. Remedy: pass labels; to generate, load the saved "
+                "checkpoint without SPPO; in the Trainer set prediction_loss_only=True, and leave "
+                "label_smoothing_factor and compute_loss_func out."
+            )
+        if call.head_arguments or self.parts.causal_lm.loss_function is not ForCausalLMLoss:
+            raise UnsupportedModelError(
+                f"{name} computes its loss outside the standard one for causal language models, "
+                "which a pipeline cannot take apart. Train it with pp_size=1."
+            )
+        if self.config.return_logits:
+            raise ConfigError(
+                "return_logits=True collects the logits of whole sequences, which in a pipeline "
+                "are on its last rank alone. Allowed: return_logits=False with pp_size > 1. "
+                "Remedy: drop return_logits."
+            )
+        call.refuse_unsupported(name)
+
+    def _run_guarded(self, call: ForwardCall) -> CausalLMOutputWithPast:
+        self._steps += 1
+        self.watchdog.doing(f"in forward {self._steps}")
+        try:
+            return self._run(call)
+        except BaseException as error:
+            self.watchdog.report(error)
+            reason = self.watchdog.explain(error)
+            if reason is error:
+                raise
+            raise reason from error
+        finally:
+            self.watchdog.doing(f"after forward {self._steps}")
+
+    def _run(self, call: ForwardCall) -> CausalLMOutputWithPast:  # type: ignore[override]
+        began = time.perf_counter()
+        layout = read_layout(
+            batch_rows=call.batch_rows,
+            total_tokens=call.total_tokens,
+            attention_mask=call.attention_mask,
+            position_ids=call.position_ids,
+            cu_seq_lens=call.cu_seq_lens,
+            shift_labels_BT=call.shift_labels,
+            ignore_index=call.ignore_index,
+        )
+        training = torch.is_grad_enabled()
+        rows = _micro_batches(call.batch_rows, self.config)
+        plans = self._stage_plans.get(
+            rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
+        )
+        used = max(1, layout.used_tokens)
+        bounds = tuple(b for b in plans.bounds if b[0] < used)
+        reduces = training and self.mesh.dp_size > 1 and self.reduces()
+        step = step_schedule(
+            self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
+        )
+        self._agree(call, layout, bounds, step)
+        watch = StepWatch(self, call, step, began)
+        units = self._make_units(call, layout, bounds, rows, plans, step)
+        gradients = StepGradients(self.parts.causal_lm.parameters()) if training else None
+        try:
+            self._execute(call, step, units, bounds, rows, gradients, watch)
+            if gradients is not None:
+                self._finish_gradients(gradients, reduces)
+        except BaseException:
+            if gradients is not None:
+                gradients.abandon()
+            raise
+        finally:
+            self._units = None
+        watch.done(self.executed, training=training)
+        return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _agree(
+        self, call: ForwardCall, layout: BatchLayout, bounds: Bounds, step: StepSchedule
+    ) -> None:
+        """See that all ranks of the pipeline are about to run the same; costs one small message.
+
+        Raises:
+            PipelineError: They are not.
+        """
+        mine = torch.tensor(
+            [
+                call.batch_rows,
+                call.total_tokens,
+                layout.used_tokens,
+                len(bounds),
+                hash(bounds) % 2**31,
+                step.number,
+                int(torch.is_grad_enabled()),
+            ]
+        )
+        others = [torch.empty_like(mine) for _ in range(self.mesh.pp_size)]
+        dist.all_gather(others, mine, group=self.mesh.control)
+        for rank, other in enumerate(others):
+            if not torch.equal(other, mine):
+                names = "rows, tokens, used tokens, chunks, bounds, schedule, training"
+                raise PipelineError(
+                    f"ranks of the pipeline are about to run different steps ({names}): rank "
+                    f"{self.mesh.pp_rank} {mine.tolist()}, rank {rank} {other.tolist()}. All ranks "
+                    "of a pipeline must get the same batches: prepare the data loader by the "
+                    "Accelerator, and give all ranks the same settings."
+                )
+
+    def _make_units(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        bounds: Bounds,
+        rows: list[tuple[int, int]],
+        plans: Any,
+        step: StepSchedule,
+    ) -> StageUnits:
+        cut = self.staged.cut
+
+        def make_sequence(stage: int, **varying: Any) -> Sequence:
+            return Sequence(
+                self.parts,
+                plans.by_stage[stage],
+                choose_backend=self.plans.choose_backend,
+                counters=self.counters,
+                offload=self.offload,
+                layers=cut.layers[stage],
+                linked=False,
+                **varying,
+            )
+
+        loss = None
+        if cut.has_last:
+            loss = ChunkedLoss(
+                self.head.logits,
+                self.parts.head_parameters(),
+                tile_tokens=plans.by_stage[cut.num_stages - 1].tile_tokens,
+                ignore_index=call.ignore_index,
+                fused=fused_tile(self.parts, self.head, call.device),
+            )
+        units = StageUnits(
+            self.staged,
+            call,
+            layout,
+            bounds=bounds,
+            rows=rows,
+            make_sequence=make_sequence,
+            enter=self._enter,
+            head=self.head,
+            loss=loss,
+            labelled=frozenset(labelled_chunks(layout, bounds)),
+            split=step.splits,
+        )
+        self._units = units
+        return units
+
+    def _enter(self, sequence: Sequence | None) -> None:
+        self.running = sequence
+
+    def _execute(
+        self,
+        call: ForwardCall,
+        step: StepSchedule,
+        units: StageUnits,
+        bounds: Bounds,
+        rows: list[tuple[int, int]],
+        gradients: StepGradients | None,
+        watch: StepWatch,
+    ) -> None:
+        width = self.parts.text_config.hidden_size
+
+        def shape(unit: int) -> tuple[int, ...]:
+            micro_batch, chunk = divmod(unit, len(bounds))
+            (row, row_end), (start, end) = rows[micro_batch], bounds[chunk]
+            return row_end - row, end - start, width
+
+        def reduce(stage: int) -> None:
+            assert gradients is not None, "only a training step reduces"
+            gradients.start_reducing(self._parameters_of(stage), self.mesh.replicas)
+
+        self.executed = Executor(
+            step.schedule,
+            self.mesh.pp_rank,
+            units,
+            Transport(self.mesh),
+            shapes=shape,
+            dtype=self.parts.causal_lm.dtype,
+            scale=self._gradient_of_sum(call),
+            reduce=reduce,
+            on_action=watch.action,
+        ).run()
+
+    def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
+        shared = self.shared_parameters()
+        if shared and self.mesh.ends is not None:
+            gradients.add_shared(shared, self.mesh.ends)
+        if shared and reduces:
+            gradients.start_reducing(shared, self.mesh.replicas)
+        gradients.take()
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """The trained parameters of this rank that the pipeline's other end holds as well."""
+        if self.mesh.ends is None:
+            return []
+        named = dict(self.parts.causal_lm.named_parameters())
+        names = sorted(name for name in self.staged.shared_names if name in named)
+        return [named[name] for name in names if named[name].requires_grad]
+
+    def _parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """Trained parameters of a stage of this rank, without those it shares."""
+        cut = self.staged.cut
+        modules: list[nn.Module] = [self.parts.layers[layer] for layer in cut.layers[stage]]
+        inside = {id(p) for layer in self.parts.layers for p in layer.parameters()}
+        found = [p for module in modules for p in module.parameters()]
+        if stage in (0, cut.num_stages - 1):
+            # With both ends on one rank, the end's parameters go with the first of them to ask.
+            rest = [p for p in self.parts.causal_lm.parameters() if id(p) not in inside]
+            found += rest if stage == min(s for s in cut.own if s in (0, cut.num_stages - 1)) else []
+        shared = {id(p) for p in self.shared_parameters()}
+        return [p for p in found if p.requires_grad and id(p) not in shared]
+
+    def _count_and_divisor(self, call: ForwardCall) -> tuple[Tensor, Tensor]:
+        """Labels that count, and what the summed loss is divided by, both `[]`."""
+        assert call.shift_labels is not None, "calls without labels were refused"
+        count = (call.shift_labels != call.ignore_index).sum()
+        return count, call.divisor(count)
+
+    def _gradient_of_sum(self, call: ForwardCall) -> Tensor:
+        """What the schedule takes for the gradient of the loss's sum: as the last time, `[]`."""
+        count, divisor = self._count_and_divisor(call)
+        wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
+        scale = self._scale / divisor.to(wide)
+        return torch.where(count > 0, scale, torch.zeros_like(scale))
+
+    def _loss_value(
+        self, call: ForwardCall, units: StageUnits, gradients: StepGradients | None
+    ) -> Tensor:
+        """The loss on every rank, shape `[]`; see `gradients` for its backward."""
+        wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=call.device)
+        if units.losses:
+            total = torch.stack(units.losses).sum().to(wide)
+        last = self.mesh.world_rank(self.mesh.pp_size - 1)
+        dist.broadcast(total, last, group=self.mesh.pipeline)
+        loss = divide_loss(total, *self._count_and_divisor(call))
+        if gradients is None:
+            return loss
+        ran_with = self._scale
+
+        def apply(grad: float) -> None:
+            gradients.apply(grad / ran_with)
+            # A scale of zero, or one that overflowed, is nothing to go on with.
+            if grad != 0.0 and math.isfinite(grad):
+                self._scale = grad
+
+        anchor = torch.zeros((), device=total.device, requires_grad=True)
+        return PipelineLoss.apply(loss, anchor, apply)
+
+
+def _micro_batches(batch_rows: int, config: SPPOConfig) -> list[tuple[int, int]]:
+    """Half-open rows of each micro-batch: one row each, unless the settings say more."""
+    size = min(config.micro_batch_size or 1, batch_rows)
+    return [(start, min(start + size, batch_rows)) for start in range(0, batch_rows, size)]

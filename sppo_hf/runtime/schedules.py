@@ -1,0 +1,90 @@
+"""The schedule of a step: which one the settings ask for, lowered, and made once for each size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import add_transfers, lower
+from sppo_hf.schedule.schedule import Schedule
+
+AUTO = "seq1f1b"
+"""What "auto" is: the least idle time with one stage per rank and whole backwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSchedule:
+    """A schedule, ready to be carried out."""
+
+    name: str
+    schedule: Schedule
+    """With sends and receives."""
+    splits: bool
+    """Whether backward comes in two halves."""
+    reduces: bool
+    """Whether gradients are reduced over replicas."""
+
+    @property
+    def number(self) -> int:
+        """The same on every rank that made the same one."""
+        return sum(1000**i * len(rank) for i, rank in enumerate(self.schedule.ranks[:3])) % 2**40
+
+
+def schedule_name(config: SPPOConfig) -> str:
+    """Name of the schedule that the settings ask for."""
+    return AUTO if config.pp_schedule == "auto" else config.pp_schedule
+
+
+def step_schedule(
+    config: SPPOConfig,
+    micro_batches: int,
+    chunks: int,
+    *,
+    forward_only: bool,
+    reduce: bool,
+) -> StepSchedule:
+    """Make (or find) the schedule of a step.
+
+    Args:
+        config: Ranks, schedule, stages per rank.
+        micro_batches: Of the batch.
+        chunks: Of each.
+        forward_only: Whether nothing is run backward.
+        reduce: Whether gradients are reduced over replicas.
+
+    Raises:
+        ConfigError: The schedule needs more units than there are.
+    """
+    name = schedule_name(config)
+    size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
+    check_size(name, size)
+    return _make(name, size, forward_only, reduce)
+
+
+def check_size(name: str, size: Size) -> None:
+    """Refuse schedules over fewer units than they need to be what they are.
+
+    Raises:
+        ConfigError: Naming the numbers and the remedy.
+    """
+    if size.num_virtual > 1 and size.num_units < size.num_ranks:
+        raise ConfigError(
+            f"pp_schedule={name!r} with pp_virtual_stages={size.num_virtual} passes groups of at "
+            f"least pp_size={size.num_ranks} units through a rank's stages, but this batch has "
+            f"{size.num_micro_batches} micro-batches of {size.num_chunks} chunks, "
+            f"{size.num_units} units. Allowed: micro-batches x chunks >= pp_size. Remedy: a larger "
+            "per-device batch, more chunks (num_chunks, chunk_tokens), or pp_virtual_stages=1."
+        )
+
+
+@lru_cache(maxsize=64)
+def _make(name: str, size: Size, forward_only: bool, reduce: bool) -> StepSchedule:
+    made = generate(name, size)
+    if forward_only:
+        lowered = add_transfers(made.keep(lambda action: action.kind == "F"))
+        return StepSchedule(name, lowered, splits=False, reduces=False)
+    splits = any(action.kind == "W" for rank in made.ranks for action in rank)
+    return StepSchedule(name, lower(made, reduce=reduce), splits=splits, reduces=reduce)

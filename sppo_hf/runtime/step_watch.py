@@ -1,0 +1,78 @@
+"""Marks of one step of a pipeline, made into units and a record for observers."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from sppo_hf.model.calls import ForwardCall
+from sppo_hf.model.observer import StepRecord
+from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.runtime.schedules import StepSchedule
+from sppo_hf.schedule.actions import Action
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sppo_hf.runtime.executor import Done
+    from sppo_hf.runtime.pipeline_engine import PipelineEngine
+
+_BACKWARDS = ("B", "I")
+
+
+class StepWatch:
+    """Watches one step of one rank."""
+
+    def __init__(
+        self, engine: PipelineEngine, call: ForwardCall, step: StepSchedule, began: float
+    ) -> None:
+        """Start watching; `began` is `time.perf_counter()` when the call came in."""
+        self._engine = engine
+        self._call = call
+        self._step = step
+        self._began = began
+
+    def action(self, action: Action) -> None:
+        """The rank is about to carry out `action`."""
+        self._engine.watchdog.doing(f"in action {action}")
+        if action.kind == "F" or action.kind in _BACKWARDS:
+            direction = "forward" if action.kind == "F" else "backward"
+            units = self._step.schedule.num_units
+            self._engine.observer.on_unit(direction, action.unit, units)
+
+    def done(self, executed: Sequence[Done], *, training: bool) -> None:
+        """The schedule has run; report what it cost.
+
+        Tokens and FLOPs of the batch are split among the ranks of the pipeline, so that sums over
+        all ranks count each once. Waiting for another rank is no stall here: the schedule's idle
+        time is in the difference of seconds and compute.
+        """
+        engine, call = self._engine, self._call
+        mesh = engine.mesh
+        tokens = call.batch_rows * call.total_tokens
+        flops = step_flops if training else forward_flops
+        forward = sum(e - s for a, s, e in executed if a.kind == "F")
+        stats = engine.take_stats()
+        engine.observer.on_record(
+            StepRecord(
+                tokens=tokens * (mesh.pp_rank + 1) // mesh.pp_size
+                - tokens * mesh.pp_rank // mesh.pp_size,
+                batch_rows=call.batch_rows,
+                total_tokens=call.total_tokens,
+                model_flops=flops(engine.shape(), call.batch_rows, call.total_tokens)
+                / mesh.pp_size,
+                forward_seconds=forward,
+                backward_seconds=time.perf_counter() - self._began - forward,
+                stall_seconds=stats.stall_seconds,
+                d2h_bytes=stats.d2h_bytes,
+                h2d_bytes=stats.h2d_bytes,
+                disk_write_bytes=stats.disk_write_bytes,
+                disk_read_bytes=stats.disk_read_bytes,
+                spilled_bytes=stats.spilled_bytes,
+                pinned_bytes=stats.pinned_bytes,
+                host_fragmentation=stats.fragmentation,
+                planned_seconds=None,
+                num_chunks=self._step.schedule.num_chunks,
+                training=training,
+            )
+        )
