@@ -11,14 +11,26 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import nn
 from transformers import PreTrainedModel
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.integrations.pipeline import (
+    agree_on_infinities,
+    clip_to,
+    engine_of,
+    keep_own_parameters,
+    once_per_pipeline,
+    prepare_loader,
+    total_norm,
+)
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.runtime.affinity import bind_to_device
+from sppo_hf.runtime.mesh import PipelineMesh
+from sppo_hf.runtime.pipeline import convert_to_stages, shared_mesh
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
@@ -33,23 +45,81 @@ class SPPOAccelerator(Accelerator):
     """
 
     sppo_plugin: SPPOPlugin
+    _gathers_metrics = False
+
+    @property
+    def _in_pipeline(self) -> bool:
+        return self.sppo_plugin.config.pp_size > 1
+
+    @property
+    def _mesh(self) -> PipelineMesh:
+        config = self.sppo_plugin.config
+        return shared_mesh(config.pp_size, self.device, config.pp_timeout_seconds)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Convert every model among the arguments, then prepare as always.
 
         FSDP2 shards inside `prepare` without calling `prepare_model`, so conversion starts here.
         """
-        for module in args:
-            if isinstance(module, nn.Module):
-                convert_once(module, self.sppo_plugin)
+        modules = [module for module in args if isinstance(module, nn.Module)]
+        for module in modules:
+            convert_once(module, self.sppo_plugin, self.device)
+        if self._in_pipeline:
+            for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
+                keep_own_parameters(optimizer, [*modules, *self._models])
+            agree_on_infinities(self.scaler, self._mesh)
         return super().prepare(*args, **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Convert the model, for training and for evaluation, before it is wrapped."""
-        convert_once(model, self.sppo_plugin)
-        return super().prepare_model(model, device_placement, evaluation_mode)
+        convert_once(model, self.sppo_plugin, self.device)
+        engine = engine_of([model])
+        if engine is not None:
+            engine.reduces = lambda: self.sync_gradients
+        # In a pipeline the engine reduces gradients; DDP, which an evaluation goes without, would
+        # average those of different stages.
+        return super().prepare_model(model, device_placement, evaluation_mode or self._in_pipeline)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare a data loader; the ranks of a pipeline get the same batches."""
+        prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+        if prepared or not self._in_pipeline:
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        loader = prepare_loader(self, self._mesh, data_loader, device_placement)
+        self._dataloaders.append(loader)
+        return loader
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip by the norm of all gradients; in a pipeline that is over all its stages.
+
+        Returns:
+            The norm before clipping, shape `[]`.
+        """
+        engine = engine_of(self._models) if self._in_pipeline else None
+        if engine is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = total_norm(engine, parameters, float(norm_type))
+        clip_to(parameters, norm, max_norm)
+        return norm
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather over all ranks; while metrics are gathered, one rank's part per pipeline."""
+        gathered = super().gather(tensor)
+        return once_per_pipeline(self._mesh, gathered) if self._gathers_metrics else gathered
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather for metrics: every row of the dataset once, also in a pipeline."""
+        self._gathers_metrics = self._in_pipeline
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        finally:
+            self._gathers_metrics = False
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -96,7 +166,9 @@ def _class_for(kind: type[Accelerator]) -> type[SPPOAccelerator]:
     return type(f"SPPO{kind.__name__}", (SPPOAccelerator, kind), {"__module__": kind.__module__})
 
 
-def convert_once(model: nn.Module, plugin: SPPOPlugin) -> None:
+def convert_once(
+    model: nn.Module, plugin: SPPOPlugin, device: torch.device | None = None
+) -> None:
     """Convert a model unless that was done, and take recomputation over from it.
 
     A module that holds no Transformers model at all (a loss, a value head) is none of our business
@@ -105,6 +177,7 @@ def convert_once(model: nn.Module, plugin: SPPOPlugin) -> None:
     Args:
         model: What is to be prepared, before or after Accelerate wrapped it.
         plugin: Settings, and the observer of the engine.
+        device: Where a pipeline will run; where the model is, by default.
 
     Raises:
         ConfigError: The model is compiled, or was converted with other settings.
@@ -122,7 +195,10 @@ def convert_once(model: nn.Module, plugin: SPPOPlugin) -> None:
     own_recomputation(model)
     engine = get_engine(model)
     if engine is None:
-        convert(model, plugin.config, observer=plugin.observer)
+        if plugin.config.pp_size > 1:
+            convert_to_stages(model, plugin.config, device=device, observer=plugin.observer)
+        else:
+            convert(model, plugin.config, observer=plugin.observer)
         return
     if engine.config != plugin.config:
         raise ConfigError(

@@ -22,8 +22,10 @@ from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed
 from sppo_hf.integrations.callback import offer_callback
 from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
 from sppo_hf.integrations.observers import ObserverHub
+from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.model.convert import revert
+from sppo_hf.runtime.mesh import check_world
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -194,6 +196,11 @@ class SPPOPlugin(ParallelismConfig):
                 "plugin, or make new TrainingArguments right before their Trainer."
             )
         refuse_accelerator(accelerator)
+        if self.config.pp_size > 1:
+            self._lay_out_pipeline(accelerator)
+            attach(accelerator, self)
+            offer_callback(accelerator, self)
+            return
         if accelerator.is_fsdp2 and self.total_size == 1 and accelerator.num_processes > 1:
             # Accelerate would fall back to plain replication here, which FSDP2 cannot shard over.
             self._set_size("dp_shard", accelerator.num_processes)
@@ -203,6 +210,37 @@ class SPPOPlugin(ParallelismConfig):
         super()._validate_accelerator(accelerator)
         attach(accelerator, self)
         offer_callback(accelerator, self)
+
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether Accelerate should cut tensors; never, see [Note: sizes of a pipeline]."""
+        return False
+
+    def _lay_out_pipeline(self, accelerator: Accelerator) -> None:
+        """Tell Accelerate and the Trainer how many ranks share a batch.
+
+        [Note: sizes of a pipeline]
+        The Trainer divides batch sizes, label counts and losses by `tp_size`, the one size of ranks
+        that see the same rows. So that is what a pipeline's ranks are reported as, while
+        `tp_enabled` stays False and Accelerate leaves the tensors alone.
+
+        Raises:
+            ConfigError: The launch does not fit `pp_size`, or other sizes were given.
+        """
+        pp_size = self.config.pp_size
+        refuse_for_pipeline(accelerator, pp_size)
+        check_world(pp_size, accelerator.num_processes)
+        given = {k: v for k, v in self._given_sizes.items() if v > 1}
+        replicas = accelerator.num_processes // pp_size
+        if given not in ({}, {"dp_replicate": replicas}):
+            raise ConfigError(
+                f"pp_size={pp_size} with {', '.join(f'{k}_size={v}' for k, v in given.items())} "
+                f"over {accelerator.num_processes} processes. Allowed: dp_replicate_size={replicas}"
+                " or none. Remedy: drop the other sizes; what pp_size leaves over replicates."
+            )
+        self._set_size("tp", pp_size)
+        self._set_size("dp_replicate", replicas)
 
 
 def _requested_by_caller(default: SPPOPlugin) -> ParallelismConfig | None:

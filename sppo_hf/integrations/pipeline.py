@@ -1,0 +1,194 @@
+"""What an Accelerator does differently in a pipeline run: data, optimizers, norms, scalers.
+
+Ranks of one pipeline get the same batches and hold different parameters, which neither DDP's nor
+tensor parallelism's paths of Accelerate expect. Knows Accelerate's classes; how a pipeline runs is
+the business of `sppo_hf.runtime`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.convert import get_engine
+from sppo_hf.runtime.mesh import PipelineMesh
+from sppo_hf.runtime.pipeline_engine import PipelineEngine
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_ALLOWED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def refuse_for_pipeline(accelerator: Accelerator, pp_size: int) -> None:
+    """Refuse launches in which a pipeline cannot run.
+
+    Raises:
+        ConfigError: One process, or FSDP.
+    """
+    kind = accelerator.distributed_type
+    if kind not in _ALLOWED:
+        raise ConfigError(
+            f"pp_size={pp_size} and the Accelerator runs {kind.value}. Allowed: several processes "
+            "without FSDP (data-parallel replicas of the pipeline replicate). Remedy: accelerate "
+            f"launch --multi_gpu --num_processes {pp_size} (or a multiple), without --use_fsdp; on "
+            f"CPUs accelerate launch --cpu --num_processes {pp_size}."
+        )
+
+
+def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, place: Any) -> Any:
+    """Prepare a data loader so that ranks of a pipeline get the same rows, replicas other ones.
+
+    Args:
+        accelerator: Its settings hold.
+        mesh: This rank's place.
+        loader: A `torch.utils.data.DataLoader`.
+        place: Whether to put batches on the device; None for the Accelerator's own setting.
+
+    Raises:
+        ConfigError: Rank 0 was to hand the data out.
+    """
+    if accelerator.dispatch_batches:
+        raise ConfigError(
+            f"dispatch_batches=True hands every process other rows, but the {mesh.pp_size} ranks of a "
+            "pipeline (pp_size) need the same ones. Allowed: dispatch_batches=False or None. "
+            "Remedy: drop dispatch_batches; every rank then reads the dataset itself."
+        )
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=mesh.dp_size,
+        process_index=mesh.dp_rank,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement if place is None else place,
+        rng_types=accelerator.rng_types.copy(),
+        # Every rank reads for itself: dispatching would give each another part.
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+
+
+def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+    """Take parameters of other stages out of an optimizer's groups; the groups stay.
+
+    Args:
+        optimizer: Made before the models were cut.
+        models: What this rank is left with.
+    """
+    own = {id(p) for model in models for p in model.parameters()}
+    for group in optimizer.param_groups:
+        foreign = [p for p in group["params"] if id(p) not in own]
+        group["params"] = [p for p in group["params"] if id(p) in own]
+        for parameter in foreign:
+            optimizer.state.pop(parameter, None)
+
+
+def engine_of(models: Iterable[nn.Module]) -> PipelineEngine | None:
+    """The pipeline engine among the prepared models, if there is one."""
+    for model in models:
+        try:
+            engine = get_engine(model)
+        except Exception:  # noqa: BLE001 (anything may be prepared: a loss, a value head)
+            continue
+        if isinstance(engine, PipelineEngine):
+            return engine
+    return None
+
+
+@torch.no_grad()
+def total_norm(
+    engine: PipelineEngine, parameters: Sequence[nn.Parameter], norm_type: float
+) -> Tensor:
+    """Norm of the gradients of all stages together; tied weights count once, shape `[]`.
+
+    Args:
+        engine: Of this rank.
+        parameters: Those of this rank whose gradients count.
+        norm_type: 2, another p, or infinity.
+    """
+    mesh = engine.mesh
+    # The first rank's copy of a tied weight stands for both.
+    twice = set() if mesh.is_first else {id(p) for p in engine.shared_parameters()}
+    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in twice]
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in grads]
+    kept = torch.stack(norms).to(mesh.device) if norms else torch.zeros(1, device=mesh.device)
+    # One dtype on all ranks: some may have no gradient at all.
+    own = torch.linalg.vector_norm(kept, norm_type).to(torch.float64)
+    if math.isinf(norm_type):
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=mesh.pipeline)
+        return own.to(wide)
+    own = own**norm_type
+    dist.all_reduce(own, group=mesh.pipeline)
+    return (own ** (1.0 / norm_type)).to(wide)
+
+
+@torch.no_grad()
+def clip_to(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients down so that their norm, which is `norm`, is at most `max_norm`."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad))
+
+
+class PipelineGradScaler(torch.amp.GradScaler):
+    """A gradient scaler whose ranks agree on whether a gradient was infinite.
+
+    Stages hold different gradients; if each decided by itself, some would step and others not.
+    """
+
+    sppo_group: Any
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)  # type: ignore[misc]
+        for infinite in found.values():
+            dist.all_reduce(infinite, op=dist.ReduceOp.MAX, group=self.sppo_group)
+        return found
+
+
+def agree_on_infinities(scaler: Any, mesh: PipelineMesh) -> None:
+    """Turn an Accelerator's gradient scaler into one that all stages share; again is fine."""
+    if scaler is None or isinstance(scaler, PipelineGradScaler):
+        return
+    if type(scaler) is not torch.amp.GradScaler and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(
+            f"The gradient scaler {type(scaler).__name__} cannot be shared by the stages of a "
+            "pipeline. Allowed: torch.amp.GradScaler. Remedy: mixed_precision='bf16', which needs "
+            "none."
+        )
+    scaler.__class__ = PipelineGradScaler
+    scaler.sppo_group = mesh.pipeline
+
+
+def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:
+    """Of what was gathered from all ranks, keep one rank's part of each pipeline.
+
+    Args:
+        mesh: Sizes.
+        gathered: Tensors `[ranks * n, ...]`, or a nest of them; lists of `ranks * n` objects.
+    """
+    if isinstance(gathered, Tensor):
+        parts = gathered.chunk(mesh.dp_size * mesh.pp_size)
+        return torch.cat(parts[:: mesh.pp_size])
+    if isinstance(gathered, dict):
+        return type(gathered)({k: once_per_pipeline(mesh, v) for k, v in gathered.items()})
+    if isinstance(gathered, list) and not any(isinstance(x, Tensor) for x in gathered):
+        size = len(gathered) // (mesh.dp_size * mesh.pp_size)
+        runs = range(0, len(gathered), size * mesh.pp_size) if size else ()
+        return [x for start in runs for x in gathered[start : start + size]]
+    if isinstance(gathered, list | tuple):
+        return type(gathered)(once_per_pipeline(mesh, x) for x in gathered)
+    return gathered
