@@ -93,7 +93,7 @@ class SPPOAccelerator(Accelerator):
         self._dataloaders.append(loader)
         return loader
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Clip by the norm of all gradients; in a pipeline that is over all its stages.
 
         Returns:
@@ -166,9 +166,7 @@ def _class_for(kind: type[Accelerator]) -> type[SPPOAccelerator]:
     return type(f"SPPO{kind.__name__}", (SPPOAccelerator, kind), {"__module__": kind.__module__})
 
 
-def convert_once(
-    model: nn.Module, plugin: SPPOPlugin, device: torch.device | None = None
-) -> None:
+def convert_once(model: nn.Module, plugin: SPPOPlugin, device: torch.device | None = None) -> None:
     """Convert a model unless that was done, and take recomputation over from it.
 
     A module that holds no Transformers model at all (a loss, a value head) is none of our business

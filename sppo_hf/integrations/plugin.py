@@ -211,7 +211,6 @@ class SPPOPlugin(ParallelismConfig):
         attach(accelerator, self)
         offer_callback(accelerator, self)
 
-
     @property
     def tp_enabled(self) -> bool:
         """Whether Accelerate should cut tensors; never, see [Note: sizes of a pipeline]."""
