@@ -7,14 +7,16 @@ way (names changed, experts joined, dtypes, tied weights, quantisation) is done 
 Knows nothing of ranks: which stages are loaded is asked of the caller. Leaves training, and moving
 the model to a device, to others.
 
-[Note: read, not mapped] Files mapped into memory stay in the process's memory as far as they were
-touched, beside the tensors made of them: where a dtype is changed or experts are joined, that
-doubles a rank's peak. Tensors are read instead, and what they are made of is freed at once.
+[Note: mapped or read] Transformers maps files into memory, which costs nothing where a tensor stays
+as the file has it: its pages are the file's. Where dtypes are changed or experts are joined, the
+pages that were read would stay beside what is made of them and double a rank's peak. There, tensors
+are read instead, and what others are made of is freed at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
@@ -22,15 +24,24 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.model.stages import StageCut, StagedModel, staged_model_of
+from sppo_hf.model.stages import StageCut, StagedModel, absent_prefixes, staged_model_of
 from sppo_hf.model.structure import ModelParts, find_parts
+
+logger = logging.getLogger(__name__)
 
 ChooseCut = Callable[[ModelParts], StageCut]
 """Chooses the stages of a whole model whose parameters have shapes and dtypes, but no memory."""
 
-_FOREIGN = "_sppo_foreign_names"
+_STORED = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+"""What safetensors calls dtypes."""
 
 
 def load_stages(
@@ -43,7 +54,7 @@ def load_stages(
     """Load the stages that `choose_cut` says are here, and nothing else of the model.
 
     Reads the bytes of these stages once. Host memory at its peak: the stages in the dtype asked
-    for, and a few tensors on their way; see `[Note: read, not mapped]`.
+    for, and a few tensors on their way; see `[Note: mapped or read]`.
 
     Args:
         model_class: `AutoModelForCausalLM`, or a model class of Transformers.
@@ -62,6 +73,12 @@ def load_stages(
         UnsupportedModelError: The model cannot be cut into stages, or brings code of its own.
     """
     _refuse_arguments(kwargs)
+    if kwargs.get("gguf_file"):
+        logger.warning(
+            "gguf_file=%r: GGUF files may be unpacked whole on every rank before the rest is let "
+            "go. Save the model as safetensors once (save_pretrained) to read only own stages.",
+            kwargs["gguf_file"],
+        )
     staged_class = _class_that_cuts(model_class, choose_cut)
     loaded, report = staged_class.from_pretrained(
         name_or_path, *model_args, output_loading_info=True, **kwargs
@@ -75,7 +92,6 @@ def load_stages(
             "it is converted, if every rank's host memory holds the whole."
         )
     model.__class__ = type(model).__mro__[1]
-    model.__dict__.pop(_FOREIGN)
     _refuse_gaps(model, str(name_or_path), report)
     return model
 
@@ -163,18 +179,25 @@ def _model_class_that_cuts(kind: Any, choose_cut: ChooseCut) -> Any:
 
         @staticmethod
         def _load_pretrained_model(
-            model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any
         ) -> Any:
             with contextlib.ExitStack() as files:
                 if state_dict is None:
-                    state_dict = _slices(checkpoint_files or (), files)
+                    state_dict = _read_slices(checkpoint_files or (), load_config, files)
                 return kind._load_pretrained_model(
-                    model, state_dict, checkpoint_files, *args, **kwargs
+                    model, state_dict, checkpoint_files, load_config, **kwargs
                 )
 
         def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
             super()._adjust_missing_and_unexpected_keys(loading_info)
-            loading_info.unexpected_keys -= self.__dict__[_FOREIGN]
+            # What is unknown in other stages is for their ranks to report.
+            prefixes = absent_prefixes(self)
+            # A checkpoint of the base model alone has names without its prefix.
+            base = f"{self.base_model_prefix}."
+            prefixes += tuple(prefix.removeprefix(base) for prefix in prefixes)
+            loading_info.unexpected_keys = {
+                key for key in loading_info.unexpected_keys if not key.startswith(prefixes)
+            }
 
     # Transformers looks up conversions of checkpoints by the class's name, and says it in messages.
     Cut.__name__, Cut.__qualname__ = kind.__name__, kind.__qualname__
@@ -184,27 +207,33 @@ def _model_class_that_cuts(kind: Any, choose_cut: ChooseCut) -> Any:
 
 def _cut(model: Any, choose_cut: ChooseCut) -> None:
     """Cut a model that was built a moment ago, on the meta device, its weights not tied yet."""
-    whole = set(model.state_dict())
     for target, source in model.all_tied_weights_keys.items():
         parent, _, name = target.rpartition(".")
         setattr(model.get_submodule(parent), name, model.get_parameter(source))
     parts = find_parts(model)
     StagedModel(parts, choose_cut(parts))
-    foreign = whole - set(model.state_dict())
-    # A checkpoint of the base model alone has names without its prefix.
-    prefix = f"{model.base_model_prefix}."
-    model.__dict__[_FOREIGN] = foreign | {name.removeprefix(prefix) for name in foreign}
 
 
-def _slices(files: Any, open_files: contextlib.ExitStack) -> dict[str, Any] | None:
-    """Every tensor of safetensors files, unread; None for files of another format."""
+def _read_slices(
+    files: Any, load_config: Any, open_files: contextlib.ExitStack
+) -> dict[str, Any] | None:
+    """Every tensor of safetensors files, not read yet; None to let Transformers map the files.
+
+    See `[Note: mapped or read]`. Files of other formats are Transformers' affair, too.
+    """
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return None
     slices: dict[str, Any] = {}
     for path in files:
         file = open_files.enter_context(safe_open(path, "pt", device="cpu", backend="pread"))
-        slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    return slices
+        slices |= {name: file.get_slice(name) for name in file.offset_keys()}
+    made_anew = load_config.hf_quantizer is not None or any(
+        isinstance(change, WeightConverter) for change in load_config.weight_mapping or ()
+    )
+    wanted = _STORED.get(load_config.dtype)
+    if made_anew or any(part.get_dtype() != wanted for part in slices.values()):
+        return slices
+    return None
 
 
 def _refuse_gaps(model: PreTrainedModel, name_or_path: str, report: dict[str, Any]) -> None:

@@ -155,12 +155,20 @@ def staged_model_of(causal_lm: nn.Module) -> StagedModel | None:
     return staged
 
 
+def absent_prefixes(causal_lm: nn.Module) -> tuple[str, ...]:
+    """What names of parameters of other stages begin with: "model.layers.7."."""
+    absent = (AbsentLayer, AbsentModule, AbsentEmbedding)
+    return tuple(f"{name}." for name, m in causal_lm.named_modules() if isinstance(m, absent))
+
+
 def _forget_absent_ties(causal_lm: Any) -> None:
-    """Take ties to absent parameters off Transformers' list, which it looks them up by."""
-    names = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}
+    """Take ties to absent parameters off the lists by which Transformers would tie them again."""
+    absent = absent_prefixes(causal_lm)
     ties = getattr(causal_lm, "all_tied_weights_keys", None) or {}
-    for target in [t for t, source in ties.items() if not {t, source} <= names]:
-        del ties[target]
+    here = {t: s for t, s in ties.items() if not t.startswith(absent) and not s.startswith(absent)}
+    if here != ties:
+        causal_lm.all_tied_weights_keys = here
+        causal_lm._tied_weights_keys = dict(here)
 
 
 def check_cut(parts: ModelParts, cut: StageCut) -> None:

@@ -33,7 +33,7 @@ from sppo_hf.runtime.watchdog import Watchdog
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 BALANCE_TOKENS = 32_768
-"""Length of the sequences that stages are balanced for; the head weighs less the longer they are."""
+"""Length of sequences that stages are balanced for; the head weighs less the longer they are."""
 
 
 @functools.cache
