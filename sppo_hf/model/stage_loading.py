@@ -10,13 +10,14 @@ the model to a device, to others.
 [Note: mapped or read] Transformers maps files into memory, which costs nothing where a tensor stays
 as the file has it: its pages are the file's. Where dtypes are changed or experts are joined, the
 pages that were read would stay beside what is made of them and double a rank's peak. There, tensors
-are read instead, and what others are made of is freed at once.
+are read instead, and what others are made of is freed at once; experts one tensor after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
@@ -42,6 +43,8 @@ _STORED = {
     torch.float16: "F16",
 }
 """What safetensors calls dtypes."""
+
+_NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def load_stages(
@@ -184,6 +187,8 @@ def _model_class_that_cuts(kind: Any, choose_cut: ChooseCut) -> Any:
             with contextlib.ExitStack() as files:
                 if state_dict is None:
                     state_dict = _read_slices(checkpoint_files or (), load_config, files)
+                if _joins_tensors(load_config):
+                    files.enter_context(_one_after_another())
                 return kind._load_pretrained_model(
                     model, state_dict, checkpoint_files, load_config, **kwargs
                 )
@@ -227,13 +232,33 @@ def _read_slices(
     for path in files:
         file = open_files.enter_context(safe_open(path, "pt", device="cpu", backend="pread"))
         slices |= {name: file.get_slice(name) for name in file.offset_keys()}
-    made_anew = load_config.hf_quantizer is not None or any(
-        isinstance(change, WeightConverter) for change in load_config.weight_mapping or ()
-    )
+    made_anew = load_config.hf_quantizer is not None or _joins_tensors(load_config)
     wanted = _STORED.get(load_config.dtype)
     if made_anew or any(part.get_dtype() != wanted for part in slices.values()):
         return slices
     return None
+
+
+def _joins_tensors(load_config: Any) -> bool:
+    """Whether tensors of the model are made of several in the files, as experts are."""
+    changes = load_config.weight_mapping or ()
+    return any(isinstance(change, WeightConverter) for change in changes)
+
+
+@contextlib.contextmanager
+def _one_after_another() -> Iterator[None]:
+    """Keep Transformers from reading ahead, by the switch that it has for that.
+
+    Its readers would have all parts of all experts in memory before many are joined.
+    """
+    before = os.environ.get(_NO_READING_AHEAD)
+    os.environ[_NO_READING_AHEAD] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_NO_READING_AHEAD]
+        if before is not None:
+            os.environ[_NO_READING_AHEAD] = before
 
 
 def _refuse_gaps(model: PreTrainedModel, name_or_path: str, report: dict[str, Any]) -> None:

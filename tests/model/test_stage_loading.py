@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.core_model_loading import spawn_materialize
 from transformers.utils import logging as transformers_logging
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -149,6 +151,29 @@ def test_every_tensor_of_a_stage_is_read_once_and_no_other(family, tmp_path, mon
     _load(folder, 1, dtype=torch.float32)
     stored = [name for names in _shards(tmp_path).values() for name in names]
     assert sorted(read) == sorted(name for name in stored if name.startswith("model.layers.1."))
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_the_switch_that_keeps_from_reading_ahead_is_put_back(before, tmp_path, monkeypatch):
+    switch = "HF_DEACTIVATE_ASYNC_LOAD"
+    folder = _save("qwen3_moe", tmp_path)
+    monkeypatch.delenv(switch, raising=False)
+    if before is not None:
+        monkeypatch.setenv(switch, before)
+    seen = []
+    monkeypatch.setattr("transformers.core_model_loading.spawn_materialize", _noting(seen, switch))
+    _load(folder, 1)
+    assert set(seen) == {"1"}
+    assert os.environ.get(switch) == before
+
+
+def _noting(seen, switch):
+    def spawn(pool, *args, **kwargs):
+        assert pool is None
+        seen.append(os.environ.get(switch))
+        return spawn_materialize(pool, *args, **kwargs)
+
+    return spawn
 
 
 def test_a_tensor_that_is_missing(tmp_path):
