@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from accelerate import ParallelismConfig
+from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import extract_model_from_parallel
+from transformers import AutoModelForCausalLM
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
@@ -26,10 +27,12 @@ from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.model.convert import revert
 from sppo_hf.runtime.mesh import check_world
+from sppo_hf.runtime.pipeline import load_model_stages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
+    from transformers import PreTrainedModel
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
@@ -116,6 +119,39 @@ class SPPOPlugin(ParallelismConfig):
         """
         convert_once(model, self)
         return model
+
+    def load_model(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        model_class: Any = AutoModelForCausalLM,
+        **kwargs: Any,
+    ) -> PreTrainedModel:
+        """Load a model to train with this plugin: with `pp_size` above 1, this rank's stages alone.
+
+        With pp_size=1 it is `model_class.from_pretrained(name_or_path, **kwargs)`. In a pipeline,
+        every rank reads its own tensors and no others, and keeps them on the CPU (or on the one
+        device that `device_map` names). What comes back has the class, and its parameters the
+        names, that they always have. Give it to PEFT's `get_peft_model`, then to the Trainer, the
+        Accelerator or `convert`, as a whole model.
+
+        Args:
+            name_or_path: A hub id or a folder.
+            model_class: `AutoModelForCausalLM`, or a model class of Transformers.
+            **kwargs: Of `from_pretrained`: dtype, revision, attn_implementation and so on.
+
+        Returns:
+            The model, not converted yet.
+
+        Raises:
+            ConfigError: With pp_size above 1: this is no launch of a multiple of pp_size
+                processes, an argument contradicts loading a part, the checkpoint is not complete.
+            UnsupportedModelError: With pp_size above 1: the model cannot be cut into stages.
+        """
+        if self.config.pp_size == 1:
+            return model_class.from_pretrained(name_or_path, **kwargs)
+        PartialState()  # joins the launch's process group, unless that was done
+        return load_model_stages(model_class, name_or_path, self.config, **kwargs)
 
     def revert(self, model: ModelT) -> ModelT:
         """Undo `convert`, and take off the wrappers that an Accelerator put around the model.

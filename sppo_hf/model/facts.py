@@ -188,7 +188,8 @@ def dtype_name(parts: ModelParts) -> str:
 
 def _compute_bytes(parts: ModelParts) -> int:
     device = next(parts.causal_lm.parameters()).device
-    if torch.is_autocast_enabled(device.type):
+    # Autocast does not know the device of models without memory.
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type).itemsize
     dtype = parts.causal_lm.dtype
     return dtype.itemsize if dtype.is_floating_point else 2

@@ -27,6 +27,8 @@ from sppo_hf.model.structure import ModelParts
 
 # B batch rows, C tokens of a chunk, D model width.
 
+_ATTRIBUTE = "_sppo_stages"
+
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
@@ -125,6 +127,8 @@ class StagedModel:
             parts.causal_lm, parts.base, tuple(_layer_list(parts.base)[1]), parts.configs
         )
         self._views = {stage: self._make_view(stage) for stage in cut.own}
+        parts.causal_lm.__dict__[_ATTRIBUTE] = self
+        _forget_absent_ties(parts.causal_lm)
 
     @contextlib.contextmanager
     def running(self, stage: int) -> Iterator[None]:
@@ -143,6 +147,28 @@ class StagedModel:
             layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer(layer)
             for index, layer in enumerate(self.parts.layers)
         )
+
+
+def staged_model_of(causal_lm: nn.Module) -> StagedModel | None:
+    """What cut `causal_lm` into stages; None where it is whole."""
+    staged: StagedModel | None = causal_lm.__dict__.get(_ATTRIBUTE)
+    return staged
+
+
+def absent_prefixes(causal_lm: nn.Module) -> tuple[str, ...]:
+    """What names of parameters of other stages begin with: "model.layers.7."."""
+    absent = (AbsentLayer, AbsentModule, AbsentEmbedding)
+    return tuple(f"{name}." for name, m in causal_lm.named_modules() if isinstance(m, absent))
+
+
+def _forget_absent_ties(causal_lm: Any) -> None:
+    """Take ties to absent parameters off the lists by which Transformers would tie them again."""
+    absent = absent_prefixes(causal_lm)
+    ties = getattr(causal_lm, "all_tied_weights_keys", None) or {}
+    here = {t: s for t, s in ties.items() if not t.startswith(absent) and not s.startswith(absent)}
+    if here != ties:
+        causal_lm.all_tied_weights_keys = here
+        causal_lm._tied_weights_keys = dict(here)
 
 
 def check_cut(parts: ModelParts, cut: StageCut) -> None:

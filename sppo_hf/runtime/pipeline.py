@@ -6,11 +6,13 @@ The entry of this room for those who attach SPPO to something; see `pipeline_eng
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from os import PathLike
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
@@ -18,12 +20,13 @@ from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.model.facts import model_shape
 from sppo_hf.model.guard import check_family
 from sppo_hf.model.observer import StepObserver
-from sppo_hf.model.stages import StageCut, StagedModel, check_cut
+from sppo_hf.model.stage_loading import load_stages
+from sppo_hf.model.stages import StageCut, StagedModel, staged_model_of
 from sppo_hf.model.structure import ModelParts, find_parts
 from sppo_hf.planning.flops import layer_costs
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stages import split_layers
-from sppo_hf.runtime.mesh import PipelineMesh, make_mesh
+from sppo_hf.runtime.mesh import PipelineMesh, check_world, make_mesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 from sppo_hf.runtime.watchdog import Watchdog
 
@@ -40,13 +43,17 @@ def shared_mesh(pp_size: int, device: torch.device, timeout_seconds: int) -> Pip
     Raises:
         ConfigError: There is no launch, or its size is no multiple of `pp_size`.
     """
+    _check_launch(pp_size)
+    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds)
+
+
+def _check_launch(pp_size: int) -> None:
     if not dist.is_initialized():
         raise ConfigError(
             f"pp_size={pp_size} needs {pp_size} processes, and this is a single one. Allowed: a "
             "launch of pp_size processes or a multiple. Remedy: accelerate launch "
             f"--num_processes {pp_size} script.py (or torchrun --nproc_per_node {pp_size})."
         )
-    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds)
 
 
 @functools.cache
@@ -119,7 +126,47 @@ def convert_to_stages(
 
 
 def staged_model(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StagedModel:
-    """The stages of a rank, cut out of `parts` in place; see `convert_to_stages`."""
-    cut = choose_cut(parts, config, pp_rank)
-    check_cut(parts, cut)
-    return StagedModel(parts, cut)
+    """The stages of a rank: as they were loaded, or cut out of `parts` in place now.
+
+    Raises:
+        ConfigError: There are more stages than layers, or the model was cut for another rank or
+            other settings.
+    """
+    staged = staged_model_of(parts.causal_lm)
+    if staged is None:
+        return StagedModel(parts, choose_cut(parts, config, pp_rank))
+    stages = config.pp_size * config.pp_virtual_stages
+    own = tuple(range(pp_rank, stages, config.pp_size))
+    if staged.cut.num_stages != stages or staged.cut.own != own:
+        raise ConfigError(
+            f"{parts.name} holds stages {list(staged.cut.own)} of {staged.cut.num_stages}, but "
+            f"pp_size={config.pp_size} x pp_virtual_stages={config.pp_virtual_stages} makes "
+            f"{stages}, of which rank {pp_rank} of the pipeline runs {list(own)}. Allowed: a model "
+            "that was loaded by the same rank with the same settings. Remedy: load it again with "
+            "the settings that it is to run with."
+        )
+    return staged
+
+
+def load_model_stages(
+    model_class: Any, name_or_path: str | PathLike[str], config: SPPOConfig, **kwargs: Any
+) -> PreTrainedModel:
+    """Load this rank's stages of a model, reading nothing else of it; see `load_stages`.
+
+    Args:
+        model_class: `AutoModelForCausalLM` or a model class.
+        name_or_path: A hub id or a folder.
+        config: The settings, with `pp_size` above 1.
+        **kwargs: Of `from_pretrained`.
+
+    Raises:
+        ConfigError: There is no launch, or its size, the settings, an argument or the checkpoint
+            does not fit.
+        UnsupportedModelError: The model cannot be cut.
+    """
+    _check_launch(config.pp_size)
+    check_world(config.pp_size, dist.get_world_size())
+    pp_rank = dist.get_rank() % config.pp_size
+    return load_stages(
+        model_class, name_or_path, lambda parts: choose_cut(parts, config, pp_rank), **kwargs
+    )

@@ -1,0 +1,133 @@
+"""A job that test_load_model.py starts once per rank: load own stages, train a step, compare.
+
+    python loading_ranks.py FOLDER
+
+FOLDER holds a checkpoint per family. Every rank loads the whole model as well, plainly, and
+compares loss and gradients of its stages with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from sppo_hf import SPPOPlugin
+from sppo_hf.errors import ConfigError
+from sppo_hf.model.convert import revert
+from sppo_hf.model.exactness import run_reference
+from sppo_hf.model.float64 import float64_everywhere
+from sppo_hf.model.stages import staged_model_of
+from sppo_hf.model.structure import find_causal_lm
+from sppo_hf.model.tiny import add_lora, make_batch
+from sppo_hf.runtime.pipeline import convert_to_stages
+
+INTERLEAVED = {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}
+
+
+def compare(
+    folder: Path, family: str, *, lora: bool = False, again: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Train one step; returns errors against the whole model, and how many gradients there were."""
+    plugin = SPPOPlugin(pp_size=2, num_chunks=4, show_plan=False, **settings)
+    # Grouped matrix products exist in few dtypes; the plain loop over experts runs in all.
+    loading = {"experts_implementation": "eager"} if "moe" in family else {}
+    whole: nn.Module = AutoModelForCausalLM.from_pretrained(folder / family, **loading)
+    model: nn.Module = plugin.load_model(folder / family, **loading)
+    if lora:
+        whole, model = add_lora(whole), add_lora(model)
+        _copy_adapters(whole, model)
+    model.train()
+    staged = staged_model_of(find_causal_lm(model))
+    convert_to_stages(model, plugin.config)
+    if again:
+        convert_to_stages(revert(model), plugin.config)
+    assert staged_model_of(find_causal_lm(model)) is staged, "it was not cut a second time"
+    batch = make_batch(rows=3, tokens=23)
+    with float64_everywhere(model):
+        loss = model(**batch).loss
+        loss.backward()
+        reference = run_reference(whole.train(), batch)
+    errors = {"loss": abs(loss.item() - float(reference.loss))}
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for name, grad in trained.items():
+        assert grad is not None, name
+        errors[name] = (grad - reference.by_name[name]).abs().max().item()
+    return {
+        "worst": max(errors.values()),
+        "names": sorted(trained),
+        "all": sorted(name for name, p in whole.named_parameters() if p.requires_grad),
+    }
+
+
+def _copy_adapters(whole: nn.Module, model: nn.Module) -> None:
+    theirs = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(theirs[name])
+
+
+def refused(folder: Path) -> str:
+    """Load with one number of stages and convert with another."""
+    model = SPPOPlugin(pp_size=2).load_model(folder / "llama-deep")
+    try:
+        convert_to_stages(model, SPPOPlugin(pp_size=2, **INTERLEAVED).config)
+    except ConfigError as error:
+        return str(error)
+    return "it was not refused"
+
+
+def freed_share() -> float:
+    """Of what a whole model's other stages hold in memory, the share that a cut gives back."""
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=512,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    model = LlamaForCausalLM(config)
+    whole = sum(p.nbytes for p in model.parameters())
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    before = psutil.Process().memory_info().rss
+    convert_to_stages(model, SPPOPlugin(pp_size=2, show_plan=False).config)
+    gc.collect()
+    alive = [p for p in (ref() for ref in parameters) if p is not None]
+    assert len(alive) == len(list(model.parameters())), "nothing else holds a parameter"
+    others = whole - sum(p.nbytes for p in model.parameters())
+    assert others > 0.4 * whole
+    return (before - psutil.Process().memory_info().rss) / others
+
+
+def main() -> None:
+    """Run all comparisons; every rank writes what it saw."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    seen = {
+        "plain": compare(folder, "llama"),
+        "tied": compare(folder, "llama-bias-tied", again=True),
+        "windows": compare(folder, "gemma2", pp_schedule="zb_seq1f1b"),
+        "experts": compare(folder, "qwen3_moe"),
+        "interleaved": compare(folder, "llama-deep", **INTERLEAVED),
+        "lora": compare(folder, "llama", lora=True),
+    }
+    result = {"seen": seen, "refused": refused(folder), "freed": freed_share()}
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
