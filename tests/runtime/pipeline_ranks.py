@@ -12,14 +12,14 @@ import math
 import os
 import sys
 import time
-import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.convert import get_engine, revert
@@ -270,9 +270,8 @@ def main() -> None:
         try:
             found = run_case(case, job["pp_size"])
         except Exception as error:
-            traceback.print_exc()
-            print(f"rank {dist.get_rank()} failed in {case['name']}: {error}", flush=True)
-            os._exit(1)
+            error.add_note(f"in the case {case['name']!r}")
+            raise
         if found is not None:
             result["cases"].append({**found, "seconds": time.perf_counter() - start})
     result["order"] = gathered(order_of_actions(job["pp_size"]))

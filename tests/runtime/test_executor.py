@@ -1,7 +1,9 @@
-"""The executor: every kind of action to its handler, in order; failures named; nothing left over."""
+"""The executor: each action to its handler, in order; failures named; nothing left over."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from typing import Any
 
 import pytest
@@ -139,15 +141,13 @@ def test_each_action_goes_to_its_handler_in_order(name: str, rank: int) -> None:
     assert told == [one.action for one in done] == list(schedule.ranks[rank])
     assert transport.ended
     assert not transport.coming
-    for one, after in zip(done, done[1:], strict=False):
+    for one, after in itertools.pairwise(done):
         assert one.start_seconds <= one.ready_seconds <= one.end_seconds <= after.start_seconds
 
 
 def test_a_wait_is_no_part_of_the_units_own_time() -> None:
     class Late(FakeTransport):
         def take(self, key: Action) -> Tensor:
-            import time
-
             time.sleep(0.02)
             return super().take(key)
 

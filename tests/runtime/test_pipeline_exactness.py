@@ -49,7 +49,7 @@ def assert_exact(result: dict[str, Any], cases: list[Case]) -> None:
 
 
 def assert_order(result: dict[str, Any]) -> None:
-    """What ran is what the schedule lists, in that order, by the engine's notes and the profiler's."""
+    """What ran is what the schedule lists, in order, to the engine and the profiler."""
     for rank in result["order"]:
         assert rank["executed"] == rank["listed"]
         assert rank["profiled"] == rank["listed"]
