@@ -16,6 +16,7 @@ from sppo_hf.model.stages import AbsentLayer, StageCut, StagedModel, check_cut
 from sppo_hf.model.structure import find_causal_lm, find_parts
 from sppo_hf.model.tiny import add_lora, build_tiny_model
 from sppo_hf.runtime.pipeline import choose_cut
+from tests.integrations.training import switch_checkpointing_on
 
 THREE = (range(0, 1), range(1, 3), range(3, 4))
 TIED = ("llama-bias-tied", "gemma2", "gpt2")
@@ -117,6 +118,19 @@ def test_absent_layers_say_what_models_read_off_layers() -> None:
     assert kinds == [f"kind {index}" for index in range(4)]
     hidden = torch.randn(2, 3, 32)
     assert find_parts(model).layers[0](hidden, "mask", position_ids=None) is hidden
+
+
+def test_layers_that_are_absent_are_not_recomputed() -> None:
+    model = build()
+    switch_checkpointing_on(model)
+    staged = cut(model, 0, 2)
+    for stage in (0, 2):
+        with staged.running(stage):
+            model.model(torch.zeros(1, 3, dtype=torch.long))
+    # Switched on again by a Trainer, in what is left.
+    switch_checkpointing_on(model)
+    hidden = torch.randn(1, 3, 32, requires_grad=True)
+    assert find_parts(model).layers[1](hidden) is hidden
 
 
 def test_absent_ends_do_nothing() -> None:
