@@ -2,7 +2,7 @@
 
 `pipeline_ranks.py` runs them. A case is a mapping with `name`, `family` and, where they differ from
 the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (of SPPOConfig),
-`tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of tokens that have any), `items`
+`frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of tokens that have any), `items`
 (whether every micro-step is told the labels of all) and `steps`: one mapping per micro-step, with
 `scale`, `backward`, `evaluate`, `reduces`.
 """
@@ -103,6 +103,10 @@ def _families(layers: int) -> list[Case]:
         _case("experts", "qwen3_moe", settings=chunks, **size),
         _case("experts, zb", "mixtral", settings=zb, **size),
         _case("dynamic rope", "llama-dynamic-rope", settings=chunks, **size),
+        _case("frozen front", frozen=["layers.0.", "embed"], settings=chunks, **size),
+        _case("frozen front, zb", frozen=["layers.0.", "embed"], settings=zb, **size),
+        _case("frozen end", frozen=[f"layers.{layers - 1}.", "lm_head"], settings=chunks, **size),
+        _case("frozen tied", "llama-bias-tied", frozen=["embed"], settings=zb, **size),
         _case("LoRA", lora=True, settings=chunks, **size),
         _case("LoRA, zb", lora=True, settings=zb, **size),
         _case("LoRA, tied", "llama-bias-tied", lora=True, settings=chunks, **size),

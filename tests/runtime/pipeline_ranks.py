@@ -50,6 +50,9 @@ def build(case: Case) -> nn.Module:
     if "layers" in case:
         overrides["num_hidden_layers"] = case["layers"]
     model = build_tiny_model(case["family"], **overrides)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in case.get("frozen", ())):
+            parameter.requires_grad_(False)
     return add_lora(model) if case.get("lora") else model
 
 
