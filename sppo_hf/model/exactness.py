@@ -38,6 +38,7 @@ __all__ = [
     "ParameterError",
     "compare",
     "compare_drift",
+    "parameter_errors",
     "reference_attention",
     "run_batch",
     "run_reference",
@@ -215,7 +216,7 @@ def compare(
         reference_attention=reference_attention(model),
         loss=ours.loss,
         reference_loss=theirs.loss,
-        parameters=_parameter_errors(ours, theirs),
+        parameters=parameter_errors(ours, theirs),
         num_chunks=watcher.num_chunks,
         attention_forwards=engine.counters.get("attention_forwards", 0),
         tolerance=TOLERANCE[dtype] if tolerance is None else tolerance,
@@ -326,7 +327,7 @@ def _even_bounds(rows: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _parameter_errors(ours: Gradients, theirs: Gradients) -> tuple[ParameterError, ...]:
+def parameter_errors(ours: Gradients, theirs: Gradients) -> tuple[ParameterError, ...]:
     """Errors of all parameters, the worst first; see [Note: how an error is measured]."""
     assert ours.by_name.keys() == theirs.by_name.keys(), "conversion changed parameter names"
     largest = max((_scale(grad) for grad in theirs.by_name.values()), default=0.0)

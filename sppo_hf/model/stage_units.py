@@ -54,6 +54,8 @@ class _MicroBatch:
     embedded: Tensor | None = None
     """`[B, T, D]`, with the embedding's graph, where tokens are embedded once."""
     embedded_grad: Tensor | None = None
+    due_chunk: int = 0
+    """The chunk whose forward comes next."""
     units: dict[int, _Unit] = field(default_factory=dict)
 
 
@@ -124,8 +126,14 @@ class StageUnits:
 
         Returns:
             `[B, C, D]`, detached, for the stage after; None on the last stage.
+
+        Raises:
+            SPPOError: Another chunk is due.
         """
         running = self._open(stage, micro_batch)
+        if chunk != running.due_chunk:
+            raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
+        running.due_chunk += 1
         unit = self._run_layers(stage, running, chunk, received)
         if stage < self._staged.cut.num_stages - 1:
             given: Tensor | None = unit.hidden.detach()
@@ -247,8 +255,15 @@ class StageUnits:
 
         Returns:
             `[B, C, D]` for the stage before; None on the first stage.
+
+        Raises:
+            SPPOError: Another chunk is due, or a forward of this micro-batch.
         """
-        running = self._running[stage, micro_batch]
+        running = self._running.get((stage, micro_batch))
+        whole = running is not None and running.due_chunk == len(self._bounds)
+        due = max(running.units, default=None) if running is not None and whole else None
+        if running is None or chunk != due:
+            raise _out_of_order("backward", stage, micro_batch, chunk, due)
         unit = running.units.pop(chunk)
         if self._split:
             self._now = self._due[stage, micro_batch, chunk] = WeightGradients()
@@ -312,6 +327,17 @@ class StageUnits:
     def finished(self) -> bool:
         """Whether nothing waits for a backward any more."""
         return not self._running and not self._due
+
+
+def _out_of_order(
+    direction: str, stage: int, micro_batch: int, chunk: int, due: int | None
+) -> SPPOError:
+    expected = "none is due yet" if due is None else f"chunk {due} is due"
+    return SPPOError(
+        f"{direction} of stage {stage}, micro-batch {micro_batch} was asked for with chunk {chunk},"
+        f" but {expected}: chunks go forward in order, and back in reverse once all are through. "
+        "The schedule is wrong."
+    )
 
 
 def first_layer_hook(

@@ -67,8 +67,13 @@ class AbsentLayer(GradientCheckpointingLayer):
         super().__init__()
         # What models read off their layers: the kind of attention, the index.
         for name, value in vars(layer).items():
-            if not name.startswith("_") and isinstance(value, str | int | float | bool):
+            is_plain = isinstance(value, str | int | float | bool)
+            if is_plain and not name.startswith(("_", "gradient_checkpointing")):
                 setattr(self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, whatever was switched on in the model: nothing here is recomputed."""
+        return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return `hidden_states` as they are."""

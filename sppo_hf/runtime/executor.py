@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +17,8 @@ from sppo_hf.errors import PipelineError
 from sppo_hf.model.stage_units import StageUnits
 from sppo_hf.runtime.transport import Transport
 from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
+from sppo_hf.schedule.measured import Done
 from sppo_hf.schedule.schedule import Schedule
-
-
-class Done(NamedTuple):
-    """An action that was carried out, with the host's clock."""
-
-    action: Action
-    start_seconds: float
-    end_seconds: float
 
 
 class Executor:
@@ -69,6 +61,7 @@ class Executor:
         self._on_action = on_action
         self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
         self._last_stage = schedule.num_stages - 1
+        self._ready_seconds = 0.0
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -93,7 +86,7 @@ class Executor:
         """
         done: list[Done] = []
         for step, action in enumerate(self._schedule.ranks[self._rank]):
-            start = time.perf_counter()
+            start = self._ready_seconds = time.perf_counter()
             try:
                 self._on_action(action)
                 with record_function(f"sppo/{action}"):
@@ -103,7 +96,7 @@ class Executor:
                     f"rank {self._rank} of the pipeline failed at action {step} "
                     f"({self._say(action)}): {type(error).__name__}: {error}"
                 ) from error
-            done.append(Done(action, start, time.perf_counter()))
+            done.append(Done(action, start, time.perf_counter(), self._ready_seconds))
         self._transport.finish()
         if self._outbox or not self._units.finished():
             raise PipelineError(
@@ -144,7 +137,10 @@ class Executor:
         self._units.weights(*self._place(action))
 
     def _take(self, kind: Kind, action: Action) -> Tensor:
-        return self._transport.take(Action(kind, action.stage, action.unit))
+        tensor = self._transport.take(Action(kind, action.stage, action.unit))
+        # What was waited is no part of the unit's own seconds.
+        self._ready_seconds = time.perf_counter()
+        return tensor
 
     def _send(self, action: Action, stage: int) -> None:
         tensor = self._outbox.pop((action.kind, action.stage, action.unit))

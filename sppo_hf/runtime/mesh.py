@@ -39,7 +39,8 @@ class PipelineMesh:
     ends: Any = field(repr=False)
     """First and last rank of this pipeline, which share tied embeddings; None on others."""
     links: dict[tuple[int, int], Any] = field(repr=False)
-    """By (from, to), as ranks of the pipeline: the group of messages that go that way."""
+    """By (from, to), as ranks of the pipeline, one of them this: the group of messages that go that
+    way."""
 
     @property
     def is_first(self) -> bool:
@@ -103,7 +104,7 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
             for target in sorted({(source + 1) % pp_size, (source - 1) % pp_size}):
                 pair = sorted((ranks[source], ranks[target]))
                 group = dist.new_group(pair, timeout=timeout)
-                if here:
+                if here and pp_rank in (source, target):
                     links[source, target] = group
     if dp_size > 1:
         for stage in range(pp_size):

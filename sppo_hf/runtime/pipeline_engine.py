@@ -126,6 +126,12 @@ class PipelineEngine(Engine):
                 f"{name} computes its loss outside the standard one for causal language models, "
                 "which a pipeline cannot take apart. Train it with pp_size=1."
             )
+        if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
+            raise ConfigError(
+                "inputs_embeds that need a gradient would get it before the loss's backward, from "
+                "the first rank alone. Allowed with pp_size > 1: input_ids, or inputs_embeds that "
+                "need none. Remedy: inputs_embeds.detach(), or pp_size=1."
+            )
         if self.config.return_logits:
             raise ConfigError(
                 "return_logits=True collects the logits of whole sequences, which in a pipeline "

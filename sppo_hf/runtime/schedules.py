@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,10 +28,8 @@ class StepSchedule:
     reduces: bool
     """Whether gradients are reduced over replicas."""
 
-    @property
-    def number(self) -> int:
-        """The same on every rank that made the same one."""
-        return sum(1000**i * len(rank) for i, rank in enumerate(self.schedule.ranks[:3])) % 2**40
+    number: int
+    """The same on every rank that made the same one, and hardly ever on one that did not."""
 
 
 def schedule_name(config: SPPOConfig) -> str:
@@ -85,6 +84,14 @@ def _make(name: str, size: Size, forward_only: bool, reduce: bool) -> StepSchedu
     made = generate(name, size)
     if forward_only:
         lowered = add_transfers(made.keep(lambda action: action.kind == "F"))
-        return StepSchedule(name, lowered, splits=False, reduces=False)
-    splits = any(action.kind == "W" for rank in made.ranks for action in rank)
-    return StepSchedule(name, lower(made, reduce=reduce), splits=splits, reduces=reduce)
+    else:
+        lowered = lower(made, reduce=reduce)
+    splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
+    text = "\n".join(" ".join(rank) for rank in lowered.texts())
+    return StepSchedule(
+        name,
+        lowered,
+        splits=splits,
+        reduces=reduce and not forward_only,
+        number=zlib.crc32(text.encode()),
+    )

@@ -51,7 +51,8 @@ class StepWatch:
         mesh = engine.mesh
         tokens = call.batch_rows * call.total_tokens
         flops = step_flops if training else forward_flops
-        forward = sum(e - s for a, s, e in executed if a.kind == "F")
+        forwards = [done for done in executed if done.action.kind == "F"]
+        forward = sum(done.end_seconds - done.start_seconds for done in forwards)
         stats = engine.take_stats()
         engine.observer.on_record(
             StepRecord(

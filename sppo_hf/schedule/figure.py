@@ -24,6 +24,7 @@ from sppo_hf.schedule.waits import COMPUTE
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ENDINGS = (".png", ".svg", ".pdf")
 """Endings of the files that can be drawn."""
@@ -31,7 +32,7 @@ ENDINGS = (".png", ".svg", ".pdf")
 _WIDTH_INCHES = 13.0
 # A number needs about so much of the width per character, at font size 7.
 _CHARACTER = 1 / 210
-_COMPUTE_HEIGHT = 0.8
+COMPUTE_HEIGHT = 0.8
 _BESIDE_HEIGHT = 0.28
 
 
@@ -53,24 +54,10 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
         OSError: the file cannot be written.
     """
-    path = Path(path)
-    if path.suffix.lower() not in ENDINGS:
-        raise ConfigError(
-            f"Cannot draw a schedule into {path.name!r}: its ending must be one of "
-            f"{', '.join(ENDINGS)}, which says what kind of picture it is."
-        )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "Drawing a schedule needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
     rows = _rows(schedule, timeline)
     height = sum(_row_height(lanes) for lanes in rows)
     inches = [0.6, 0.3 + 0.42 * height, 2.2]
-    figure = Figure(figsize=(_WIDTH_INCHES, sum(inches) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, height_inches=sum(inches) + 1.2)
     head, lanes, held = figure.subplots(3, 1, height_ratios=inches)
     clock = bars.Clock.of(timeline)
     _write_title(head, schedule, timeline, clock=clock, title=title)
@@ -84,6 +71,30 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
         axes.set_axisbelow(True)
     held.set_xlabel(f"time ({clock.unit})")
     figure.savefig(path, dpi=150)
+
+
+def new_figure(path: str | Path, *, height_inches: float) -> Figure:
+    """Makes an empty figure for a file, apart from matplotlib's global state.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise ConfigError(
+            f"Cannot draw a schedule into {path.name!r}: its ending must be one of "
+            f"{', '.join(ENDINGS)}, which says what kind of picture it is."
+        )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "Drawing a schedule needs matplotlib, which is not installed: pip install matplotlib."
+        ) from error
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _rows(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
@@ -129,11 +140,11 @@ def _draw_rows(
     ticks: dict[float, str] = {}
     at = 0.0
     for rank, lanes in enumerate(rows):
-        ticks[at + _COMPUTE_HEIGHT / 2] = f"rank {rank}"
-        _draw_compute(axes, schedule, timeline, lane=lanes[0], at=at, clock=clock)
+        ticks[at + COMPUTE_HEIGHT / 2] = f"rank {rank}"
+        draw_compute(axes, schedule, timeline, lane=lanes[0], at=at, clock=clock)
         kinds |= {span.action.kind for lane in lanes for span in timeline.spans(lane)}
         for below, lane in enumerate(lanes[1:]):
-            place = at + _COMPUTE_HEIGHT + 0.04 + below * _BESIDE_HEIGHT
+            place = at + COMPUTE_HEIGHT + 0.04 + below * _BESIDE_HEIGHT
             ticks[place + 0.1] = lane.partition(".")[2]
             _draw_beside(axes, timeline, lane=lane, at=place, clock=clock)
         at += _row_height(lanes)
@@ -142,12 +153,20 @@ def _draw_rows(
     for label in axes.get_yticklabels():
         label.set_fontsize(9 if label.get_text().startswith("rank") else 6)
     axes.tick_params(axis="y", length=0)
-    _add_legend(axes, _handles(kinds))
+    add_legend(axes, kind_handles(kinds))
 
 
-def _draw_compute(
-    axes: Axes, schedule: Schedule, timeline: Timeline, *, lane: str, at: float, clock: bars.Clock
+def draw_compute(
+    axes: Axes,
+    schedule: Schedule,
+    timeline: Timeline,
+    *,
+    lane: str,
+    at: float,
+    clock: bars.Clock,
+    height: float = COMPUTE_HEIGHT,
 ) -> None:
+    """Draws the bars of a rank's compute, from `at` downwards, with their units' numbers."""
     spans = list(timeline.spans(lane))
     colours = [
         bars.mixed(
@@ -157,7 +176,7 @@ def _draw_compute(
     ]
     axes.broken_barh(
         [clock.place(span.start_seconds, span.end_seconds) for span in spans],
-        (at, _COMPUTE_HEIGHT),
+        (at, height),
         facecolors=colours,
         edgecolors="white",
         # Edges would cover bars that are hardly wider.
@@ -166,12 +185,12 @@ def _draw_compute(
     for span in spans:
         said = _numbered(schedule, span.action.unit)
         length = span.end_seconds - span.start_seconds
-        if length < timeline.end_seconds * _CHARACTER * (len(said) + 0.4):
+        if length < clock.end / clock.per_second * _CHARACTER * (len(said) + 0.4):
             continue
         middle = (span.start_seconds + span.end_seconds) / 2 * clock.per_second
         axes.text(
             middle,
-            at + _COMPUTE_HEIGHT / 2,
+            at + height / 2,
             said,
             ha="center",
             va="center",
@@ -224,10 +243,11 @@ def _draw_held(axes: Axes, schedule: Schedule, timeline: Timeline, clock: bars.C
             label=f"rank {rank}: {max(values):.3g}",
         )
     axes.set_ylim(bottom=0.0)
-    _add_legend(axes, None)
+    add_legend(axes, None)
 
 
-def _add_legend(axes: Axes, handles: Sequence[Artist] | None) -> None:
+def add_legend(axes: Axes, handles: Sequence[Artist] | None) -> None:
+    """Puts a legend to the right of `axes`: of `handles`, or of what it has itself."""
     handles = axes.get_legend_handles_labels()[0] if handles is None else handles
     axes.legend(
         handles=handles,
@@ -240,7 +260,8 @@ def _add_legend(axes: Axes, handles: Sequence[Artist] | None) -> None:
     )
 
 
-def _handles(kinds: set[Kind]) -> list[Artist]:
+def kind_handles(kinds: set[Kind]) -> list[Artist]:
+    """Makes a legend's entries for kinds of action."""
     from matplotlib.patches import Patch
 
     return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,31 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_trace(timeline: Timeline, path: str | Path) -> None:
-    """Writes the trace to a JSON file.
+def compared_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Returns one trace of several timelines of the same ranks, to be seen one above the other.
+
+    Args:
+        timelines: by what they are, such as "measured"; their ranks are named after it as well.
+    """
+    events: list[dict[str, Any]] = []
+    for turn, (name, timeline) in enumerate(timelines.items()):
+        for event in chrome_trace(timeline)["traceEvents"]:
+            rank = event["pid"]
+            if event["name"] == "process_name":
+                event["args"] = {"name": f"rank {rank}, {name}"}
+            events.append({**event, "pid": rank * len(timelines) + turn})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(timeline: Timeline | Mapping[str, Timeline], path: str | Path) -> None:
+    """Writes the trace of a timeline, or of several beside each other, to a JSON file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    Path(path).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+    one = isinstance(timeline, Timeline)
+    trace = chrome_trace(timeline) if one else compared_trace(timeline)
+    Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
 def _rank_and_name(lane: str) -> tuple[int, str]:

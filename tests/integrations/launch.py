@@ -41,7 +41,9 @@ def free_port() -> int:
     return port
 
 
-def run_ranks(command: list[str], ranks: int, folder: Path) -> None:
+def run_ranks(
+    command: list[str], ranks: int, folder: Path, *, timeout_seconds: float = TIMEOUT_SECONDS
+) -> None:
     """Run a Python command line once per rank and wait for all.
 
     Raises:
@@ -59,7 +61,7 @@ def run_ranks(command: list[str], ranks: int, folder: Path) -> None:
         )
         for rank, log in enumerate(logs)
     ]
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + timeout_seconds
     try:
         # A rank that fails leaves the others waiting for it: stop as soon as one has.
         while any(process.poll() is None for process in processes):

@@ -65,7 +65,7 @@ def checkpointing(on: bool = True) -> dict[str, bool]:
     return {newer if newer in names else older: on}
 
 
-def switch_checkpointing_on(model: LlamaForCausalLM) -> None:
+def switch_checkpointing_on(model: torch.nn.Module) -> None:
     """Call the method of the installed Transformers that is not deprecated."""
     newer = getattr(model, "activation_checkpointing_enable", None)
     (newer or model.gradient_checkpointing_enable)()

@@ -1,0 +1,293 @@
+"""A job that is started once per rank: tiny models as pipelines against one unmodified process.
+
+    python pipeline_ranks.py job.json
+
+The job holds `cases` (see `pipeline_cases`), `pp_size` and `out`; rank 0 writes what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.model.convert import get_engine, revert
+from sppo_hf.model.exactness import Gradients, parameter_errors, reference_attention
+from sppo_hf.model.float64 import float64_everywhere
+from sppo_hf.model.structure import find_causal_lm
+from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
+from sppo_hf.runtime.pipeline import convert_to_stages, shared_mesh
+from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from tests.runtime.pipeline_cases import TOKENS, Case
+
+Named = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a model made of a case's micro-steps."""
+
+    losses: list[float]
+    grads: Named
+
+
+def build(case: Case) -> nn.Module:
+    """The model of a case; the same on every rank."""
+    overrides = dict(case.get("overrides", {}))
+    if "layers" in case:
+        overrides["num_hidden_layers"] = case["layers"]
+    model = build_tiny_model(case["family"], **overrides)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in case.get("frozen", ())):
+            parameter.requires_grad_(False)
+    return add_lora(model) if case.get("lora") else model
+
+
+def steps_of(case: Case) -> list[dict[str, Any]]:
+    """The micro-steps of a case."""
+    steps: list[dict[str, Any]] = case.get("steps", [{}])
+    return steps
+
+
+def batches_of(case: Case, replica: int) -> list[dict[str, Any]]:
+    """A batch per micro-step, other ones for each replica."""
+    rows, tokens = case.get("rows", 2), case.get("tokens", TOKENS)
+    batches: list[dict[str, Any]] = []
+    for index, _ in enumerate(steps_of(case)):
+        seed = 10 * replica + index
+        batch = make_batch(rows=rows, tokens=tokens, padding=case.get("padding", ()), seed=seed)
+        if "packed" in case:
+            positions = torch.cat([torch.arange(length) for length in case["packed"]])
+            batch["position_ids"] = positions.expand(rows, -1).clone()
+        if "labels" in case:
+            start, end = case["labels"]
+            batch["labels"][:, :start] = -100
+            batch["labels"][:, end:] = -100
+        batches.append(batch)
+    if case.get("items"):
+        items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for batch in batches:
+            batch["num_items_in_batch"] = items
+    return batches
+
+
+def run_steps(model: nn.Module, case: Case, replica: int) -> Ran:
+    """Run a case's micro-steps; the same for the unmodified model and for a pipeline."""
+    engine = get_engine(model)
+    losses: list[float] = []
+    with float64_everywhere(model):
+        for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
+            if isinstance(engine, PipelineEngine):
+                engine.reduces = lambda step=step: step.get("reduces", True)
+            if step.get("evaluate"):
+                model.eval()
+                with torch.no_grad():
+                    loss = model(**batch).loss
+                assert not loss.requires_grad
+                model.train()
+            else:
+                loss = model(**batch).loss
+                if step.get("backward", True):
+                    (loss * step.get("scale", 1.0)).backward()
+            losses.append(loss.item())
+    return Ran(losses, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What unmodified models make of a case."""
+
+    losses: list[list[float]]
+    """By replica."""
+    grads: Named
+    """Averaged over replicas."""
+    tied: list[str]
+    """Trained parameters that embedding and head share."""
+
+
+def reference(case: Case, replicas: int) -> Reference:
+    """Run the unmodified model on each replica's batches."""
+    tied: list[str] = []
+    runs: list[Ran] = []
+    for replica in range(replicas):
+        model = build(case)
+        find_causal_lm(model).set_attn_implementation(reference_attention(model))
+        # With a cache Transformers does not look for documents in the positions.
+        find_causal_lm(model).config.use_cache = False
+        runs.append(run_steps(model, case, replica))
+        head = find_causal_lm(model).get_output_embeddings().weight
+        tied = [name for name in runs[0].grads if model.get_parameter(name) is head]
+        if find_causal_lm(model).get_input_embeddings().weight is not head:
+            tied = []
+    mean: Named = {}
+    for name in runs[0].grads:
+        grads = [run.grads[name] for run in runs]
+        present = [grad for grad in grads if grad is not None]
+        mean[name] = sum(present) / replicas if present else None  # type: ignore[assignment]
+    return Reference([run.losses for run in runs], mean, tied)
+
+
+def norm_of(grads: Named) -> float:
+    """The norm of all gradients."""
+    return math.sqrt(sum(g.square().sum().item() for g in grads.values() if g is not None))
+
+
+def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[str, Any]:
+    """What rank 0 finds out about a case from what all ranks have."""
+    replicas = len(everyone) // pp_size
+    wanted = reference(case, replicas)
+    losses, theirs = wanted.losses, wanted.grads
+    loss_error = 0.0
+    for one in everyone:
+        for mine, other in zip(one["losses"], losses[one["dp_rank"]], strict=True):
+            both_nan = math.isnan(mine) and math.isnan(other)
+            error = 0.0 if both_nan else abs(mine - other) / abs(other)
+            loss_error = max(loss_error, math.inf if math.isnan(error) else error)
+    worst: tuple[float, str] = (0.0, "")
+    norms: list[float] = []
+    twice: set[str] = set()
+    missing: set[str] = set()
+    for replica in range(replicas):
+        ranks = [one for one in everyone if one["dp_rank"] == replica]
+        whole: Named = {}
+        for one in ranks:
+            # A copy that two ranks hold is compared on both.
+            twice |= whole.keys() & one["grads"].keys()
+            whole |= one["grads"]
+            some = {**theirs, **one["grads"]}
+            found = parameter_errors(Gradients(0.0, some), Gradients(0.0, theirs))[0]
+            worst = max(worst, (found.error, found.name))
+        missing |= whole.keys() ^ theirs.keys()
+        norms.append(norm_of(whole))
+    norm = norm_of(theirs)
+    return {
+        "name": case["name"],
+        "loss_error": loss_error,
+        "gradient_error": worst[0],
+        "worst": worst[1],
+        "norm_error": max(abs(one - norm) / max(norm, 1e-300) for one in norms),
+        "wrong_names": sorted(missing),
+        "held_twice": sorted(twice),
+        "tied": sorted(wanted.tied),
+        "gradients": sum(grad is not None for grad in theirs.values()),
+    }
+
+
+def run_case(case: Case, pp_size: int) -> dict[str, Any] | None:
+    """Run one case on this rank; rank 0 returns what came of it."""
+    settings = {"num_chunks": 4, **case.get("settings", {})}
+    if "chunk_lengths" in settings:
+        del settings["num_chunks"]
+    model = build(case)
+    config = SPPOConfig(pp_size=pp_size, show_plan=False, **settings)
+    convert_to_stages(model, config)
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
+    ran = run_steps(model, case, engine.mesh.dp_rank)
+    mine = {"losses": ran.losses, "grads": ran.grads, "dp_rank": engine.mesh.dp_rank}
+    revert(model)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
+    return compare(case, everyone, pp_size) if dist.get_rank() == 0 else None
+
+
+def order_of_actions(pp_size: int) -> dict[str, list[str]]:
+    """What the profiler saw, what the engine noted and what the schedule lists, of this rank."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = build_tiny_model("llama", num_hidden_layers=pp_size + 1)
+    chunks, rows, name = 3, 3, "zb_seq1f1b"
+    settings: dict[str, Any] = {"num_chunks": chunks, "pp_schedule": name, "show_plan": False}
+    convert_to_stages(model, SPPOConfig(pp_size=pp_size, **settings))
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
+    batch = make_batch(rows=rows, tokens=TOKENS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(**batch).loss.backward()
+    events = [e for e in profiler.events() or () if e.name.startswith("sppo/")]
+    events.sort(key=lambda event: event.time_range.start)
+    reduce = engine.mesh.dp_size > 1
+    schedule = lower(generate(name, Size(pp_size, rows, chunks)), reduce=reduce)
+    executed = [str(done.action) for done in engine.executed]
+    revert(model)
+    return {
+        "profiled": [event.name.removeprefix("sppo/") for event in events],
+        "executed": executed,
+        "listed": schedule.texts()[engine.mesh.pp_rank],
+    }
+
+
+def place(pp_size: int) -> dict[str, Any]:
+    """What the mesh says of this rank."""
+    mesh = shared_mesh(pp_size, torch.device("cpu"), 600)
+
+    def ranks(group: Any) -> list[int] | None:
+        return None if group is None else dist.get_process_group_ranks(group)
+
+    return {
+        "pp_rank": mesh.pp_rank,
+        "dp_rank": mesh.dp_rank,
+        "dp_size": mesh.dp_size,
+        "is_first": mesh.is_first,
+        "is_last": mesh.is_last,
+        "pipeline": ranks(mesh.pipeline),
+        "control": ranks(mesh.control),
+        "replicas": ranks(mesh.replicas),
+        "ends": ranks(mesh.ends),
+        "world_ranks": [mesh.world_rank(rank) for rank in range(pp_size)],
+        "links": {f"{a}>{b}": ranks(group) for (a, b), group in mesh.links.items()},
+        "distinct_links": len({id(group) for group in mesh.links.values()}),
+    }
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Everyone's, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def main() -> None:
+    """Run the job of the command line."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    began = time.perf_counter()
+    result: dict[str, Any] = {"cases": []}
+    for case in job["cases"]:
+        start = time.perf_counter()
+        try:
+            found = run_case(case, job["pp_size"])
+        except Exception as error:
+            error.add_note(f"in the case {case['name']!r}")
+            raise
+        if found is not None:
+            result["cases"].append({**found, "seconds": time.perf_counter() - start})
+    result["order"] = gathered(order_of_actions(job["pp_size"]))
+    result["places"] = gathered(place(job["pp_size"]))
+    result["seconds"] = time.perf_counter() - began
+    if dist.get_rank() == 0:
+        Path(job["out"]).write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # See two_ranks.py of the integrations: nothing is left to shut down in order.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A step's schedule: the one that the settings name, lowered, checked, made once."""
+
+from typing import Any
+
+import pytest
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.runtime.schedules import StepSchedule, schedule_name, step_schedule
+from sppo_hf.schedule.generate import GENERATORS, Size, generate
+from sppo_hf.schedule.lower import add_transfers, lower
+from sppo_hf.schedule.validate import validate
+
+
+def made(
+    name: str = "seq1f1b",
+    *,
+    size: tuple[int, int] = (3, 4),
+    pp_size: int = 2,
+    forward_only: bool = False,
+    reduce: bool = False,
+    **settings: Any,
+) -> StepSchedule:
+    config = SPPOConfig(pp_size=pp_size, pp_schedule=name, **settings)  # type: ignore[arg-type]
+    return step_schedule(config, *size, forward_only=forward_only, reduce=reduce)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("reduce", [False, True])
+def test_a_step_is_the_lowered_schedule(name: str, reduce: bool) -> None:
+    virtual = 2 if name == "interleaved_seq1f1b" else 1
+    step = made(name, reduce=reduce, pp_virtual_stages=virtual)
+    assert step.schedule == lower(generate(name, Size(2, 3, 4, virtual)), reduce=reduce)
+    assert (step.name, step.splits, step.reduces) == (name, name == "zb_seq1f1b", reduce)
+    validate(step.schedule)
+    reductions = {a.stage for rank in step.schedule.ranks for a in rank if a.kind == "REDUCE_GRAD"}
+    assert reductions == (set(range(2 * virtual)) if reduce else set())
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_evaluation_runs_forwards_alone(name: str) -> None:
+    step = made(name, forward_only=True, reduce=True)
+    kinds = {action.kind for rank in step.schedule.ranks for action in rank}
+    assert kinds == {"F", "SEND_F", "RECV_F"}
+    assert not step.splits
+    assert not step.reduces
+    forwards = generate(name, Size(2, 3, 4)).keep(lambda action: action.kind == "F")
+    assert step.schedule == add_transfers(forwards)
+
+
+def test_auto_is_seq1f1b() -> None:
+    config = SPPOConfig(pp_size=2)
+    assert schedule_name(config) == "seq1f1b"
+    step = step_schedule(config, 3, 4, forward_only=False, reduce=False)
+    assert step.schedule == made("seq1f1b").schedule
+
+
+def test_a_schedule_is_made_once_for_each_size() -> None:
+    assert made() is made(num_chunks=4)
+    assert made() is not made(size=(3, 5))
+    assert made() is not made(reduce=True)
+
+
+def test_different_schedules_have_different_numbers() -> None:
+    # All of them, so that ranks with other settings are found out before they wait for each other.
+    steps = [
+        made(name, size=size, pp_size=pp_size, reduce=reduce)
+        for name in ("gpipe", "1f1b", "seq1f1b", "zb_seq1f1b")
+        for size in ((3, 4), (4, 3), (2, 4))
+        for pp_size in (2, 3)
+        for reduce in (False, True)
+    ]
+    assert len({step.number for step in steps}) == len({str(step.schedule) for step in steps})
+    assert all(0 <= step.number < 2**40 for step in steps)
+
+
+def test_the_number_is_the_same_in_another_process() -> None:
+    # Python's own hash of text would not be.
+    assert made().number == 2515242373
+
+
+def test_too_few_units_for_interleaving_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        made("interleaved_seq1f1b", size=(1, 3), pp_size=4, pp_virtual_stages=2)
+    said = str(caught.value)
+    for part in ("pp_schedule='interleaved_seq1f1b'", "pp_size=4", "1 micro-batches of 3 chunks"):
+        assert part in said
+    assert "Remedy" in said
+    made("interleaved_seq1f1b", size=(1, 4), pp_size=4, pp_virtual_stages=2)
+    # Other schedules only idle.
+    made("seq1f1b", size=(1, 1), pp_size=4)
