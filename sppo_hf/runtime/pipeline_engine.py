@@ -32,6 +32,7 @@ from sppo_hf.model.stage_units import StageUnits, first_layer_hook, last_layer_h
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.planning.partition import Bounds
+from sppo_hf.runtime.agreement import agree, settings_number
 from sppo_hf.runtime.executor import Done, Executor
 from sppo_hf.runtime.gradients import PipelineLoss, StepGradients
 from sppo_hf.runtime.mesh import PipelineMesh
@@ -108,7 +109,17 @@ class PipelineEngine(Engine):
         self._refuse(call)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
-        output = self._run_guarded(call)
+        # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
+        layout = read_layout(
+            batch_rows=call.batch_rows,
+            total_tokens=call.total_tokens,
+            attention_mask=call.attention_mask,
+            position_ids=call.position_ids,
+            cu_seq_lens=call.cu_seq_lens,
+            shift_labels_BT=call.shift_labels,
+            ignore_index=call.ignore_index,
+        )
+        output = self._run_guarded(call, layout)
         return output if call.return_dict else output.to_tuple()
 
     def _refuse(self, call: ForwardCall) -> None:
@@ -140,11 +151,11 @@ class PipelineEngine(Engine):
             )
         call.refuse_unsupported(name)
 
-    def _run_guarded(self, call: ForwardCall) -> CausalLMOutputWithPast:
+    def _run_guarded(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:
         self._steps += 1
         self.watchdog.doing(f"in forward {self._steps}")
         try:
-            return self._run(call)
+            return self._run(call, layout)
         except BaseException as error:
             self.watchdog.report(error)
             reason = self.watchdog.explain(error)
@@ -160,17 +171,9 @@ class PipelineEngine(Engine):
         finally:
             self.watchdog.doing(f"after forward {self._steps}")
 
-    def _run(self, call: ForwardCall) -> CausalLMOutputWithPast:  # type: ignore[override]
+    def _run(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:  # type: ignore[override]
         began = time.perf_counter()
-        layout = read_layout(
-            batch_rows=call.batch_rows,
-            total_tokens=call.total_tokens,
-            attention_mask=call.attention_mask,
-            position_ids=call.position_ids,
-            cu_seq_lens=call.cu_seq_lens,
-            shift_labels_BT=call.shift_labels,
-            ignore_index=call.ignore_index,
-        )
+        self._agree(call, layout)
         training = torch.is_grad_enabled()
         rows = _micro_batches(call.batch_rows, self.config)
         plans = self._stage_plans.get(
@@ -182,7 +185,6 @@ class PipelineEngine(Engine):
         step = step_schedule(
             self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
         )
-        self._agree(call, layout, bounds, step)
         watch = StepWatch(self, call, step, began)
         units = self._make_units(call, layout, bounds, rows, plans, step)
         gradients = StepGradients(self.parts.causal_lm.parameters()) if training else None
@@ -201,36 +203,18 @@ class PipelineEngine(Engine):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def _agree(
-        self, call: ForwardCall, layout: BatchLayout, bounds: Bounds, step: StepSchedule
-    ) -> None:
-        """See that all ranks of the pipeline are about to run the same; costs one small message.
-
-        Raises:
-            PipelineError: They are not.
-        """
-        mine = torch.tensor(
-            [
-                call.batch_rows,
-                call.total_tokens,
-                layout.used_tokens,
-                len(bounds),
-                hash(bounds) % 2**31,
-                step.number,
-                int(torch.is_grad_enabled()),
-            ]
-        )
-        others = [torch.empty_like(mine) for _ in range(self.mesh.pp_size)]
-        dist.all_gather(others, mine, group=self.mesh.control)
-        for rank, other in enumerate(others):
-            if not torch.equal(other, mine):
-                names = "rows, tokens, used tokens, chunks, bounds, schedule, training"
-                raise PipelineError(
-                    f"ranks of the pipeline are about to run different steps ({names}): rank "
-                    f"{self.mesh.pp_rank} {mine.tolist()}, rank {rank} {other.tolist()}. All ranks "
-                    "of a pipeline must get the same batches: prepare the data loader by the "
-                    "Accelerator, and give all ranks the same settings."
-                )
+    def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
+        ids = call.tokens.get("input_ids")
+        facts = {
+            "rows": call.batch_rows,
+            "tokens": call.total_tokens,
+            "used tokens": layout.used_tokens,
+            # With the layout, the only read from the device before the first chunk.
+            "sum of input_ids": 0 if ids is None else int(ids.sum()),
+            "training": int(torch.is_grad_enabled()),
+            "settings": settings_number(self.config),
+        }
+        agree(self.mesh, facts)
 
     def _make_units(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,9 +26,6 @@ class StepSchedule:
     """Whether backward comes in two halves."""
     reduces: bool
     """Whether gradients are reduced over replicas."""
-
-    number: int
-    """The same on every rank that made the same one, and hardly ever on one that did not."""
 
 
 def schedule_name(config: SPPOConfig) -> str:
@@ -87,11 +83,4 @@ def _make(name: str, size: Size, forward_only: bool, reduce: bool) -> StepSchedu
     else:
         lowered = lower(made, reduce=reduce)
     splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
-    text = "\n".join(" ".join(rank) for rank in lowered.texts())
-    return StepSchedule(
-        name,
-        lowered,
-        splits=splits,
-        reduces=reduce and not forward_only,
-        number=zlib.crc32(text.encode()),
-    )
+    return StepSchedule(name, lowered, splits=splits, reduces=reduce and not forward_only)

@@ -12,6 +12,7 @@ from sppo_hf.model.facts import device_facts, dtype_name
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.stage_plan import pipeline_bounds, stage_shape
+from sppo_hf.runtime.agreement import bounds_of_first
 from sppo_hf.runtime.schedules import schedule_name
 from sppo_hf.schedule.formulas import peak_units
 from sppo_hf.schedule.generate import Size
@@ -68,6 +69,7 @@ class StagePlans:
             micro_batches=micro_batches,
             device_kind=device.type,
         )
+        bounds = bounds_of_first(engine.mesh, bounds)
         alive = self._alive(micro_batches, len(bounds)) if training else 1.0
         backend, reason = engine.plans.describe_backends(whole, device)
         plans = {}

@@ -36,6 +36,12 @@ CHUNKS = len(LENGTHS)
 FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe")
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no other rank to agree on chunks with."""
+    monkeypatch.setattr("sppo_hf.runtime.stage_plans.bounds_of_first", lambda _, bounds: bounds)
+
+
 class Stage:
     """One stage, and the units of one batch on it."""
 

@@ -61,24 +61,6 @@ def test_a_schedule_is_made_once_for_each_size() -> None:
     assert made() is not made(reduce=True)
 
 
-def test_different_schedules_have_different_numbers() -> None:
-    # All of them, so that ranks with other settings are found out before they wait for each other.
-    steps = [
-        made(name, size=size, pp_size=pp_size, reduce=reduce)
-        for name in ("gpipe", "1f1b", "seq1f1b", "zb_seq1f1b")
-        for size in ((3, 4), (4, 3), (2, 4))
-        for pp_size in (2, 3)
-        for reduce in (False, True)
-    ]
-    assert len({step.number for step in steps}) == len({str(step.schedule) for step in steps})
-    assert all(0 <= step.number < 2**40 for step in steps)
-
-
-def test_the_number_is_the_same_in_another_process() -> None:
-    # Python's own hash of text would not be.
-    assert made().number == 2515242373
-
-
 def test_too_few_units_for_interleaving_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         made("interleaved_seq1f1b", size=(1, 3), pp_size=4, pp_virtual_stages=2)

@@ -1,0 +1,70 @@
+"""Agreement: the ranks of a pipeline see that they are about to run the same step.
+
+Ranks that run different steps would wait for messages that never come. A few numbers on the CPU, a
+fraction of a millisecond, turn that into an error that says what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import distributed as dist
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import PipelineError
+from sppo_hf.planning.partition import Bounds
+from sppo_hf.runtime.mesh import PipelineMesh
+
+_SHARED_SETTINGS = (
+    *("num_chunks", "chunk_lengths", "chunk_tokens", "partition", "micro_batch_size"),
+    *("pp_size", "pp_schedule", "pp_virtual_stages"),
+)
+
+
+def settings_number(config: SPPOConfig) -> int:
+    """A number for the settings that all ranks of a pipeline must share."""
+    settings = config.to_dict()
+    text = json.dumps([settings[name] for name in _SHARED_SETTINGS])
+    return zlib.crc32(text.encode())
+
+
+def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
+    """Compare numbers over the ranks of a pipeline; every rank calls this before every step.
+
+    Args:
+        mesh: The ranks.
+        facts: Numbers by name, the same names on all ranks.
+
+    Raises:
+        PipelineError: They differ; names the facts, the ranks and their numbers.
+    """
+    mine = torch.tensor(list(facts.values()))
+    others = [torch.empty_like(mine) for _ in range(mesh.pp_size)]
+    dist.all_gather(others, mine, group=mesh.control)
+    for rank, other in enumerate(others):
+        differ = [
+            f"{name} ({theirs} on rank {rank}, {ours} on rank {mesh.pp_rank})"
+            for (name, ours), theirs in zip(facts.items(), other.tolist(), strict=True)
+            if ours != theirs
+        ]
+        if differ:
+            raise PipelineError(
+                f"ranks of the pipeline are about to run different steps: {', '.join(differ)}. All "
+                "ranks of a pipeline must get the same batches and settings. Remedy: prepare the "
+                "data loader by the Accelerator, shuffle with the same seed, and start all ranks "
+                "with the same settings file."
+            )
+
+
+def bounds_of_first(mesh: PipelineMesh, bounds: Bounds) -> Bounds:
+    """The chunks that the pipeline's first rank has chosen.
+
+    Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
+    some stages only, say, would balance chunks differently.
+    """
+    box: list[Bounds] = [bounds]
+    dist.broadcast_object_list(box, mesh.world_rank(0), group=mesh.control)
+    return box[0]
