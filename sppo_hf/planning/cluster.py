@@ -1,71 +1,37 @@
 """Plans for several devices: stages, replicas, chunks, cut, schedule and what is kept of frames.
 
 Candidates are simulated, the most promising first; what does not fit on any one rank is rejected.
-Frames follow one rule on all stages, and K/V stay on the device: this searches layouts, the solver
-for one device searches frames. Knows nothing of how a layout is run.
+Frames and K/V follow one rule on all stages: this searches layouts, the solver for one device
+searches frames. Knows nothing of how a layout is run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.modes import Saved
-from sppo_hf.planning.partition import Bounds, PrefixCost, balanced_bounds, ramp_bounds
-from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
+from sppo_hf.planning.glance import Glance
+from sppo_hf.planning.layouts import Layout, SearchSpace
+from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.schedule.formulas import bubble_fraction as formula_bubble
-from sppo_hf.schedule.formulas import peak_units
-from sppo_hf.schedule.generate import INTERLEAVED, Size, generate
+from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
 
-_SCHEDULES = ("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b")
-# What is kept of frames, and what of that leaves, fastest first.
-_FRAMES: tuple[tuple[Saved, OffloadRule], ...] = (
-    ("whole", "none"),
-    ("whole", "sppo"),
-    ("products", "none"),
-    ("products", "full"),
-    ("skeleton", "none"),
-    ("skeleton", "full"),
-)
-_LEAST_CHUNK_TOKENS, _MOST_CHUNK_TOKENS = 2048, 32_768
-_MOST_UNITS = 1024
-# A ramp idles less than the formula of equal costs says, at best about half.
-_RAMP_SHARE = 0.5
-
-
-class Layout(NamedTuple):
-    """How a step is spread over devices."""
-
-    schedule: str
-    """Name of the schedule."""
-
-    stages: int
-    """Ranks of a pipeline."""
-
-    replicas: int
-    """Pipelines beside each other, each with its share of the rows."""
-
-    virtual: int
-    """Stages of each rank."""
-
-    num_chunks: int
-    """Chunks of a sequence."""
-
-    partition: Literal["flops", "ramp"]
-    """How it is cut."""
-
-    saved: Saved
-    """What is kept of frames."""
-
-    offload: OffloadRule
-    """What of that leaves the device."""
+__all__ = [
+    "ClusterAnswer",
+    "ClusterPlan",
+    "ClusterQuestion",
+    "Layout",
+    "SearchSpace",
+    "layouts",
+    "simulate_layout",
+    "solve_cluster",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +58,22 @@ class ClusterQuestion:
 
     link_bytes_per_second: float = 25 * 2.0**30
     """Of the slowest hop between neighbours, each way."""
+
+    space: SearchSpace = field(default_factory=SearchSpace)
+    """What may be chosen."""
+
+    glance: Glance = field(init=False, repr=False, compare=False)
+    """What layouts take at least."""
+
+    def __post_init__(self) -> None:
+        """Prepare to look at layouts."""
+        glance = Glance(self.cost, self.total_tokens, self.rows)
+        object.__setattr__(self, "glance", glance)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Devices that share a host, if there are so many."""
+        return min(self.gpus_per_node, self.gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +116,7 @@ class ClusterPlan:
         parts = [f"idle {self.bubble_fraction:.1%}"]
         if self.recompute_fraction > 0:
             parts.append(f"recompute {self.recompute_fraction:.1%}")
-        if self.layout.offload != "none":
+        if self.layout.offload != "none" or self.layout.kv_tier != "device":
             parts.append("copies beside compute")
         return ", ".join(parts)
 
@@ -156,37 +138,42 @@ class ClusterAnswer:
     """Layouts that there are."""
 
 
-def solve_cluster(question: ClusterQuestion, *, keep: int = 5) -> ClusterAnswer:
+def solve_cluster(question: ClusterQuestion, *, keep: int = 5, slack: float = 0.0) -> ClusterAnswer:
     """Finds the fastest layouts.
 
-    Candidates are taken in the order of an estimate, compute over ranks and the formula's idle
-    time, until it exceeds the slowest of those to keep.
+    Candidates are taken in the order of the least time that they can take, until it exceeds the
+    slowest of those to keep.
 
     Args:
         question: what is asked.
         keep: how many to return.
+        slack: how much longer than necessary their steps may take, as a share; a search that need
+            not be sure of the last percent is many times shorter.
 
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
     """
-    ranked = sorted((_estimated_seconds(question, x), x) for x in layouts(question))
+    glance, budgets = question.glance, question.budgets
+    ranked = sorted((glance.seconds(x), x) for x in layouts(question))
     if not ranked:
         raise ConfigError(
             f"{question.gpus} devices cannot share {question.rows} rows of "
             f"{question.total_tokens:,} tokens among stages of {question.cost.shape.num_layers} "
             "layers. Allowed: replicas that divide devices and rows, at most one stage per layer, "
-            f"and at most {_MOST_UNITS:,} chunks on a rank. Remedy: more rows, or fewer devices."
+            f"and at most {question.space.most_units:,} chunks on a rank. Remedy: more rows, or "
+            "fewer devices."
         )
     best: list[ClusterPlan] = []
     closest: ClusterPlan | None = None
     tried = 0
     hopeless: list[tuple[int, Layout]] = []
     for seconds, layout in ranked:
-        if len(best) >= keep and seconds > best[keep - 1].step_seconds:
+        if len(best) >= keep and seconds * (1.0 + slack) > best[keep - 1].step_seconds:
             break
-        least_bytes = _least_bytes(question, layout)
-        if _over(least_bytes, question.budgets.device):
-            hopeless.append((least_bytes, layout))
+        lacking = _over(glance.device_bytes(layout), budgets.device)
+        lacking += _over(glance.host_bytes(layout, question.ranks_per_node), budgets.host)
+        if lacking:
+            hopeless.append((lacking, layout))
             continue
         tried += 1
         plan = simulate_layout(question, layout)
@@ -201,26 +188,18 @@ def solve_cluster(question: ClusterQuestion, *, keep: int = 5) -> ClusterAnswer:
 
 def layouts(question: ClusterQuestion) -> Iterator[Layout]:
     """Yields every layout that is worth a look."""
-    num_layers, tokens = question.cost.shape.num_layers, question.total_tokens
-    chunks = [
-        2**power
-        for power in range(12)
-        if _LEAST_CHUNK_TOKENS * 2**power <= tokens <= _MOST_CHUNK_TOKENS * 2**power
-    ]
-    for stages in range(1, min(question.gpus, num_layers) + 1):
-        replicas = question.gpus // stages
-        if question.gpus % stages or question.rows % replicas:
-            continue
-        for num_chunks in chunks or [1]:
-            if num_chunks * question.rows // replicas > _MOST_UNITS:
-                continue
-            yield from _variants(stages, replicas, num_chunks, num_layers)
+    return question.space.layouts(
+        gpus=question.gpus,
+        rows=question.rows,
+        total_tokens=question.total_tokens,
+        num_layers=question.cost.shape.num_layers,
+    )
 
 
 def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
     """Simulates one layout; it need not fit."""
     cost, rows = question.cost, question.rows // layout.replicas
-    bounds = _bounds(question, layout)
+    bounds = question.glance.bounds(layout)
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     schedule = generate(layout.schedule, size)
     costs = PipelineCost.of(
@@ -229,6 +208,7 @@ def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
         bounds,
         saved=layout.saved,
         offload=layout.offload,
+        kv_tier=layout.kv_tier,
         link_bytes_per_second=question.link_bytes_per_second,
     )
     reduced = layout.replicas > 1
@@ -243,8 +223,8 @@ def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
     peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
     hosts = [timeline.peak(f"{rank}.host").num_bytes for rank in range(layout.stages)]
     # Neighbouring stages share a node; replicas fill it up.
-    shared = min(question.gpus_per_node, question.gpus)
-    host_bytes = sum(sorted(hosts * layout.replicas, reverse=True)[:shared])
+    fullest = sorted(hosts * layout.replicas, reverse=True)
+    host_bytes = sum(fullest[: question.ranks_per_node])
     again = sum(
         cost.recompute_seconds(layer, end - start, layout.saved)
         for start, end in bounds
@@ -264,66 +244,6 @@ def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
         host_bytes=host_bytes,
         missing_bytes=_over(max(peaks), budgets.device) + _over(host_bytes, budgets.host),
     )
-
-
-def _variants(stages: int, replicas: int, num_chunks: int, num_layers: int) -> Iterator[Layout]:
-    cuts: tuple[Literal["flops", "ramp"], ...] = ("flops", "ramp")
-    for schedule in _SCHEDULES if stages > 1 else _SCHEDULES[:1]:
-        for virtual in (2, 4) if schedule in INTERLEAVED else (1,):
-            if stages * virtual > num_layers:
-                continue
-            # A ramp needs chunks to rise and fall over, and is for filling a pipeline.
-            for partition in cuts if num_chunks >= 3 and stages > 1 else cuts[:1]:
-                for saved, offload in _FRAMES:
-                    yield Layout(
-                        schedule, stages, replicas, virtual, num_chunks, partition, saved, offload
-                    )
-
-
-def _bounds(question: ClusterQuestion, layout: Layout) -> Bounds:
-    cut = ramp_bounds if layout.partition == "ramp" else balanced_bounds
-    curve = PrefixCost.of(question.cost.shape)
-    return cut(curve, question.total_tokens, layout.num_chunks)
-
-
-def _estimated_seconds(question: ClusterQuestion, layout: Layout) -> float:
-    """Compute over ranks, and the formula's idle time."""
-    cost, rows = question.cost, question.rows // layout.replicas
-    seconds = 0.0
-    for start, end in _bounds(question, layout):
-        seconds += cost.head_seconds(end - start)
-        seconds += sum(
-            cost.forward_seconds(i, start, end)
-            + cost.backward_seconds(i, start, end)
-            + cost.recompute_seconds(i, end - start, layout.saved)
-            for i in range(cost.shape.num_layers)
-        )
-    size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
-    idle = float(formula_bubble(layout.schedule, size))
-    if layout.partition == "ramp":
-        idle *= _RAMP_SHARE
-    return seconds * rows / layout.stages / (1.0 - idle)
-
-
-def _least_bytes(question: ClusterQuestion, layout: Layout) -> int:
-    """Less than any rank of this layout can do with, found without simulating it.
-
-    The lightest equal share of the model's states and of a row's K/V, and where frames stay, the
-    units that the last rank holds at least, each as small as the smallest chunk's.
-    """
-    shape, stages = question.cost.shape, layout.stages
-    whole = StageWeights.of(shape, range(shape.num_layers))
-    fixed = (whole.weights + whole.gradients + whole.optimizer) // stages
-    layers = range(shape.num_layers)
-    tokens = question.total_tokens
-    fixed += sum(question.cost.kv_bytes(layer, tokens) for layer in layers) // stages
-    if layout.offload != "none":
-        return fixed
-    size = Size(stages, question.rows // layout.replicas, layout.num_chunks, layout.virtual)
-    shortest = min(end - start for start, end in _bounds(question, layout))
-    held = min(peak_units(layout.schedule, size)) / (stages * layout.virtual)
-    frames = sum(question.cost.frame_bytes(layer, shortest, layout.saved) for layer in layers)
-    return fixed + int(held * frames)
 
 
 def _reduce_seconds(question: ClusterQuestion, costs: PipelineCost, replicas: int) -> float:

@@ -133,7 +133,7 @@ class MemoryModel:
         training = what.training
         kv, dkv = self._kv * kv_tokens, self._dkv * dkv_tokens
         if what.kv_tier != "device":
-            kv, dkv = self._stream_bytes(chunk, backward=phase != "forward")
+            kv, dkv = self.stream_bytes(chunk, backward=phase != "forward")
         moving = dict(
             kv=kv,
             dkv=dkv,
@@ -222,7 +222,7 @@ class MemoryModel:
     def _largest(self, chunk: int, mode: FrameMode) -> int:
         return max(self.frame_bytes(layer, chunk, mode.saved) for layer in self._kinds)
 
-    def _stream_bytes(self, chunk: int, *, backward: bool) -> tuple[int, int]:
+    def stream_bytes(self, chunk: int, *, backward: bool) -> tuple[int, int]:
         """K/V and dK/dV on the device while they are streamed, in the busiest layer.
 
         Beside the chunk's own: the block in use and the next one, and where a block is several

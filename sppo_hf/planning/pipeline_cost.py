@@ -1,8 +1,14 @@
 """PipelineCost: seconds and bytes of every action of a schedule over ranks, for a real model.
 
 `sppo_hf.schedule.pipeline` asks it. All figures come from StageCost and from the terms of the
-memory estimate, so a pipeline of one rank and the planner agree. K/V stay on the device. Knows
-nothing of how a schedule was made.
+memory estimate, so a pipeline of one rank and the planner agree. Knows nothing of how a schedule
+was made.
+
+[Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for,
+so a unit takes as long as its compute or as what it streams each way, whichever is longest. Frames
+share these links. Their copies are charged with what units stream in the same direction, so that no
+more passes over a link than it carries: of its own forward for a copy out and of its own backward
+for a copy back, and of both where forwards and backwards take turns.
 """
 
 from __future__ import annotations
@@ -19,14 +25,18 @@ from sppo_hf.planning.modes import Saved, mode_of
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.policy import sppo_ratios
-from sppo_hf.planning.portions import loss_tile_tokens
+from sppo_hf.planning.portions import kv_block_tokens, loss_tile_tokens
 from sppo_hf.planning.stages import StageWeights, balanced_stages
+from sppo_hf.planning.streams import KVStreams
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change
 
 OffloadRule = Literal["none", "full", "sppo"]
 """What of each frame leaves the device: nothing, all of it, or the paper's share."""
+
+KVTier = Literal["device", "host"]
+"""Where keys and values, and their gradient sums, wait between their uses."""
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -51,6 +61,12 @@ class PipelineCost:
 
     ratios: tuple[tuple[float, ...], ...] = ()
     """Share of a frame that leaves, by stage and chunk; empty where none does."""
+
+    kv_tier: KVTier = "device"
+    """Where K/V wait."""
+
+    takes_turns: bool = False
+    """Whether a rank's forwards and backwards take turns, as they do with several micro-batches."""
 
     link_bytes_per_second: float = float("inf")
     """Between neighbouring ranks, each way."""
@@ -77,6 +93,7 @@ class PipelineCost:
         *,
         saved: Saved = "whole",
         offload: OffloadRule = "none",
+        kv_tier: KVTier = "device",
         link_bytes_per_second: float = float("inf"),
     ) -> PipelineCost:
         """Cuts the model into the schedule's stages, balanced, and applies a rule to its frames.
@@ -91,6 +108,8 @@ class PipelineCost:
             stages=balanced_stages(cost, bounds, schedule.num_stages),
             stage_ranks=schedule.stage_ranks,
             saved=saved,
+            kv_tier=kv_tier,
+            takes_turns=schedule.num_units > schedule.num_chunks,
             link_bytes_per_second=link_bytes_per_second,
         )
         return replace(made, ratios=made._ratios_of(offload))
@@ -101,8 +120,9 @@ class PipelineCost:
 
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
-        chunk = action.unit % len(self.bounds)
-        key = (action.kind, action.stage, chunk)
+        # Copies differ between like stages where their ratios do.
+        stage = action.stage if action.kind in ("D", "H") else self._alike[action.stage]
+        key = (action.kind, stage, action.unit % len(self.bounds))
         if key not in self._seconds:
             self._seconds[key] = self._timed(*key)
         return self._seconds[key]
@@ -110,7 +130,8 @@ class PipelineCost:
     def changes(self, action: Action) -> tuple[Change, ...]:
         """Returns the bytes that an action takes and gives back, on "R.device" and "R.host".
 
-        Buffers of transfers are not counted: a chunk's hidden states, against a frame of many.
+        A send takes and gives back the receiver's buffer too; where neighbouring stages are on
+        different ranks, the schedule must have its sends.
         """
         key = (action.kind, action.stage, action.unit % len(self.bounds))
         if key not in self._changes:
@@ -130,8 +151,10 @@ class PipelineCost:
 
     def frame_bytes(self, stage: int, chunk: int) -> int:
         """Returns what is saved of a chunk in all layers of a stage."""
-        start, end = self.bounds[chunk]
-        return sum(self.cost.frame_bytes(i, end - start, self.saved) for i in self.stages[stage])
+        tokens = self._tokens(chunk)
+        return sum(
+            self.cost.frame_bytes(i, tokens, self.saved) for i in self._of(self._alike[stage])
+        )
 
     def message_bytes(self, chunk: int) -> int:
         """Returns the bytes that pass between stages for a chunk, each way."""
@@ -148,16 +171,19 @@ class PipelineCost:
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
         if kind == "D":
-            return self.cost.d2h_seconds(self._leaving_bytes(stage, chunk), both=True)
+            size = self._leaving_bytes(stage, chunk) + self._beside("D", stage, chunk)
+            return self.cost.d2h_seconds(size, both=True)
         if kind == "H":
-            return self.cost.h2d_seconds(self._leaving_bytes(stage, chunk), both=True)
+            size = self._leaving_bytes(stage, chunk) + self._beside("H", stage, chunk)
+            return self.cost.h2d_seconds(size, both=True)
         if kind == "F":
-            return self._forward_seconds(stage, chunk)
-        if kind in ("B", "I", "W"):
-            weights = sum(self.cost.weight_seconds(i, self._tokens(chunk)) for i in self._of(stage))
-            if kind == "W":
-                return weights
-            return self._backward_seconds(stage, chunk) - (weights if kind == "I" else 0.0)
+            return max(self._forward_seconds(stage, chunk), self._stream_seconds("F", stage, chunk))
+        if kind == "W":
+            return self._weight_seconds(stage, chunk)
+        if kind in ("B", "I"):
+            seconds = self._backward_seconds(stage, chunk)
+            seconds -= self._weight_seconds(stage, chunk) if kind == "I" else 0.0
+            return max(seconds, self._stream_seconds("B", stage, chunk))
         return 0.0
 
     def _forward_seconds(self, stage: int, chunk: int) -> float:
@@ -174,6 +200,33 @@ class PipelineCost:
             for i in self._of(stage)
         )
 
+    def _weight_seconds(self, stage: int, chunk: int) -> float:
+        return sum(self.cost.weight_seconds(i, self._tokens(chunk)) for i in self._of(stage))
+
+    def _stream_seconds(self, kind: Kind, stage: int, chunk: int) -> float:
+        """How long the links are busy with K/V and their gradient sums of a unit."""
+        come, leave = self._streamed_bytes(kind, stage, chunk)
+        return max(self.cost.h2d_seconds(come, both=True), self.cost.d2h_seconds(leave, both=True))
+
+    def _streamed_bytes(self, kind: Kind, stage: int, chunk: int) -> tuple[int, int]:
+        """K/V and gradient sums of a unit that come to the device, and that leave it."""
+        streams, layers = self._streams, self._of(stage)
+        if not streams.active:
+            return 0, 0
+        if kind == "F":
+            come, leave = streams.forward_in, streams.forward_out
+        else:
+            come, leave = streams.backward_in, streams.backward_out
+        return sum(come(i, chunk) for i in layers), sum(leave(i, chunk) for i in layers)
+
+    def _beside(self, kind: Kind, stage: int, chunk: int) -> int:
+        """Bytes of K/V that a frame's copy shares its link with; see the note on K/V."""
+        out = kind == "D"
+        forward, backward = (self._streamed_bytes(unit, stage, chunk)[out] for unit in ("F", "B"))
+        if self.takes_turns:
+            return forward + backward
+        return forward if out else backward
+
     def _of(self, stage: int) -> range:
         return self.stages[stage]
 
@@ -189,33 +242,28 @@ class PipelineCost:
         chunks = range(len(self.bounds))
         if offload == "full":
             return ((1.0,) * len(chunks),) * len(self.stages)
-        return tuple(
-            sppo_ratios(
-                [self.frame_bytes(stage, chunk) for chunk in chunks],
-                sum(self._forward_seconds(stage, chunk) for chunk in chunks)
-                / len(chunks)
-                / self.cost.d2h_seconds(1.0, both=True),
-            )
-            for stage in range(len(self.stages))
-        )
+        by_kind: dict[int, tuple[float, ...]] = {}
+        for stage in sorted(set(self._alike)):
+            room = sum(self._forward_seconds(stage, chunk) for chunk in chunks)
+            room /= self.cost.d2h_seconds(1.0, both=True)
+            # What K/V leave of the link while forwards run.
+            room -= sum(self._streamed_bytes("F", stage, chunk)[1] for chunk in chunks)
+            sizes = [self.frame_bytes(stage, chunk) for chunk in chunks]
+            by_kind[stage] = sppo_ratios(sizes, max(0.0, room) / len(chunks))
+        return tuple(by_kind[stage] for stage in self._alike)
 
     def _changed(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         device = f"{self.stage_ranks[stage]}.device"
         host = f"{self.stage_ranks[stage]}.host"
-        start, end = self.bounds[chunk]
         cause = CAUSES[self.saved]
         if kind == "F":
             yield Change(device, cause, self.frame_bytes(stage, chunk))
-            yield Change(device, "kv", self._kv_bytes(stage, end - start))
             yield from self._passing(device, stage, chunk, "forward")
         elif kind in ("B", "I"):
             yield from self._passing(device, stage, chunk, "start of backward")
-            if chunk == len(self.bounds) - 1:
-                # The first chunk to run back writes the gradient sums of all chunks before it.
-                yield Change(device, "dkv", self._dkv_bytes(stage, start))
-            else:
-                yield Change(device, "dkv", -self._dkv_bytes(stage, end - start), "end")
-            yield Change(device, "kv", -self._kv_bytes(stage, end - start), "end")
+        if kind in ("F", "B", "I"):
+            yield from self._kv_changed(kind, stage, chunk)
+        yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
             yield Change(device, cause, -self.frame_bytes(stage, chunk), "end")
         if kind == "D":
@@ -230,11 +278,49 @@ class PipelineCost:
     def _leaving_bytes(self, stage: int, chunk: int) -> int:
         return round(self.ratios[stage][chunk] * self.frame_bytes(stage, chunk))
 
-    def _kv_bytes(self, stage: int, tokens: int) -> int:
-        return sum(self.cost.kv_bytes(i, tokens) for i in self._of(stage))
+    def _kv_changed(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
+        """K/V and their gradient sums, where they wait and while they pass the device."""
+        device, waits = (f"{self.stage_ranks[stage]}.{t}" for t in ("device", self.kv_tier))
+        start, end = self.bounds[chunk]
+        layers = self._of(self._alike[stage])
+        own = sum(self.cost.kv_bytes(i, end - start) for i in layers)
+        if self.kv_tier != "device":
+            passing = self._memory.stream_bytes(chunk, backward=kind != "F")
+            for cause, size in zip(("kv", "dkv"), passing, strict=True):
+                yield Change(device, cause, size)
+                yield Change(device, cause, -size, "end")
+        if kind == "F":
+            yield Change(waits, "kv", own)
+            return
+        if chunk == len(self.bounds) - 1:
+            # The first chunk to run back writes the gradient sums of all chunks before it.
+            yield Change(waits, "dkv", sum(self.cost.dkv_bytes(i, start) for i in layers))
+        else:
+            sums = sum(self.cost.dkv_bytes(i, end - start) for i in layers)
+            yield Change(waits, "dkv", -sums, "end")
+        yield Change(waits, "kv", -own, "end")
 
-    def _dkv_bytes(self, stage: int, tokens: int) -> int:
-        return sum(self.cost.dkv_bytes(i, tokens) for i in self._of(stage))
+    def _transferred(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
+        """Buffers of what passes between ranks: one till it is sent, the other till it is used.
+
+        What a forward received becomes part of its frame; what a backward received ends with it.
+        """
+        cause, size = "messages", self.message_bytes(chunk)
+        back = kind in ("B", "I", "SEND_B")
+        target, source = (stage - 1, stage + 1) if back else (stage + 1, stage - 1)
+        here = f"{self.stage_ranks[stage]}.device"
+        if kind in ("SEND_F", "SEND_B"):
+            yield Change(f"{self.stage_ranks[target]}.device", cause, size)
+            yield Change(here, cause, -size, "end")
+        elif kind in ("F", "B", "I"):
+            if self._other_rank(stage, source):
+                yield Change(here, cause, -size, "end" if back else "start")
+            if self._other_rank(stage, target):
+                yield Change(here, cause, size, "end")
+
+    def _other_rank(self, stage: int, other: int) -> bool:
+        inside = 0 <= other < len(self.stages)
+        return inside and self.stage_ranks[stage] != self.stage_ranks[other]
 
     def _passing(self, device: str, stage: int, chunk: int, phase: str) -> Iterator[Change]:
         """Temporaries of the running layer and, on the last stage, of the loss."""
@@ -249,14 +335,42 @@ class PipelineCost:
             yield Change(device, cause, -size, "end")
 
     @cached_property
-    def _memory(self) -> MemoryModel:
+    def _alike(self) -> tuple[int, ...]:
+        """For each stage the first one that costs and saves the same."""
+        kinds, last = self.cost.shape.alike, len(self.stages) - 1
+        first: dict[object, int] = {}
+        return tuple(
+            first.setdefault((tuple(kinds[i] for i in layers), stage == last), stage)
+            for stage, layers in enumerate(self.stages)
+        )
+
+    @cached_property
+    def _decisions(self) -> Decisions:
         shape, kind = self.cost.shape, self.cost.profile.kind
         mode = mode_of(self.saved, "device")
-        decisions = Decisions(
+        block = 0
+        if self.kv_tier != "device":
+            block = kv_block_tokens(
+                shape,
+                self.bounds[-1][1],
+                batch_rows=self.cost.batch_rows,
+                device_kind=kind,
+                device_bytes=self.cost.profile.device_bytes,
+            )
+        return Decisions(
             batch_rows=self.cost.batch_rows,
             bounds=self.bounds,
             layer_modes=uniform_modes(len(self.bounds), shape.num_layers, mode),
             training=True,
             tile_tokens=loss_tile_tokens(shape, device_kind=kind),
+            kv_tier=self.kv_tier,
+            kv_block_tokens=block,
         )
-        return MemoryModel(shape, decisions, kind)
+
+    @cached_property
+    def _memory(self) -> MemoryModel:
+        return MemoryModel(self.cost.shape, self._decisions, self.cost.profile.kind)
+
+    @cached_property
+    def _streams(self) -> KVStreams:
+        return KVStreams(self._decisions, self.cost)

@@ -8,7 +8,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.cluster import (
     ClusterQuestion,
     Layout,
-    _least_bytes,
+    SearchSpace,
     layouts,
     simulate_layout,
     solve_cluster,
@@ -51,10 +51,23 @@ def test_the_best_are_the_fastest_of_all_that_fit() -> None:
     assert all(max(plan.peak_bytes) <= 6 * GIB for plan in answer.best)
 
 
-def test_no_layout_needs_less_than_its_bound() -> None:
-    for layout in layouts(QUESTION):
-        plan = simulate_layout(QUESTION, layout)
-        assert _least_bytes(QUESTION, layout) <= max(plan.peak_bytes), layout
+EVERYTHING = SearchSpace(
+    schedules=("1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"),
+    partitions=("even", "flops", "bounded", "ramp"),
+    kv_tiers=("device", "host"),
+)
+
+
+@pytest.mark.parametrize("tokens", [16_384, 65_536])
+def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
+    question = replace(QUESTION, total_tokens=tokens, space=EVERYTHING)
+    glance = question.glance
+    looked_at = list(layouts(question))
+    for layout in looked_at[:: max(1, len(looked_at) // 97)]:
+        plan = simulate_layout(question, layout)
+        assert glance.device_bytes(layout) <= max(plan.peak_bytes), layout
+        assert glance.host_bytes(layout, 4) <= plan.host_bytes, layout
+        assert glance.seconds(layout) <= plan.step_seconds * (1 + 1e-9), layout
 
 
 def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
@@ -117,3 +130,28 @@ def test_devices_that_cannot_share_the_rows_are_refused() -> None:
         solve_cluster(replace(QUESTION, gpus=11, rows=3))
     stages = {(x.stages, x.replicas) for x in layouts(replace(QUESTION, gpus=7, rows=3))}
     assert stages == {(7, 1)}
+
+
+def test_a_search_with_slack_is_shorter_and_within_it() -> None:
+    sure = solve_cluster(within(6), keep=1)
+    quick = solve_cluster(within(6), keep=1, slack=0.1)
+    assert quick.tried < sure.tried
+    assert quick.best[0].step_seconds <= 1.1 * sure.best[0].step_seconds
+
+
+def test_keys_and_values_on_the_host_let_longer_rows_fit() -> None:
+    space = SearchSpace(
+        schedules=("seq1f1b",),
+        partitions=("bounded",),
+        frames=(("skeleton", "full"),),
+        chunk_tokens=(8192, 8192),
+    )
+    # Of a rank's two layers K/V are 2 GiB, and their gradient sums twice that.
+    long = replace(within(7), total_tokens=2**20, rows=1, space=space)
+    here = solve_cluster(long, keep=1)
+    space = replace(space, kv_tiers=("device", "host"))
+    away = solve_cluster(replace(long, space=space), keep=1)
+    assert here.best == ()
+    assert away.best[0].layout.kv_tier == "host"
+    assert away.best[0].host_bytes > 0
+    assert "copies beside compute" in away.best[0].why

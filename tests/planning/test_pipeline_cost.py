@@ -1,5 +1,7 @@
 """A model's pipeline: one rank agrees with the planner, ranks add up, rules move what they say."""
 
+from dataclasses import replace
+
 import pytest
 
 from sppo_hf.planning.cost import StageCost
@@ -155,6 +157,84 @@ def test_the_papers_rule_moves_the_same_bytes_of_every_chunk() -> None:
         assert partly[:-1] == pytest.approx([partly[0]] * (len(partly) - 1))
         assert not costs.leaves(stage, 7)
         assert costs.leaves(stage, 8)
+
+
+def test_messages_take_a_buffer_at_both_ends_for_as_long_as_they_pass() -> None:
+    rate = 1e9
+    schedule, costs = made("seq1f1b", Size(3, 2, 4), link_bytes_per_second=rate)
+    timeline = run(schedule, costs)
+    longest = max(costs.message_bytes(chunk) for chunk in range(4))
+    for rank in range(3):
+        curve = timeline.curves_by_cause(f"{rank}.device")["messages"]
+        assert curve[-1][1] == 0
+        assert min(size for _, size in curve) == 0
+        # Ranks between two others have messages both ways.
+        most = max(size for _, size in curve)
+        assert longest <= most <= (4 if rank == 1 else 3) * longest
+    alone = run(*made("gpipe", Size(1, 2, 4)))
+    assert "messages" not in alone.curves_by_cause("0.device")
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "zb_seq1f1b"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_keys_and_values_that_wait_on_the_host(name: str, rows: int) -> None:
+    size = Size(2, rows, 8)
+    here = run(*made(name, size, saved="skeleton"))
+    schedule, costs = made(name, size, saved="skeleton", kv_tier="host")
+    timeline = run(schedule, costs)
+    for rank, layers in enumerate(costs.stages):
+        kv = sum(COST.kv_bytes(i, TOKENS) for i in layers)
+        held = timeline.curves_by_cause(f"{rank}.host")
+        most = {cause: max(n for _, n in held[cause]) for cause in ("kv", "dkv")}
+        assert kv <= most["kv"] <= rows * kv
+        # All but the last chunk's sums wait; there they are twice as wide.
+        assert 1.5 * kv < most["dkv"] < 2 * kv
+        assert held["kv"][-1][1] == held["dkv"][-1][1] == 0
+        device = timeline.curves_by_cause(f"{rank}.device")
+        assert device["kv"][-1][1] == device["dkv"][-1][1] == 0
+        assert max(n for _, n in device["kv"]) < 0.5 * kv
+        assert timeline.peak(f"{rank}.device").num_bytes < here.peak(f"{rank}.device").num_bytes
+    assert timeline.end_seconds >= here.end_seconds
+
+
+def test_units_take_as_long_as_what_they_stream() -> None:
+    slow = replace(PROFILE, both_h2d_bytes_per_second=1e8, both_d2h_bytes_per_second=1e12)
+    cost = StageCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
+    schedule = generate("seq1f1b", Size(2, 1, 4))
+    away, here = (
+        PipelineCost.of(schedule, cost, bounds_of(4), kv_tier=tier) for tier in ("host", "device")
+    )
+    layers = away.stages[0]
+    start, end = bounds_of(4)[2]
+    prefix = sum(cost.kv_bytes(i, start) for i in layers)
+    assert away.seconds(Action("F", 0, 2)) == pytest.approx(prefix / 1e8)
+    whole = sum(cost.kv_bytes(i, end) + cost.dkv_bytes(i, end) for i in layers)
+    assert away.seconds(Action("B", 0, 2)) == pytest.approx(whole / 1e8)
+    # Nothing comes in for the first chunk's forward, and nothing at all where K/V stay.
+    assert away.seconds(Action("F", 0, 0)) == here.seconds(Action("F", 0, 0))
+    assert here.seconds(Action("F", 0, 2)) < away.seconds(Action("F", 0, 2))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_copies_of_frames_share_the_link_with_keys_and_values(rows: int) -> None:
+    size = Size(2, rows, 4)
+    _, here = made("seq1f1b", size, offload="full")
+    _, away = made("seq1f1b", size, offload="full", kv_tier="host")
+    layers = away.stages[0]
+    start, end = bounds_of(4)[2]
+    tokens = end - start
+    out = sum(COST.kv_bytes(i, tokens) for i in layers)
+    back = sum(COST.kv_bytes(i, end) + COST.dkv_bytes(i, end) for i in layers)
+    if rows > 1:
+        # Forwards and backwards take turns, so that each link carries what both stream.
+        out += sum(COST.dkv_bytes(i, start) for i in layers)
+        back += sum(COST.kv_bytes(i, start) for i in layers)
+    for kind, size_bytes, rate in (
+        ("D", out, PROFILE.both_d2h_bytes_per_second),
+        ("H", back, PROFILE.both_h2d_bytes_per_second),
+    ):
+        more = away.seconds(Action(kind, 0, 2)) - here.seconds(Action(kind, 0, 2))
+        assert more == pytest.approx(size_bytes / rate)
 
 
 @pytest.mark.parametrize(("ratio", "idle"), [(0.25, 0.21), (0.5, 0.27), (1.0, 0.33), (2.0, 0.39)])

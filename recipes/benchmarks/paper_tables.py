@@ -1,0 +1,220 @@
+"""SPPO's and Seq1F1B's published tables beside what the planner makes of the same questions.
+
+    python recipes/benchmarks/paper_tables.py --check
+
+Every number of ours is a **simulation** of a whole step over all ranks, none is measured; published
+ones are quoted. Assumed are: the shipped A100-80GB profile (public figures; 20.5 GB/s each way of
+the papers' 32 GB/s between GPU and host, for that is what both directions at once leave); 95% of a
+device's memory, 90% of 2 TB host memory per node of 8 GPUs; 25 GB/s on every hop between stages,
+also inside a node, where NVLink is faster; bf16 weights and gradients, two float32 Adam states.
+Models are GPT shapes: 4h MLP, as many K/V heads as heads, heads of 128, tied vocabulary of 50,257.
+
+The papers spread a layer over the GPUs of a node (sequence or tensor parallelism). This library
+does not: a pipeline has at most one stage per layer, and further GPUs are further pipelines with
+rows of their own. The published global batches are not known; ours is `--rows` rows a step. Up to a
+tenth of the GPUs may stand idle where that makes stages equal; tokens/s are of all GPUs together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paper_questions import (
+    PAPER,
+    ROWS,
+    SCALED,
+    SCALED_LENGTHS_K,
+    SEQ1F1B,
+    K,
+    ablation_rows,
+    longest,
+    paper_row,
+    scaling_row,
+    seq1f1b_row,
+)
+from rich.console import Console
+from rich.table import Table
+
+
+def collect(options: argparse.Namespace) -> dict[str, list[Any]]:
+    """All tables, several questions at a time."""
+    names = [model.name for model in PAPER]
+    jobs: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+        "ablation": (partial(ablation_rows, options.rows), names[::-1]),
+        "paper": (
+            partial(paper_row, options.rows),
+            [(i, j) for i, model in enumerate(PAPER) for j in range(len(model.lengths_k))],
+        ),
+        "seq1f1b": (seq1f1b_row, list(range(len(SEQ1F1B)))),
+        "scaling": (scaling_row, [(n, tokens) for n in SCALED for tokens in SCALED_LENGTHS_K]),
+        "longest": (longest, [(name, stages) for name in SCALED for stages in SCALED[name]]),
+    }
+    with ProcessPoolExecutor(options.workers) as pool:
+        found = {
+            table: [pool.submit(make, at) for at in places]
+            for table, (make, places) in jobs.items()
+            if table in options.tables
+        }
+        return {table: [future.result() for future in rows] for table, rows in found.items()}
+
+
+def layout_words(row: dict[str, Any]) -> str:
+    """A layout in words: stages x pipelines, chunks, and what frames and K/V do."""
+    virtual = f"x{row['virtual']}" if row["virtual"] > 1 else ""
+    leaving = {"none": "", "full": " leave", "sppo": " partly leave"}[row["offload"]]
+    kv = ", K/V on host" if row["kv_tier"] == "host" else ""
+    name = row["schedule"].removesuffix("_seq1f1b")
+    return (
+        f"{row['stages']}{virtual} stages x {row['replicas']}, {row['num_chunks']} "
+        f"{row['partition']} chunks, {name}, {row['saved']}{leaving}{kv}"
+    )
+
+
+def speed(row: dict[str, Any]) -> str:
+    if row["fits"]:
+        return f"{row['tokens_per_second']:,.0f}"
+    return f"lacks {row['lacks'] / 2**30:,.0f} GiB"
+
+
+def used(row: dict[str, Any]) -> tuple[str, str]:
+    """Device of the fullest rank, host of the fullest node."""
+    return f"{row['device_bytes'] / 2**30:.0f} GiB", f"{row['host_bytes'] / 1e12:.2f} TB"
+
+
+def show(tables: dict[str, list[Any]]) -> None:
+    """All tables on the terminal."""
+    console = Console(width=170)
+
+    def table(title: str, columns: str, rows: list[tuple[str, ...]]) -> None:
+        made = Table(title=title, title_justify="left")
+        for heading in columns.split("|"):
+            made.add_column(heading, justify="left" if heading == "plan" else "right")
+        for row in rows:
+            made.add_row(*row)
+        if rows:
+            console.print(made)
+
+    table(
+        "(a) tokens/s of all GPUs: ours SIMULATED; SPPO and Megatron as published",
+        "model, GPUs|tokens|SPPO|Megatron|ours|MFU|idle|never idle|never idle, recomputing"
+        "|rows|device|node's host|plan",
+        [
+            (
+                f"{row['model']}, {row['gpus']}",
+                f"{row['tokens'] // K}K",
+                f"{row['sppo']:,}",
+                "" if row["megatron"] is None else f"{row['megatron']:,}",
+                speed(row),
+                *(f"{row['mfu']:.1%}", f"{row['idle']:.1%}"),
+                *(f"{row['never_idle']:,.0f}", f"{row['never_idle_recomputing']:,.0f}"),
+                *(f"{row['rows']}", *used(row), layout_words(row)),
+            )
+            for row in tables.get("paper", [])
+        ],
+    )
+    table(
+        "Seq1F1B's 7B on 32 GPUs, tokens/s: ours SIMULATED; theirs as published",
+        "tokens|Seq1F1B|1F1B|our 1F1B|ours|MFU|plan",
+        [
+            (
+                f"{row['tokens'] // K}K",
+                f"{row['published']:,}",
+                "" if row["published_1f1b"] is None else f"{row['published_1f1b']:,}",
+                *(speed(row["ours_1f1b"]), speed(row["ours"])),
+                *(f"{row['ours']['mfu']:.1%}", layout_words(row["ours"])),
+            )
+            for row in tables.get("seq1f1b", [])
+        ],
+    )
+    table(
+        "(b) what each ingredient adds, SIMULATED",
+        "model, tokens|allowed|tokens/s|relative|plan",
+        [
+            (
+                f"{row['model']}, {row['tokens'] // K}K",
+                *(row["ingredient"], speed(row), relative(row, steps), layout_words(row)),
+            )
+            for steps in tables.get("ablation", [])
+            for row in steps
+        ],
+    )
+    table(
+        "(c) tokens/s per GPU, SIMULATED; what does not fit, as if it did",
+        "model|tokens|GPUs|per GPU|device|node's host|fits|plan",
+        [
+            (
+                *(row["model"], f"{row['tokens'] // K**2}M", f"{gpus:,}"),
+                *(f"{best['per_gpu']:,.2f}", *used(best), "yes" if best["fits"] else "NO"),
+                layout_words({**best, "replicas": gpus // best["stages"]}),
+            )
+            for row in tables.get("scaling", [])
+            for gpus, best in row["gpus"].items()
+        ],
+    )
+    for row in tables.get("longest", []):
+        words = f"{row['model']}, pipelines of {row['stages']} GPUs"
+        console.print(f"{words}: longest row {row['tokens'] / K**2:.2f}M tokens (simulated)")
+
+
+def relative(row: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+    """Speed against the first of the steps that fits."""
+    first = next((step for step in steps if step["fits"]), None)
+    if first is None or not row["fits"]:
+        return ""
+    return f"{row['tokens_per_second'] / first['tokens_per_second']:.2f}"
+
+
+def wrong(tables: dict[str, list[Any]]) -> list[str]:
+    """What the tables say that cannot be, or should not."""
+    found: list[str] = []
+    for row in tables.get("paper", []):
+        where = f"{row['model']} at {row['tokens']:,}"
+        if not row["fits"]:
+            found.append(f"{where}: no layout fits")
+        if row["tokens_per_second"] > row["never_idle"]:
+            found.append(f"{where}: faster than GPUs that never idle")
+    for steps in tables.get("ablation", []):
+        speeds = [step["tokens_per_second"] if step["fits"] else 0.0 for step in steps]
+        if speeds != sorted(speeds) or not speeds[-1]:
+            found.append(f"{steps[0]['model']}: an ingredient makes it slower, or none fits")
+    for name in SCALED:
+        lengths = [row["tokens"] for row in tables.get("longest", []) if row["model"] == name]
+        if lengths != sorted(lengths):
+            found.append(f"{name}: more GPUs hold less: {lengths}")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ["paper", "seq1f1b", "ablation", "scaling", "longest"]
+    parser.add_argument("--tables", nargs="+", choices=names, default=names)
+    parser.add_argument("--rows", type=int, default=ROWS, help="global batch of (a) and (b)")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--json", type=Path, help="file that all numbers are written to")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if they contradict")
+    options = parser.parse_args(argv)
+    began = time.perf_counter()
+    tables = collect(options)
+    show(tables)
+    missed = wrong(tables)
+    if options.json:
+        text = {"simulated": True, "tables": tables, "wrong": missed}
+        options.json.write_text(json.dumps(text, indent=2))
+    print(f"{time.perf_counter() - began:.0f} s")
+    for sentence in missed:
+        print(f"missed: {sentence}", file=sys.stderr)
+    return 1 if options.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,318 @@
+"""Glance: what a layout takes at least, in seconds and bytes, found without simulating it.
+
+A search over layouts orders them by it and leaves out what cannot fit. Terms are those of
+PipelineCost, with stages taken as equal where that makes them smaller. Knows nothing of budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.layouts import Cut, Layout, bounds_of
+from sppo_hf.planning.memory import MemoryModel
+from sppo_hf.planning.modes import Saved, mode_of
+from sppo_hf.planning.partition import Bounds, PrefixCost
+from sppo_hf.planning.pipeline_cost import KVTier
+from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.policy import sppo_ratios
+from sppo_hf.planning.stages import StageWeights
+from sppo_hf.planning.streams import KVStreams
+from sppo_hf.schedule.formulas import peak_units
+from sppo_hf.schedule.generate import Size
+
+# Frames of so many chunks may be on their way when backward begins, not on the host.
+_UNDER_WAY_CHUNKS = 3
+
+
+class _Streams(NamedTuple):
+    """Bytes of K/V and gradient sums that a layer's units of one chunk stream."""
+
+    forward_out: int
+    backward_out: int
+    forward_in: int
+    backward_in: int
+
+    def out(self, both: bool) -> int:
+        """Beside a frame's copy to the host; see the note on K/V in `pipeline_cost`."""
+        return self.forward_out + (self.backward_out if both else 0)
+
+    def back(self, both: bool) -> int:
+        """Beside its copy back."""
+        return self.backward_in + (self.forward_in if both else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Seconds of each of a sequence's chunks in the whole model."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    """The part of backward that is weight gradients."""
+    least_layer: float
+    """Of the cheapest layer, forward and backward over all chunks."""
+    streams: tuple[_Streams, ...]
+    """K/V of each chunk's units, in the layer that has least."""
+
+
+class _Room(NamedTuple):
+    """Bytes of a rank while a chunk runs back."""
+
+    frame: int
+    """Frame and K/V of a layer, of the chunk that takes most."""
+    workspace: int
+    """Temporaries of that chunk."""
+    last_workspace: int
+    """Temporaries of the last chunk."""
+
+
+class Glance:
+    """Lower bounds for layouts of one model, length and number of rows."""
+
+    def __init__(self, cost: StageCost, total_tokens: int, rows: int) -> None:
+        """Prepare for layouts of `rows` rows."""
+        self._cost = cost
+        self._tokens = total_tokens
+        self._rows = rows
+        self._curve = PrefixCost.of(cost.shape)
+        alike = cost.shape.alike
+        self._kinds = {kind: alike.count(kind) for kind in sorted(set(alike))}
+        self._bounds: dict[tuple[Cut, int], Bounds] = {}
+        self._work: dict[tuple[Cut, int, Saved, KVTier], _Work] = {}
+        self._room: dict[tuple[Cut, int, Saved, KVTier], _Room] = {}
+        self._states = 0
+
+    def bounds(self, layout: Layout) -> Bounds:
+        """Returns the chunks of a layout."""
+        key = (layout.partition, layout.num_chunks)
+        if key not in self._bounds:
+            made = bounds_of(self._curve, self._tokens, layout.num_chunks, layout.partition)
+            self._bounds[key] = made
+        return self._bounds[key]
+
+    def seconds(self, layout: Layout) -> float:
+        """Returns the least time of a step: of compute or of what must pass over a link."""
+        return max(self._compute_seconds(layout), self._copy_seconds(layout))
+
+    def _compute_seconds(self, layout: Layout) -> float:
+        """Compute over ranks, and the time that it takes to fill and drain the pipeline.
+
+        The rank with most layers computes all along, but for the time in which the longest chunk
+        passes through all other ranks, forward and back: whatever chunks come before it, it cannot
+        be there earlier.
+        """
+        work = self._worked(layout)
+        ranks, rows = layout.stages, self._rows // layout.replicas
+        whole = sum(work.forward) + sum(work.backward)
+        most_layers = -(-self._cost.shape.num_layers // (ranks * layout.virtual))
+        share = max(1 / ranks, most_layers * work.least_layer / whole)
+        passing = max(work.forward) + max(work.backward)
+        if layout.schedule == "zb_seq1f1b":
+            # As in `formulas`: weight gradients are late, and as much of other work fills in.
+            late = max(work.weight)
+            inputs = max(work.backward) - late
+            passing -= late + min(late, inputs, max(work.forward))
+        waits = layout.virtual - 1
+        missing = max(0, ranks - rows * layout.num_chunks) / ranks
+        idle = (1 - share) * passing + waits * missing * whole / layout.num_chunks
+        return rows * share * whole + idle / layout.virtual
+
+    def _copy_seconds(self, layout: Layout) -> float:
+        """Copies of frames out and back, with the K/V that PipelineCost has share their links."""
+        if layout.offload == "none":
+            return 0.0
+        bounds, work = self.bounds(layout), self._worked(layout)
+        rows = self._rows // layout.replicas
+        out = back = 0.0
+        ratios = self._ratios(layout)
+        # A frame whose backward follows its forward at once stays.
+        for chunk in range(len(bounds) - 1):
+            if not ratios[chunk]:
+                continue
+            start, end = bounds[chunk]
+            size = ratios[chunk] * self._frame_bytes(end - start, layout.saved)
+            both = rows > 1
+            out += size + work.streams[chunk].out(both)
+            back += size + work.streams[chunk].back(both)
+        layers = rows * self._layer_counts(layout)[0]
+        return layers * max(
+            self._cost.d2h_seconds(out, both=True), self._cost.h2d_seconds(back, both=True)
+        )
+
+    def device_bytes(self, layout: Layout) -> int:
+        """Returns less than the fullest rank's device holds.
+
+        At two kinds of moments, for the rank with most layers or for the first, which has begun
+        most chunks: when the first backward begins, and in the backward of each chunk.
+        """
+        layers, first_layers = self._layer_counts(layout)
+        room = self._extremes(layout)
+        states, tokens = self._state_bytes(), self._tokens
+        kept = self._kept_bytes(layout)
+        if layout.kv_tier == "device":
+            kept += self._kv_bytes(tokens) + self._sum_bytes(layout)
+        early = self._early(layout, 0)
+        ahead = 0
+        if layout.offload == "none":
+            ahead += sum(self._frame_bytes(end - start, layout.saved) for start, end in early)
+        if layout.kv_tier == "device":
+            ahead += sum(self._kv_bytes(end - start) for start, end in early)
+        least = max(layers * (states + kept), first_layers * (states + kept + ahead))
+        return max(least + room.last_workspace, layers * (states + room.frame) + room.workspace)
+
+    def host_bytes(self, layout: Layout, ranks_per_node: int) -> int:
+        """Returns less than the fullest node's host holds when first backwards begin."""
+        away = self._sum_bytes(layout) if layout.kv_tier != "device" else 0
+        ratios = self._ratios(layout)
+        bounds = self.bounds(layout)
+
+        sizes: dict[tuple[int, int], int] = {}
+        for ratio, (start, end) in zip(ratios, bounds, strict=True):
+            size = int(ratio * self._frame_bytes(end - start, layout.saved))
+            size += self._kv_bytes(end - start) if layout.kv_tier != "device" else 0
+            sizes[start, end] = size
+        ranks: list[int] = []
+        # The first ranks hold most.
+        for rank in range(min(layout.stages, ranks_per_node)):
+            units = (*bounds, *self._early(layout, rank))
+            # Frames of the newest chunks may still be on their way.
+            ranks.append(away + sum(sizes[unit] for unit in units[:-_UNDER_WAY_CHUNKS]))
+        fullest = sorted(ranks * layout.replicas, reverse=True)[:ranks_per_node]
+        return sum(fullest) * (self._cost.shape.num_layers // layout.stages)
+
+    # -- terms ---------------------------------------------------------------------------------
+
+    def _layer_counts(self, layout: Layout) -> tuple[int, int]:
+        """Layers of the rank that has most, and at least so many of the first one.
+
+        Stages are balanced, and where the head lightens the last one, others have more.
+        """
+        num_layers = self._cost.shape.num_layers
+        return -(-num_layers // layout.stages), num_layers // layout.stages
+
+    def _early(self, layout: Layout, rank: int) -> Bounds:
+        """Chunks of later rows that a rank has begun when its first backward begins.
+
+        Where a rank has several stages, as many whole chunks as it has parts of them, short ones.
+        """
+        rows, num_chunks = self._rows // layout.replicas, layout.num_chunks
+        # Of a split backward the first parts come when whole backwards would.
+        name = "seq1f1b" if layout.schedule == "zb_seq1f1b" else layout.schedule
+        size = Size(layout.stages, rows, num_chunks, layout.virtual)
+        held = peak_units(name, size)[rank] // layout.virtual
+        count = min(held, rows * num_chunks) - num_chunks
+        bounds = self.bounds(layout)[:: -1 if layout.virtual > 1 else 1]
+        return (bounds * -(-count // num_chunks))[: max(0, count)]
+
+    def _worked(self, layout: Layout) -> _Work:
+        key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
+        if key not in self._work:
+            self._work[key] = self._add_up(layout)
+        return self._work[key]
+
+    def _add_up(self, layout: Layout) -> _Work:
+        cost, bounds, saved = self._cost, self.bounds(layout), layout.saved
+        streams = KVStreams(self._decisions(layout), cost)
+        layers = dict.fromkeys(self._kinds, 0.0)
+        seconds: list[tuple[float, float, float]] = []
+        for chunk, (start, end) in enumerate(bounds):
+            forward, backward, weight = cost.head_seconds(end - start), 0.0, 0.0
+            for kind, count in self._kinds.items():
+                come = cost.h2d_seconds(streams.forward_in(kind, chunk), both=True)
+                ahead = max(cost.forward_seconds(kind, start, end), come)
+                come = cost.h2d_seconds(streams.backward_in(kind, chunk), both=True)
+                again = cost.recompute_seconds(kind, end - start, saved)
+                back = max(cost.backward_seconds(kind, start, end) + again, come)
+                layers[kind] += ahead + back
+                forward += count * ahead
+                backward += count * back
+                weight += count * cost.weight_seconds(kind, end - start)
+            seconds.append((forward, backward, weight))
+        forwards, backwards, weights = zip(*seconds, strict=True)
+        sides = (
+            *(streams.forward_out, streams.backward_out),
+            *(streams.forward_in, streams.backward_in),
+        )
+        least = tuple(
+            _Streams(*(min(side(kind, chunk) for kind in self._kinds) for side in sides))
+            for chunk in range(len(bounds))
+        )
+        return _Work(forwards, backwards, weights, min(layers.values()), least)
+
+    def _extremes(self, layout: Layout) -> _Room:
+        """What backward takes on top: of the last chunk, and of the chunk with most of it."""
+        key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
+        if key in self._room:
+            return self._room[key]
+        mode, kind = mode_of(layout.saved, "device"), self._cost.profile.kind
+        decisions = self._decisions(layout)
+        memory = MemoryModel(self._cost.shape, decisions, kind)
+        sizes: list[tuple[int, int]] = []
+        for chunk, (start, end) in enumerate(decisions.bounds):
+            frame = self._frame_bytes(end - start, layout.saved)
+            if layout.kv_tier == "device":
+                frame += self._kv_bytes(end)
+            workspace = memory.workspace_bytes(chunk, "start of backward", frozenset({mode}))
+            sizes.append((frame, workspace))
+        layers = self._layer_counts(layout)[0]
+        frame, workspace = max(sizes, key=lambda size: layers * size[0] + size[1])
+        made = _Room(frame, workspace, sizes[-1][1])
+        self._room[key] = made
+        return made
+
+    def _decisions(self, layout: Layout) -> Decisions:
+        num_layers = self._cost.shape.num_layers
+        mode = mode_of(layout.saved, "device")
+        return Decisions(
+            batch_rows=self._cost.batch_rows,
+            bounds=self.bounds(layout),
+            layer_modes=uniform_modes(layout.num_chunks, num_layers, mode),
+            training=True,
+            tile_tokens=1,
+            kv_tier=layout.kv_tier,
+        )
+
+    # Bytes of one layer, the lightest.
+
+    def _state_bytes(self) -> int:
+        """Weights, gradients and optimizer; what stands at the model's ends is left out."""
+        if not self._states:
+            shape = self._cost.shape
+            inner = range(1, shape.num_layers - 1) if shape.num_layers > 2 else range(0)
+            held = [StageWeights.of(shape, range(i, i + 1)) for i in self._kinds if i in inner]
+            self._states = min((w.weights + w.gradients + w.optimizer for w in held), default=0)
+        return self._states
+
+    def _kv_bytes(self, tokens: int) -> int:
+        return min(self._cost.kv_bytes(kind, tokens) for kind in self._kinds)
+
+    def _sum_bytes(self, layout: Layout) -> int:
+        """Gradient sums that the last chunk's backward writes; first for one stage of a rank."""
+        last, _ = self.bounds(layout)[-1]
+        return min(self._cost.dkv_bytes(kind, last) for kind in self._kinds) // layout.virtual
+
+    def _frame_bytes(self, tokens: int, saved: Saved) -> int:
+        return min(self._cost.frame_bytes(kind, tokens, saved) for kind in self._kinds)
+
+    def _kept_bytes(self, layout: Layout) -> int:
+        """What stays on the device of a row's frames."""
+        ratios = self._ratios(layout)
+        return sum(
+            int((1.0 - ratio) * self._frame_bytes(end - start, layout.saved))
+            for ratio, (start, end) in zip(ratios, self.bounds(layout), strict=True)
+        )
+
+    def _ratios(self, layout: Layout) -> tuple[float, ...]:
+        bounds = self.bounds(layout)
+        if layout.offload == "none":
+            return (0.0,) * len(bounds)
+        if layout.offload == "full":
+            return (1.0,) * len(bounds)
+        # Of a layer on average, the head's time counted: it makes the last stage's share larger.
+        seconds = sum(self._worked(layout).forward) / self._cost.shape.num_layers
+        room = seconds / self._cost.d2h_seconds(1.0, both=True)
+        sizes = [self._frame_bytes(end - start, layout.saved) for start, end in bounds]
+        return sppo_ratios(sizes, room / len(bounds))

@@ -1,0 +1,165 @@
+"""Layouts: how a step may be spread over devices, and which of these ways a search looks at.
+
+Plain data and enumeration; knows nothing of seconds or bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from sppo_hf.planning.modes import Saved
+from sppo_hf.planning.partition import (
+    Bounds,
+    PrefixCost,
+    auto_bounds,
+    balanced_bounds,
+    even_bounds,
+    ramp_bounds,
+)
+from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule
+from sppo_hf.schedule.generate import INTERLEAVED
+
+Cut = Literal["even", "flops", "bounded", "ramp"]
+"""How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs as far as no chunk is much longer
+or shorter than the mean, so that no frame is; equal FLOPs but for the ends."""
+
+
+class Layout(NamedTuple):
+    """How a step is spread over devices."""
+
+    schedule: str
+    """Name of the schedule."""
+
+    stages: int
+    """Ranks of a pipeline."""
+
+    replicas: int
+    """Pipelines beside each other, each with its share of the rows."""
+
+    virtual: int
+    """Stages of each rank."""
+
+    num_chunks: int
+    """Chunks of a sequence."""
+
+    partition: Cut
+    """How it is cut."""
+
+    saved: Saved
+    """What is kept of frames."""
+
+    offload: OffloadRule
+    """What of that leaves the device."""
+
+    kv_tier: KVTier = "device"
+    """Where keys, values and their gradient sums wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """What a search may choose from."""
+
+    schedules: tuple[str, ...] = ("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b")
+    """Where there is more than one stage; on a single one they are all the same."""
+
+    virtual: tuple[int, ...] = (2, 4)
+    """Stages of a rank, for schedules that put several on one."""
+
+    partitions: tuple[Cut, ...] = ("flops", "ramp")
+    """How sequences are cut."""
+
+    frames: tuple[tuple[Saved, OffloadRule], ...] = (
+        ("whole", "none"),
+        ("whole", "sppo"),
+        ("products", "none"),
+        ("products", "full"),
+        ("skeleton", "none"),
+        ("skeleton", "full"),
+    )
+    """What is kept of frames, and what of that leaves, fastest first."""
+
+    kv_tiers: tuple[KVTier, ...] = ("device",)
+    """Where K/V may wait."""
+
+    chunk_tokens: tuple[int, int] = (2048, 32_768)
+    """Least and most tokens of a chunk, on average; a row that is shorter is one chunk."""
+
+    most_units: int = 1024
+    """Chunks of all rows that pass through one pipeline in a step."""
+
+    least_used: float = 1.0
+    """Share of the devices that must be used; below 1, some may stand idle so that stages become
+    equal."""
+
+    def layouts(
+        self, *, gpus: int, rows: int, total_tokens: int, num_layers: int
+    ) -> Iterator[Layout]:
+        """Yields every layout of `rows` rows over devices.
+
+        Args:
+            gpus: devices; stages times replicas are as many, or a little fewer (`least_used`).
+            rows: rows of a step; replicas divide them.
+            total_tokens: length of a row.
+            num_layers: no more stages than that.
+        """
+        shortest, longest = self.chunk_tokens
+        chunks = [
+            2**power
+            for power in range(total_tokens.bit_length())
+            if shortest * 2**power <= total_tokens <= longest * 2**power
+        ]
+        for stages in range(1, min(gpus, num_layers) + 1):
+            least = math.ceil(self.least_used * gpus / stages)
+            # A rank more than the largest stage's layers ask for only makes others smaller.
+            needless = stages > 1 and -(-num_layers // stages) == -(-num_layers // (stages - 1))
+            for replicas in range(least, gpus // stages + 1):
+                if rows % replicas or (needless and stages * replicas < gpus):
+                    continue
+                for num_chunks in chunks or [1]:
+                    if num_chunks * rows // replicas <= self.most_units:
+                        yield from self._variants(stages, replicas, num_chunks, num_layers)
+
+    def _variants(
+        self, stages: int, replicas: int, num_chunks: int, num_layers: int
+    ) -> Iterator[Layout]:
+        # A single chunk is cut in no way, and a single stage is run by no schedule.
+        cuts: list[Cut] = [cut for cut in self.partitions if _makes_sense(cut, stages, num_chunks)]
+        for schedule in self.schedules if stages > 1 else self.schedules[:1]:
+            for virtual in self.virtual if schedule in INTERLEAVED and stages > 1 else (1,):
+                if stages * virtual > num_layers:
+                    continue
+                for partition in cuts or self.partitions[:1]:
+                    for saved, offload in self.frames:
+                        for kv_tier in self.kv_tiers:
+                            yield Layout(
+                                *(schedule, stages, replicas, virtual, num_chunks),
+                                *(partition, saved, offload, kv_tier),
+                            )
+
+
+def bounds_of(curve: PrefixCost, total_tokens: int, num_chunks: int, partition: Cut) -> Bounds:
+    """Cuts a sequence as a layout says.
+
+    Args:
+        curve: what a prefix costs.
+        total_tokens: length of the sequence.
+        num_chunks: how many.
+        partition: how.
+    """
+    if partition == "even":
+        return even_bounds(total_tokens, num_chunks)
+    if partition == "bounded":
+        mean = total_tokens // num_chunks
+        return auto_bounds(curve, total_tokens, target_tokens=mean, partition="flops")
+    cut = ramp_bounds if partition == "ramp" else balanced_bounds
+    return cut(curve, total_tokens, num_chunks)
+
+
+def _makes_sense(partition: Cut, stages: int, num_chunks: int) -> bool:
+    """A ramp needs chunks to rise and fall over, and is for filling a pipeline."""
+    if partition == "ramp":
+        return num_chunks >= 3 and stages > 1
+    return num_chunks > 1

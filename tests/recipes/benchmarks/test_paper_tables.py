@@ -1,0 +1,143 @@
+"""The papers' tables: figures as published, ours from the library, and checks that can fail."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sppo_hf.planning.cluster import simulate_layout
+from sppo_hf.planning.flops import step_flops
+
+FOLDER = Path(__file__).parents[3] / "recipes" / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+try:
+    questions = importlib.import_module("paper_questions")
+    tables = importlib.import_module("paper_tables")
+finally:
+    sys.path.remove(str(FOLDER))
+K = 1024
+
+
+def test_models_have_the_sizes_that_they_are_called_by() -> None:
+    for name, billions in (("7B", 6.7), ("13B", 12.8), ("65B", 64.9)):
+        assert questions.gpt(name).total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert questions.llama("Llama 8B").total_parameters / 1e9 == pytest.approx(8.03, rel=0.01)
+    assert questions.llama("Llama 70B").total_parameters / 1e9 == pytest.approx(70.6, rel=0.01)
+
+
+def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
+    for model in questions.PAPER:
+        assert len(model.lengths_k) == len(model.sppo) == len(model.megatron) == 5
+        assert sorted(model.sppo, reverse=True) == list(model.sppo)
+    # "Speed-ups 1.13x to 3.38x": the ends of the table's own ratios, but for its rounding.
+    gains = [
+        ours / theirs
+        for model in questions.PAPER
+        for ours, theirs in zip(model.sppo, model.megatron, strict=True)
+        if theirs is not None
+    ]
+    assert max(gains) == pytest.approx(3.39, abs=0.02)
+    assert min(gains) == pytest.approx(1.09, abs=0.02)
+    # Notes on the table: about 155 TFLOP/s per GPU for 7B and 124 for 65B, at 512K.
+    for name, speed, gpus, tera in (("7B", 10_910, 32, 155), ("65B", 6460, 128, 124)):
+        flops = step_flops(questions.gpt(name), 1, 512 * K) / (512 * K)
+        assert speed * flops / gpus / 1e12 == pytest.approx(tera, rel=0.02)
+
+
+def test_our_row_is_what_the_library_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(questions.LONG, partitions=("bounded",), chunk_tokens=(32 * K, 32 * K))
+    monkeypatch.setattr(questions, "LONG", small)
+    asked = questions.question(questions.gpt("7B"), 32, 512 * K, 4, small)
+    row = questions.solved(asked)
+    assert row["fits"]
+    layout = questions.Layout(**{name: row[name] for name in questions.Layout._fields})
+    again = simulate_layout(asked, layout)
+    assert row["tokens_per_second"] == again.tokens_per_second
+    assert row["device_bytes"] == max(again.peak_bytes) <= asked.budgets.device
+    assert row["host_bytes"] == again.host_bytes <= asked.budgets.host == questions.HOST_BYTES
+    assert asked.budgets.device < asked.cost.profile.device_bytes
+    assert layout.stages * layout.replicas <= 32
+    never_idle, recomputing = questions.ceilings(asked)
+    assert row["tokens_per_second"] < never_idle
+    assert recomputing < never_idle
+    # Even GPUs that never idle do not reach the datasheet's peak.
+    assert row["mfu"] < row["tokens_per_second"] / never_idle < 1
+
+
+def test_ingredients_never_make_it_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "ABLATED_K", {"7B": 128})
+    few = tuple(
+        (name, replace(space, chunk_tokens=(32 * K, 32 * K), most_units=16))
+        for name, space in questions.ABLATION
+    )
+    monkeypatch.setattr(questions, "ABLATION", few)
+    rows = questions.ablation_rows(4, "7B")
+    assert [row["ingredient"] for row in rows] == [name for name, _ in few]
+    speeds = [row["tokens_per_second"] for row in rows if row["fits"]]
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > speeds[0]
+    assert rows[0]["kv_tier"] == "device"
+    assert (rows[0]["partition"], rows[0]["offload"]) == ("even", "none")
+
+
+def test_spaces_grow_by_one_ingredient_each() -> None:
+    fields = ("schedules", "partitions", "frames", "kv_tiers")
+    spaces = [space for _, space in questions.ABLATION]
+    for before, after in pairwise(spaces):
+        grown = [f for f in fields if set(getattr(before, f)) < set(getattr(after, f))]
+        same = [f for f in fields if set(getattr(before, f)) == set(getattr(after, f))]
+        assert len(grown) == 1
+        assert len(same) == 3
+
+
+def test_reducing_gradients_over_pipelines_hardly_shows() -> None:
+    shape = questions.llama("Llama 8B")
+    one = questions.question(shape, 8, 256 * K, 4)
+    layout = questions.scaled_layout(one, 16 * K)
+    many = questions.question(shape, 1024, 256 * K, 4 * 128)
+    alone = simulate_layout(one, layout)
+    beside = simulate_layout(many, layout._replace(replicas=128))
+    assert beside.peak_bytes == alone.peak_bytes
+    assert alone.step_seconds < beside.step_seconds < alone.step_seconds * 1.005
+
+
+def made_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        **{"model": "7B", "tokens": 512 * K, "sppo": 2, "megatron": None, "fits": True, "gpus": 32},
+        **{"tokens_per_second": 9.0, "never_idle": 10.0, "never_idle_recomputing": 8.0, "rows": 12},
+        **{"mfu": 0.4, "idle": 0.1, "device_bytes": 2**30, "host_bytes": 10**12, "lacks": 0},
+        **{"stages": 4, "virtual": 2, "replicas": 8, "num_chunks": 32, "partition": "even"},
+        **{"schedule": "interleaved_seq1f1b", "saved": "skeleton", "offload": "full"},
+        **{"kv_tier": "host", "ingredient": "+ x"},
+    }
+    return {**row, **changes}
+
+
+def test_what_cannot_be_is_found() -> None:
+    good = made_row()
+    assert tables.wrong({"paper": [good], "ablation": [[good, good]], "longest": []}) == []
+    assert "faster than" in tables.wrong({"paper": [made_row(tokens_per_second=11.0)]})[0]
+    assert "no layout fits" in tables.wrong({"paper": [made_row(fits=False)]})[0]
+    slower = made_row(tokens_per_second=8.0)
+    assert "slower" in tables.wrong({"ablation": [[good, slower]]})[0]
+    shrinking = [{"model": "Llama 8B", "stages": s, "tokens": 9 - s} for s in (1, 2)]
+    assert "hold less" in tables.wrong({"longest": shrinking})[0]
+
+
+def test_tables_say_that_ours_are_simulated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bad = made_row(tokens_per_second=11.0)
+    monkeypatch.setattr(tables, "collect", lambda options: {"paper": [bad], "ablation": [[bad]]})
+    file = tmp_path / "tables.json"
+    assert tables.main(["--json", str(file)]) == 0
+    assert tables.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("SIMULATED") == 4
+    assert "4x2 stages x 8" in out.replace("\n", " ")
+    assert json.loads(file.read_text())["simulated"] is True
