@@ -94,8 +94,8 @@ class Executor:
         done: list[Done] = []
         for step, action in enumerate(self._schedule.ranks[self._rank]):
             start = time.perf_counter()
-            self._on_action(action)
             try:
+                self._on_action(action)
                 with record_function(f"sppo/{action}"):
                     self._handlers[action.kind](action)
             except Exception as error:

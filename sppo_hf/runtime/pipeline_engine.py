@@ -142,6 +142,12 @@ class PipelineEngine(Engine):
         except BaseException as error:
             self.watchdog.report(error)
             reason = self.watchdog.explain(error)
+            if reason is error and isinstance(error, RuntimeError):
+                # A collective that broke off; actions have been named by the executor.
+                reason = PipelineError(
+                    f"rank {self.mesh.pp_rank} of the pipeline failed while "
+                    f"{self.watchdog.activity}: {error}"
+                )
             if reason is error:
                 raise
             raise reason from error

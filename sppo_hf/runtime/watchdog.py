@@ -59,7 +59,8 @@ class Watchdog:
         # A client of its own: one that waits blocks all threads that share it.
         self._store = _own_client() if store is None else store
         self._end = end or _end_process
-        self._doing = "starting"
+        self.activity = "starting"
+        """What this rank does."""
         self._failure: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sppo-watchdog", daemon=True)
@@ -67,11 +68,11 @@ class Watchdog:
 
     def doing(self, what: str) -> None:
         """What this rank does now, for the words of others when it dies."""
-        self._doing = what
+        self.activity = what
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed."""
-        text = f"rank {self._rank} failed while {self._doing}: {error}"
+        text = f"rank {self._rank} failed while {self.activity}: {error}"
         try:
             # The first one to fail is the one to blame: what follows is its consequence.
             self._store.compare_set("sppo/failed", "", text)
@@ -116,7 +117,7 @@ class Watchdog:
         while not self._stop.wait(self._pause):
             count += 1
             try:
-                self._store.set(f"sppo/alive/{self._rank}", f"{count} {self._doing}")
+                self._store.set(f"sppo/alive/{self._rank}", f"{count} {self.activity}")
                 failure = self._told() or self._silent(seen)
                 lost_store = None
             except (RuntimeError, OSError) as error:

@@ -14,19 +14,18 @@ ROW_TOKENS = 24
 
 
 def make_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """Build a two-layer Llama in float32; the same seed gives the same weights."""
+    """Build a Llama in float32, of two layers by default; a seed always gives the same weights."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        **changes,
-    )
-    return LlamaForCausalLM(config)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
 
 
 def make_rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:

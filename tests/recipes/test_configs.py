@@ -1,0 +1,101 @@
+"""Every pair of YAML files in recipes/configs starts a run that trains as one process does.
+
+The files are started as they are, on the CPU over gloo; only two nodes are made smaller, to two
+processes each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sppo_hf.config import SPPOConfig
+from tests.integrations.launch import free_port
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "recipes" / "configs"
+PAIRS = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "2_nodes")
+ROWS = 4
+
+
+def _start(folder: Path, rows: int, *launch: str, sppo: Path | None) -> subprocess.Popen:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
+    command += ["--main_process_port", str(free_port())] if "--machine_rank" not in launch else []
+    if sppo is not None:
+        command += ["-m", "sppo_hf.run", "--config", str(sppo)]
+    command += [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        command, env=env, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def _finish(*processes: subprocess.Popen) -> None:
+    try:
+        printed = [process.communicate(timeout=170)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0] * len(processes), "\n".join(printed)[-4000:]
+
+
+def _history(folder: Path) -> list[tuple[float, float]]:
+    entries = json.loads((folder / "history.json").read_text())
+    return [(entry["loss"], entry["grad_norm"]) for entry in entries if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> list[tuple[float, float]]:
+    folder = tmp_path_factory.mktemp("plain")
+    one = str(CONFIGS / "1_gpu" / "accelerate.yaml")
+    _finish(_start(folder, ROWS, "--config_file", one, "--mixed_precision", "no", sppo=None))
+    return _history(folder)
+
+
+def test_every_pair_is_tested_and_valid():
+    assert {path.name for path in CONFIGS.iterdir()} == set(PAIRS)
+    for name in PAIRS:
+        config = SPPOConfig.from_yaml(CONFIGS / name / "sppo.yaml")
+        launch = yaml.safe_load((CONFIGS / name / "accelerate.yaml").read_text())
+        assert launch["num_processes"] % config.pp_size == 0
+        assert str(launch["num_processes"] // launch["num_machines"]) == {"2_nodes": "8"}.get(
+            name, name.split("_")[0]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", PAIRS[:-1])
+def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
+    accelerate, sppo = CONFIGS / name / "accelerate.yaml", CONFIGS / name / "sppo.yaml"
+    processes = yaml.safe_load(accelerate.read_text())["num_processes"]
+    replicas = processes // SPPOConfig.from_yaml(sppo).pp_size
+    launch = ("--config_file", str(accelerate), "--mixed_precision", "no")
+    _finish(_start(tmp_path, ROWS // replicas, *launch, sppo=sppo))
+    for ours, theirs in zip(_history(tmp_path), plain, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_two_nodes_train_as_one_process_does(tmp_path, plain):
+    settings = yaml.safe_load((CONFIGS / "2_nodes" / "sppo.yaml").read_text())
+    sppo = tmp_path / "sppo.yaml"
+    sppo.write_text(yaml.safe_dump({**settings, "pp_size": 2}))
+    launch = ["--config_file", str(CONFIGS / "2_nodes" / "accelerate.yaml"), "--num_processes", "4"]
+    launch += ["--mixed_precision", "no", "--main_process_port", str(free_port())]
+    nodes = [
+        _start(tmp_path / f"node{rank}", ROWS // 2, *launch, "--machine_rank", str(rank), sppo=sppo)
+        for rank in range(2)
+    ]
+    _finish(*nodes)
+    for ours, theirs in zip(_history(tmp_path / "node0"), plain, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)

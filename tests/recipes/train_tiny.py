@@ -1,0 +1,24 @@
+"""A training script that knows nothing of SPPO, for the tests of recipes/configs.
+
+    train_tiny.py FOLDER ROWS_PER_DEVICE
+
+Trains an eight-layer Llama for two steps on the CPU; rank 0 writes its log to FOLDER/history.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from transformers import Trainer
+
+from tests.integrations.training import make_arguments, make_model, make_rows
+
+if __name__ == "__main__":
+    folder, rows = Path(sys.argv[1]), int(sys.argv[2])
+    args = make_arguments(folder, max_steps=2, per_device_train_batch_size=rows)
+    trainer = Trainer(make_model(num_hidden_layers=8), args, train_dataset=make_rows(32))
+    trainer.train()
+    if args.process_index == 0:
+        (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
