@@ -197,9 +197,7 @@ def _class_for(kind: type[Accelerator]) -> type[SPPOAccelerator]:
     return type(f"SPPO{kind.__name__}", (SPPOAccelerator, kind), {"__module__": kind.__module__})
 
 
-def convert_once(
-    model: nn.Module, plugin: SPPOPlugin, device: torch.device | None = None
-) -> None:
+def convert_once(model: nn.Module, plugin: SPPOPlugin, device: torch.device | None = None) -> None:
     """Convert a model unless that was done, and take recomputation over from it.
 
     A module that holds no Transformers model at all (a loss, a value head) is none of our business

@@ -18,7 +18,6 @@ import os
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.model.structure import find_causal_lm
 from sppo_hf.runtime.checkpoint import place_of, saving
@@ -59,7 +58,10 @@ _WRAPPED = (
 
 def is_cut(model: nn.Module | None) -> bool:
     """Whether `model` is one of a pipeline, of which this rank holds a part."""
-    return model is not None and isinstance(get_engine(model), PipelineEngine)
+    try:
+        return model is not None and isinstance(get_engine(model), PipelineEngine)
+    except UnsupportedModelError:  # anything may be prepared or saved: a loss, a value head
+        return False
 
 
 def wrap_calling_trainer(plugin: SPPOPlugin) -> None:
@@ -85,17 +87,13 @@ class TrainerCheckpoints:
     def __init__(self, trainer: Trainer) -> None:
         """Change nothing yet."""
         self._kind: Any = type(trainer)
-        # The Trainer holds us; it should not take a collection of cycles to free its model.
-        self._ref = weakref.ref(trainer)
+        # A cycle, and no weak reference: in Trainer(...).train() nothing else holds the Trainer.
+        self._trainer: Any = trainer
 
     def install(self) -> None:
         """Put the methods onto the Trainer; again is fine."""
         for name in _WRAPPED:
             self._trainer.__dict__[name] = getattr(self, name)
-
-    @property
-    def _trainer(self) -> Any:
-        return self._ref()
 
     @property
     def _in_pipeline(self) -> bool:
@@ -183,7 +181,8 @@ class TrainerCheckpoints:
     ) -> None:
         """Load weights into a whole model or a cut one."""
         trainer = self._trainer
-        model = trainer.model if model is None else model
+        model = model or trainer.model
+        assert model is not None, "a Trainer that resumes has a model"
         ours = read_mark(Path(resume_from_checkpoint)) is not None
         if not is_cut(model) and (not ours or trainer.is_fsdp_enabled):
             self._kind._load_from_checkpoint(trainer, resume_from_checkpoint, model)
@@ -208,9 +207,9 @@ class TrainerCheckpoints:
         if checkpoint is not None and has_state(checkpoint):
             if trainer.is_fsdp_enabled:
                 raise ConfigError(
-                    f"{checkpoint!r} was saved by a pipeline, and FSDP shards this run's optimizer. "
-                    "Allowed: resuming in a pipeline, in one process, or under DDP. Remedy: drop "
-                    "FSDP, or resume the weights alone (save_only_model)."
+                    f"{checkpoint!r} was saved by a pipeline, and FSDP shards this run's "
+                    "optimizer. Allowed: resuming in a pipeline, in one process, or under DDP. "
+                    "Remedy: drop FSDP, or resume the weights alone (save_only_model)."
                 )
             load_state(checkpoint, trainer.model, [trainer.optimizer], [trainer.lr_scheduler])
             return

@@ -214,7 +214,6 @@ class SPPOPlugin(ParallelismConfig):
         offer_callback(accelerator, self)
         wrap_calling_trainer(self)
 
-
     @property
     def tp_enabled(self) -> bool:
         """Whether Accelerate should cut tensors; never, see [Note: sizes of a pipeline]."""

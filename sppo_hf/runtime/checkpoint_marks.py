@@ -114,8 +114,10 @@ def refuse_torn(folder: Path) -> None:
     if lacks is None:
         return
     newest, _ = newest_complete(folder.parent)
-    there = f"resume from {str(newest)!r}, the newest complete one" if newest else (
-        f"start anew: no checkpoint in {str(folder.parent)!r} is complete"
+    there = (
+        f"resume from {str(newest)!r}, the newest complete one"
+        if newest
+        else (f"start anew: no checkpoint in {str(folder.parent)!r} is complete")
     )
     raise ConfigError(
         f"The checkpoint {str(folder)!r} is torn: {lacks}. Allowed: complete checkpoints. "

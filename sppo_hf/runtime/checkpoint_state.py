@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -164,9 +164,7 @@ def load_plain_optimizer(
         for index, name in zip(theirs["params"], ours["names"], strict=True)
         if index in state["state"]
     }
-    groups = [
-        {**theirs, "names": ours["names"]} for theirs, ours in zip(saved, whole, strict=True)
-    ]
+    groups = [{**theirs, "names": ours["names"]} for theirs, ours in zip(saved, whole, strict=True)]
     ordered = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
     _give(optimizer, by_name, groups, ordered, "optimizer.pt")
 
@@ -291,8 +289,10 @@ def _give(
         for name in names:
             index[name] = len(index)
     settings = [
-        {**{k: v for k, v in g.items() if k not in ("names", "params")},
-         "params": [index[name] for name in names]}
+        {
+            **{k: v for k, v in g.items() if k not in ("names", "params")},
+            "params": [index[name] for name in names],
+        }
         for g, names in zip(groups, ordered, strict=True)
     ]
     values = {index[name]: value for name, value in state.items() if name in index}

@@ -163,9 +163,7 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 # -- writing ---------------------------------------------------------------------------------
 
 
-def _write_shards(
-    model: nn.Module, staging: Path, place: Place, max_shard_size: int | str
-) -> None:
+def _write_shards(model: nn.Module, staging: Path, place: Place, max_shard_size: int | str) -> None:
     causal_lm = find_causal_lm(model)
     if getattr(causal_lm, "hf_quantizer", None) is not None:
         raise ConfigError(
@@ -179,7 +177,9 @@ def _write_shards(
     )
     counts = place.gather(len(split.filename_to_tensors))
     weight_map = {}
-    for number, names in enumerate(split.filename_to_tensors.values(), sum(counts[: place.pp_rank])):
+    for number, names in enumerate(
+        split.filename_to_tensors.values(), sum(counts[: place.pp_rank])
+    ):
         file = f"model-{number + 1:05d}-of-{sum(counts):05d}.safetensors"
         file = SAFE_WEIGHTS_NAME if sum(counts) == 1 else file
         shard = {name: state.pop(name).contiguous() for name in names}

@@ -94,7 +94,9 @@ def run(task: dict[str, Any], out: Path) -> None:
             "last_epoch": scheduler.last_epoch,
             "drawn": drawn,
         }
-        (out / f"{task['name']}-{config.pp_size}-{dist.get_rank()}.json").write_text(json.dumps(seen))
+        (out / f"{task['name']}-{config.pp_size}-{dist.get_rank()}.json").write_text(
+            json.dumps(seen)
+        )
         return
     optimizer.step()  # of no gradients: schedulers want to come after a step
     scheduler.step()

@@ -51,7 +51,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("saved")
     tasks = [{"do": "save", "name": name, **model} for name, model in MODELS.items()]
     four = {"settings": {"pp_size": 4}, "seed": 5}
-    tasks += [{**task, "do": "load", **changed} for task in tasks for changed in (four, {"seed": 5})]
+    tasks += [
+        {**task, "do": "load", **changed} for task in tasks for changed in (four, {"seed": 5})
+    ]
     run_ranks([str(SCRIPT), json.dumps({"out": str(out), "tasks": tasks})], 4, out)
     return out
 
@@ -103,7 +105,9 @@ def test_the_folder_is_what_save_pretrained_writes(saved: Path, tmp_path: Path, 
             sizes = [shard.get_tensor(key).nbytes for key in shard.keys()]
         limit = {"8KB": 8000}.get(MODELS[name].get("max_shard_size"), 10**12)
         assert sum(sizes) <= limit or len(sizes) == 1
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path, saved / name)]
+    configs = [
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, saved / name)
+    ]
     assert configs[0] == configs[1]
 
 
@@ -144,9 +148,10 @@ def test_ranks_of_any_layout_load_what_they_hold(saved: Path, name: str, pp_size
         seen_states |= seen["moments"]
         # Ranks 0 to 3 were (replica, stage) 00, 01, 10, 11; of four stages the last two were not.
         came_from = rank if pp_size == 2 or rank < 2 else 0
-        assert seen["drawn"] == torch.rand(
-            1, generator=torch.Generator().manual_seed(100 + came_from)
-        ).item()
+        assert (
+            seen["drawn"]
+            == torch.rand(1, generator=torch.Generator().manual_seed(100 + came_from)).item()
+        )
     assert seen_weights == {n: w for n, w in weights.items() if n in seen_weights}
     assert seen_weights.keys() >= (weights.keys() if "lora" not in MODELS[name] else states.keys())
     assert seen_states == states
@@ -224,7 +229,7 @@ def test_another_model_is_refused(tmp_path: Path):
         save_weights(model, tmp_path)
         save_state(tmp_path, model, [optimizer], [])
     larger = make_model({**MODELS["tied"], "layers": 7})
-    with pytest.raises(ConfigError, match="lacks .* tensors"):
+    with pytest.raises(ConfigError, match=r"lacks .* tensors"):
         load_weights(larger, tmp_path)
     with pytest.raises(ConfigError, match=r"Group 0 .* has no 'model.layers.6"):
         load_state(tmp_path, larger, [make_optimizer(larger)], [])
