@@ -96,7 +96,7 @@ class SPPOAccelerator(Accelerator):
         self._dataloaders.append(loader)
         return loader
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Clip by the norm of all gradients; in a pipeline that is over all its stages.
 
         Returns:

@@ -40,7 +40,7 @@ def refuse_for_pipeline(accelerator: Accelerator, pp_size: int) -> None:
             f"pp_size={pp_size} and the Accelerator runs {kind.value}. Allowed: several processes "
             "without FSDP (data-parallel replicas of the pipeline replicate). Remedy: accelerate "
             f"launch --multi_gpu --num_processes {pp_size} (or a multiple), without --use_fsdp; on "
-            f"CPUs accelerate launch --cpu --num_processes {pp_size}."
+            f"CPUs torchrun --nproc_per_node {pp_size} and use_cpu=True in TrainingArguments."
         )
 
 
@@ -58,10 +58,11 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
     """
     if accelerator.dispatch_batches:
         raise ConfigError(
-            f"dispatch_batches=True hands every process other rows, but the {mesh.pp_size} ranks of a "
-            "pipeline (pp_size) need the same ones. Allowed: dispatch_batches=False or None. "
+            f"dispatch_batches=True hands every process other rows, but the {mesh.pp_size} ranks of "
+            "a pipeline (pp_size) need the same ones. Allowed: dispatch_batches=False or None. "
             "Remedy: drop dispatch_batches; every rank then reads the dataset itself."
         )
+    rng_types: Any = accelerator.rng_types
     return prepare_data_loader(
         loader,
         accelerator.device,
@@ -69,7 +70,7 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
         process_index=mesh.dp_rank,
         split_batches=accelerator.split_batches,
         put_on_device=accelerator.device_placement if place is None else place,
-        rng_types=accelerator.rng_types.copy(),
+        rng_types=None if rng_types is None else list(rng_types),
         # Every rank reads for itself: dispatching would give each another part.
         dispatch_batches=False,
         even_batches=accelerator.even_batches,
@@ -163,14 +164,15 @@ def agree_on_infinities(scaler: Any, mesh: PipelineMesh) -> None:
     """Turn an Accelerator's gradient scaler into one that all stages share; again is fine."""
     if scaler is None or isinstance(scaler, PipelineGradScaler):
         return
-    if type(scaler) is not torch.amp.GradScaler and not isinstance(scaler, torch.amp.GradScaler):
+    if not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigError(
             f"The gradient scaler {type(scaler).__name__} cannot be shared by the stages of a "
             "pipeline. Allowed: torch.amp.GradScaler. Remedy: mixed_precision='bf16', which needs "
             "none."
         )
-    scaler.__class__ = PipelineGradScaler
-    scaler.sppo_group = mesh.pipeline
+    shared: Any = scaler
+    shared.__class__ = PipelineGradScaler
+    shared.sppo_group = mesh.pipeline
 
 
 def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:

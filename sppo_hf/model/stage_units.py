@@ -284,7 +284,8 @@ class StageUnits:
 
     def _collect_embedding(self, running: _MicroBatch, chunk: int, unit: _Unit) -> None:
         """Gather the embeddings' gradient; the last chunk to come sends it into the embedding."""
-        assert running.embedded is not None and unit.received is not None
+        assert running.embedded is not None, "tokens were embedded once"
+        assert unit.received is not None, "and chunks are slices of that"
         if running.embedded_grad is None:
             running.embedded_grad = torch.zeros_like(running.embedded)
         start, end = self._bounds[chunk]

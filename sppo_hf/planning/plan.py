@@ -38,7 +38,6 @@ from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
 from sppo_hf.planning.shape import ModelShape
-from sppo_hf.planning.stage_plan import shared_budgets
 from sppo_hf.planning.solve import (
     Choices,
     FirstLimit,
@@ -50,6 +49,7 @@ from sppo_hf.planning.solve import (
     play,
     with_kv,
 )
+from sppo_hf.planning.stage_plan import shared_budgets
 
 __all__ = ["DeviceFacts", "Plan", "make_plan"]
 

@@ -93,6 +93,4 @@ def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Bu
     device, host = budgets.device, budgets.host
     if device is not None:
         device = min(device, round(standing_bytes + max(0, device - standing_bytes) / share))
-    return replace(
-        budgets, device=device, host=None if host is None else round(host / share)
-    )
+    return replace(budgets, device=device, host=None if host is None else round(host / share))

@@ -30,7 +30,7 @@ from sppo_hf.runtime.watchdog import Watchdog
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 BALANCE_TOKENS = 32_768
-"""Length of the sequences that stages are balanced for; the head weighs less the longer they are."""
+"""Length of the sequences that stages are balanced for; the longer, the less the head weighs."""
 
 
 @functools.cache

@@ -329,13 +329,10 @@ class PipelineEngine(Engine):
     def _parameters_of(self, stage: int) -> list[nn.Parameter]:
         """Trained parameters of a stage of this rank, without those it shares."""
         cut = self.staged.cut
-        modules: list[nn.Module] = [self.parts.layers[layer] for layer in cut.layers[stage]]
-        inside = {id(p) for layer in self.parts.layers for p in layer.parameters()}
-        found = [p for module in modules for p in module.parameters()]
+        found = [p for layer in cut.layers[stage] for p in self.parts.layers[layer].parameters()]
         if stage in (0, cut.num_stages - 1):
-            # With both ends on one rank, the end's parameters go with the first of them to ask.
-            rest = [p for p in self.parts.causal_lm.parameters() if id(p) not in inside]
-            found += rest if stage == min(s for s in cut.own if s in (0, cut.num_stages - 1)) else []
+            inside = {id(p) for layer in self.parts.layers for p in layer.parameters()}
+            found += [p for p in self.parts.causal_lm.parameters() if id(p) not in inside]
         shared = {id(p) for p in self.shared_parameters()}
         return [p for p in found if p.requires_grad and id(p) not in shared]
 

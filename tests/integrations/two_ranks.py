@@ -2,8 +2,10 @@
 
     python two_ranks.py '{"kind": "ddp", "settings": {...}, "rows": 2, "out": "a.json", ...}'
 
-Kinds: "ddp" trains by the Trainer, "fsdp2" by a raw Accelerate loop. Without `settings` the plugin
-is left out. Without a launcher's variables in the environment it is one process.
+Kinds: "ddp" trains by the Trainer (through a pipeline if the settings say so), "fsdp2" and "raw" by
+an Accelerate loop, "refusals" collects what is refused, "scaler" lets one stage overflow. Without
+`settings` the plugin is left out. Without a launcher's variables in the environment it is one
+process.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import nn
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
+from sppo_hf.errors import SPPOError
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 
@@ -37,15 +40,15 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     args = make_arguments(
         job["folder"],
         parallelism_config=plugin,
-        max_steps=6,
         per_device_train_batch_size=job["rows"],
         per_device_eval_batch_size=job["rows"],
         eval_strategy="steps",
-        eval_steps=3,
-        **job.get("arguments", {}),
+        **{"max_steps": 6, "eval_steps": 3, **job.get("arguments", {})},
     )
-    model = _lora(make_model()) if job.get("lora") else make_model()
-    trainer = Trainer(model, args, train_dataset=make_rows(32), eval_dataset=make_rows(8, seed=2))
+    model = make_model(tie_word_embeddings=job.get("tied", False))
+    model = _lora(model) if job.get("lora") else model
+    rows, eval_rows = make_rows(32), make_rows(job.get("eval_rows", 8), seed=2)
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=eval_rows)
     trainer.train()
     torch.save(args, Path(job["folder"]) / "training_args.bin")
     return {
@@ -59,7 +62,7 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
 def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
     """Train by a raw loop under FSDP2 on several ranks, or plainly on one."""
     sharding = None
-    if PartialState(cpu=True).num_processes > 1:
+    if job["kind"] == "fsdp2" and PartialState(cpu=True).num_processes > 1:
         # Accelerate takes FSDP up only where it sees GPUs, though FSDP2 itself runs over gloo.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         sharding = FullyShardedDataParallelPlugin(
@@ -68,25 +71,29 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             state_dict_type="SHARDED_STATE_DICT",
         )
-    accelerator = Accelerator(fsdp_plugin=sharding, parallelism_config=plugin)
+    on_cpu = job["kind"] == "raw"
+    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=sharding, parallelism_config=plugin)
     model = make_model(tie_word_embeddings=job.get("tied", False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
     history = []
+    # Ranks of a pipeline see the same rows.
+    shares = 1 if plugin is None else plugin.config.pp_size
+    rank, ranks = rank // shares, ranks // shares
     for step in range(4):
         start = (step * ranks + rank) * job["rows"]
         picked = rows[start : start + job["rows"]]
         batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
         everywhere = rows[step * ranks * job["rows"] : (step + 1) * ranks * job["rows"]]
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
-        # Every rank divides by the items of all; FSDP averages gradients over ranks.
+        # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
         loss = model(**batch, num_items_in_batch=items).loss * ranks
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        total = accelerator.reduce(loss.detach() / ranks, "sum").item()
+        total = accelerator.reduce(loss.detach() / ranks, "sum").item() / shares
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         history.append({"loss": total, "grad_norm": norm.item()})
     mesh = accelerator.torch_device_mesh
@@ -95,8 +102,50 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "wrapper": type(model).__name__,
         "mesh": None if mesh is None else list(mesh.mesh_dim_names),
         "weights": _sums(accelerator, model),
-        "rank": rank,
+        "rank": accelerator.process_index,
     }
+
+
+def collect_refusals(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
+    """Do with a pipeline what it cannot do, and note the errors."""
+    accelerator = Accelerator(cpu=True, parallelism_config=plugin)
+    model = accelerator.prepare(make_model())
+    ids = make_rows(1)[0]["input_ids"][None]
+    calls = {
+        "generate": lambda: model.generate(ids, max_new_tokens=2),
+        "logits": lambda: model(ids),
+        "hidden": lambda: model(ids, labels=ids, output_hidden_states=True),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except SPPOError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return {"said": said, "rank": accelerator.process_index}
+
+
+def overflow_one_stage(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
+    """Scale gradients as for float16; the last rank's overflow in the second of three steps."""
+    accelerator = Accelerator(cpu=True, parallelism_config=plugin)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch = {name: x[None] for name, x in make_rows(1)[0].items()}
+    sums, scales, losses = [], [], []
+    for step in range(3):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        if step == 1 and accelerator.process_index == accelerator.num_processes - 1:
+            next(p for p in model.parameters() if p.grad is not None).grad.fill_(torch.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        local = sum(p.detach().abs().sum() for p in model.parameters())
+        sums.append(accelerator.gather(local[None]).tolist())
+        scales.append(accelerator.gather(torch.tensor([accelerator.scaler.get_scale()])).tolist())
+    return {"sums": sums, "scales": scales, "losses": losses, "rank": accelerator.process_index}
 
 
 def _sums(accelerator: Accelerator, model: nn.Module) -> dict[str, float]:
@@ -112,7 +161,13 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     settings = job.get("settings")
     plugin = None if settings is None else SPPOPlugin({"show_plan": False, **settings})
-    train = {"ddp": train_with_trainer, "fsdp2": train_with_accelerate}[job["kind"]]
+    train = {
+        "ddp": train_with_trainer,
+        "fsdp2": train_with_accelerate,
+        "raw": train_with_accelerate,
+        "refusals": collect_refusals,
+        "scaler": overflow_one_stage,
+    }[job["kind"]]
     result = train(job, plugin)
     if result["rank"] == 0:
         Path(job["out"]).write_text(json.dumps(result))

@@ -1,0 +1,128 @@
+"""Pipelines through the standard Trainer and a raw Accelerate loop see what one process sees."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sppo_hf import SPPOPlugin
+from sppo_hf.errors import ConfigError
+from sppo_hf.integrations.pipeline import keep_own_parameters, once_per_pipeline
+from sppo_hf.runtime.mesh import PipelineMesh
+from tests.integrations.launch import run_job
+from tests.integrations.training import make_model
+
+NEAR = 1e-4
+PIPELINE = {"pp_size": 2, "num_chunks": 3}
+
+
+def _series(result: dict, name: str) -> list[float]:
+    return [entry[name] for entry in result["history"] if name in entry]
+
+
+def _compare(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
+    for name in names:
+        expected = _series(plain, name)
+        assert expected
+        assert _series(ours, name) == pytest.approx(expected, abs=NEAR, rel=NEAR), name
+    # Rank 0 holds the first stage only.
+    assert 0 < len(ours["weights"]) < len(plain["weights"])
+    for name, value in ours["weights"].items():
+        assert value == pytest.approx(plain["weights"][name], rel=1e-3), name
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 4), (4, 2)], ids=["pp2", "pp2-dp2"])
+def test_fifty_steps_by_the_trainer(tmp_path: Path, ranks: int, rows: int):
+    job = {"kind": "ddp", "tied": True, "arguments": {"max_steps": 50, "eval_steps": 10}}
+    ours = run_job({**job, "settings": PIPELINE, "rows": rows}, ranks, tmp_path / "many")
+    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    assert len(_series(plain, "loss")) == 50
+    # Evaluation takes means over batches, whose rows differ with the number of replicas.
+    names = ("loss", "grad_norm", "epoch") + (("eval_loss",) if rows == 4 else ())
+    _compare(ours, plain, names)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("settings", "arguments", "lora"),
+    [
+        ({"pp_schedule": "zb_seq1f1b", "micro_batch_size": 2}, {}, False),
+        ({"pp_schedule": "gpipe"}, {"gradient_accumulation_steps": 2}, False),
+        ({"offload": "full", "min_offload_size": 1}, {"max_grad_norm": 0.1}, True),
+    ],
+    ids=["zero-bubble", "accumulation", "lora-offload"],
+)
+def test_settings_by_the_trainer(tmp_path: Path, settings, arguments, lora):
+    job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 4}
+    ours = run_job({**job, "settings": {**PIPELINE, **settings}}, 2, tmp_path / "two")
+    plain = run_job(job, 1, tmp_path / "one")
+    _compare(ours, plain, ("loss", "grad_norm", "eval_loss"))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_evaluation_counts_every_row_once(tmp_path: Path):
+    """Seven rows over two replicas of a pipeline, as over two processes without one."""
+    job = {"kind": "ddp", "rows": 2, "eval_rows": 7}
+    ours = run_job({**job, "settings": PIPELINE}, 4, tmp_path / "four")
+    plain = run_job(job, 2, tmp_path / "two")
+    assert _series(ours, "eval_loss") == pytest.approx(_series(plain, "eval_loss"), abs=NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_raw_loop(tmp_path: Path):
+    job = {"kind": "raw"}
+    ours = run_job({**job, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
+    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    _compare(ours, plain, ("loss", "grad_norm"))
+
+
+@pytest.mark.process
+def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path):
+    said = run_job({"kind": "refusals", "settings": PIPELINE}, 2, tmp_path)["said"]
+    assert "generate" in said["generate"]
+    assert "without labels" in said["generate"]
+    assert "without labels" in said["logits"]
+    assert "output_hidden_states" in said["hidden"]
+
+
+@pytest.mark.process
+def test_stages_agree_on_an_overflow(tmp_path: Path):
+    result = run_job({"kind": "scaler", "settings": PIPELINE}, 2, tmp_path)
+    first, second, third = result["sums"]
+    # Only the last rank overflowed, and neither took the step; the scale fell on both.
+    assert first == second
+    assert all(a != b for a, b in zip(second, third, strict=True))
+    assert result["scales"] == [[1024.0, 1024.0], [512.0, 512.0], [512.0, 512.0]]
+    assert result["losses"][1] == result["losses"][2] < result["losses"][0]
+
+
+def test_one_process_is_told_how_to_launch():
+    from accelerate import Accelerator
+
+    with pytest.raises(ConfigError, match="num_processes 2"):
+        Accelerator(cpu=True, parallelism_config=SPPOPlugin(pp_size=2))
+
+
+def test_foreign_parameters_leave_the_optimizer_and_groups_stay():
+    model = make_model()
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW([{"params": decay, "lr": 1.0}, {"params": rest, "lr": 2.0}])
+    keep_own_parameters(optimizer, [model.model.layers[0]])
+    own = {id(p) for p in model.model.layers[0].parameters()}
+    left = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in left} == own
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
+
+
+def test_gathered_metrics_are_taken_once_per_pipeline():
+    mesh = PipelineMesh(2, 2, 0, 0, torch.device("cpu"), None, None, None, None, {})
+    gathered = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3])
+    assert once_per_pipeline(mesh, gathered).tolist() == [0, 1, 2, 3]
+    assert once_per_pipeline(mesh, {"a": (gathered,)})["a"][0].tolist() == [0, 1, 2, 3]
+    assert once_per_pipeline(mesh, ["a", "a", "b", "b"]) == ["a", "b"]
