@@ -18,6 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.integrations.accelerate_state import load_pipeline_state, save_pipeline_state
+from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
 from sppo_hf.integrations.pipeline import (
     agree_on_infinities,
     clip_to,
@@ -29,6 +31,7 @@ from sppo_hf.integrations.pipeline import (
 )
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.runtime.affinity import bind_to_device
+from sppo_hf.runtime.checkpoint_weights import gather_weights, save_weights
 from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.pipeline import convert_to_stages, shared_mesh
 
@@ -121,6 +124,34 @@ class SPPOAccelerator(Accelerator):
         finally:
             self._gathers_metrics = False
 
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save everything; in a pipeline every process calls this and writes what it holds."""
+        if not self._in_pipeline:
+            return super().save_state(*args, **kwargs)
+        return save_pipeline_state(self, super().save_state, *args, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load everything; in a pipeline every process reads what it holds."""
+        if self._in_pipeline:
+            load_pipeline_state(self, super().load_state, input_dir, *args, **kwargs)
+        else:
+            super().load_state(input_dir, *args, **kwargs)
+
+    def save_model(
+        self, model: nn.Module, save_directory: Any, max_shard_size: Any = "10GB", **kwargs: Any
+    ) -> None:
+        """Save weights; a pipeline's as a whole Hugging Face folder, by every process."""
+        if is_cut(inner := self.unwrap_model(model)):
+            save_weights(inner, save_directory, max_shard_size=max_shard_size)
+        else:
+            super().save_model(model, save_directory, max_shard_size, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the weights; a pipeline's on the first rank, and nothing on all others."""
+        if is_cut(inner := self.unwrap_model(model)):
+            return gather_weights(inner)
+        return super().get_state_dict(model, unwrap)
+
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
@@ -195,6 +226,7 @@ def convert_once(model: nn.Module, plugin: SPPOPlugin, device: torch.device | No
     if engine is None:
         if plugin.config.pp_size > 1:
             convert_to_stages(model, plugin.config, device=device, observer=plugin.observer)
+            refuse_partial_save(model)
         else:
             convert(model, plugin.config, observer=plugin.observer)
         return

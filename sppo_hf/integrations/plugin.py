@@ -21,6 +21,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback
+from sppo_hf.integrations.checkpoints import wrap_calling_trainer
 from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
 from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
@@ -236,6 +237,7 @@ class SPPOPlugin(ParallelismConfig):
             self._lay_out_pipeline(accelerator)
             attach(accelerator, self)
             offer_callback(accelerator, self)
+            wrap_calling_trainer(self)
             return
         if accelerator.is_fsdp2 and self.total_size == 1 and accelerator.num_processes > 1:
             # Accelerate would fall back to plain replication here, which FSDP2 cannot shard over.
@@ -246,6 +248,7 @@ class SPPOPlugin(ParallelismConfig):
         super()._validate_accelerator(accelerator)
         attach(accelerator, self)
         offer_callback(accelerator, self)
+        wrap_calling_trainer(self)
 
     @property
     def tp_enabled(self) -> bool:

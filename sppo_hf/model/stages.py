@@ -119,6 +119,8 @@ class StagedModel:
         ends = _find_ends(parts)
         self.shared_names = shared_parameter_names(parts) if cut.num_stages > 1 else frozenset()
         """Parameters that the first and the last stage both hold."""
+        self.all_names = tuple(name for name, _ in parts.causal_lm.named_parameters())
+        """Names of the whole model's parameters, in its order."""
         for index, layer in enumerate(parts.layers):
             if index not in cut.own_layers:
                 ends.layers[index] = AbsentLayer(layer)

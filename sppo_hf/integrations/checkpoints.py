@@ -1,0 +1,308 @@
+"""Checkpoints of a Trainer in a pipeline run, and the resuming of such checkpoints anywhere.
+
+A few methods of the one Trainer that made the Accelerator are replaced on the *instance*; its class
+stays. Each of them does what its namesake does, with all ranks writing or reading what they hold,
+and leaves the rest to the Trainer's own. This file knows the Trainer's names and files; formats are
+the business of `sppo_hf.runtime.checkpoint*`.
+
+[Note: rotation comes last]
+The Trainer deletes old checkpoints inside `_save_checkpoint`. Here that waits until the new one is
+marked as complete, so that a crash at any moment leaves a complete one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.convert import get_engine
+from sppo_hf.model.structure import find_causal_lm
+from sppo_hf.runtime.checkpoint import place_of, saving
+from sppo_hf.runtime.checkpoint_marks import newest_complete, read_mark, refuse_torn
+from sppo_hf.runtime.checkpoint_state import (
+    has_state,
+    load_plain_optimizer,
+    load_random_state,
+    load_state,
+    read_plain_state,
+    save_state,
+)
+from sppo_hf.runtime.checkpoint_weights import load_weights, save_weights
+from sppo_hf.runtime.pipeline_engine import PipelineEngine
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from sppo_hf.integrations.plugin import SPPOPlugin
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
+_WRAPPED = (
+    *("train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler"),
+    *("_save_rng_state", "_load_from_checkpoint", "_load_best_model"),
+    *("_load_optimizer_and_scheduler", "_load_rng_state"),
+)
+
+
+def is_cut(model: nn.Module | None) -> bool:
+    """Whether `model` is one of a pipeline, of which this rank holds a part."""
+    try:
+        return model is not None and isinstance(get_engine(model), PipelineEngine)
+    except UnsupportedModelError:  # anything may be prepared or saved: a loss, a value head
+        return False
+
+
+def wrap_calling_trainer(plugin: SPPOPlugin) -> None:
+    """Take over the checkpoints of the Trainer that is making an Accelerator with `plugin` now.
+
+    The Trainer is found on the stack, because nothing hands it to us. Where an Accelerator is made
+    without a Trainer, nothing happens.
+    """
+    module = sys.modules.get("transformers.trainer")
+    frame: Any = sys._getframe(1)
+    while module is not None and frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, module.Trainer):
+            if getattr(caller.args, "parallelism_config", None) == plugin:
+                TrainerCheckpoints(caller).install()
+            return
+        frame = frame.f_back
+
+
+class TrainerCheckpoints:
+    """What one Trainer does differently about checkpoints."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Change nothing yet."""
+        self._kind: Any = type(trainer)
+        # A cycle, and no weak reference: in Trainer(...).train() nothing else holds the Trainer.
+        self._trainer: Any = trainer
+
+    def install(self) -> None:
+        """Put the methods onto the Trainer; again is fine."""
+        for name in _WRAPPED:
+            self._trainer.__dict__[name] = getattr(self, name)
+
+    @property
+    def _in_pipeline(self) -> bool:
+        return is_cut(self._trainer.model)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train; a torn checkpoint is refused, or passed over where the choice is ours.
+
+        Raises:
+            ConfigError: The named checkpoint is torn, or all are.
+        """
+        if resume_from_checkpoint is True:
+            found = _newest(Path(self._trainer.args.output_dir))
+            resume_from_checkpoint = True if found is None else str(found)
+        elif resume_from_checkpoint:
+            refuse_torn(Path(resume_from_checkpoint))
+        return self._kind.train(self._trainer, resume_from_checkpoint, *args, **kwargs)
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; every process calls this."""
+        trainer = self._trainer
+        if not self._in_pipeline:
+            self._kind.save_model(trainer, output_dir, _internal_call=_internal_call)
+            return
+        folder = trainer.args.output_dir if output_dir is None else output_dir
+        with saving(folder, place_of(trainer.model)):
+            save_weights(trainer.model, folder)
+            # Tokenizer, arguments, and whatever a subclass adds.
+            with _weights_written(trainer.model):
+                self._kind.save_model(trainer, folder, _internal_call=True)
+        if trainer.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint; see [Note: rotation comes last]."""
+        from transformers.trainer_utils import rotate_checkpoints
+
+        trainer = self._trainer
+        if not self._in_pipeline:
+            self._kind._save_checkpoint(trainer, model, trial)
+            return
+        args, state = trainer.args, trainer.state
+        run_folder = trainer._get_output_dir(trial=trial)
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            folder = os.path.join(run_folder, f"checkpoint-{state.global_step}")
+            with saving(folder, place_of(trainer.model)):
+                self._kind._save_checkpoint(trainer, model, trial)
+        finally:
+            args.save_total_limit = limit
+        if args.should_save:
+            rotate_checkpoints(
+                output_dir=run_folder,
+                save_total_limit=limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save both, and random numbers with them."""
+        trainer = self._trainer
+        if not self._in_pipeline:
+            self._kind._save_optimizer_and_scheduler(trainer, output_dir)
+            return
+        save_state(output_dir, trainer.model, [trainer.optimizer], [trainer.lr_scheduler])
+        if trainer.args.should_save:
+            # With this file beside the optimizer's folder, a Trainer without SPPO misses
+            # optimizer.pt and says so; without it, it would go on with a fresh optimizer.
+            state = trainer.lr_scheduler.state_dict()
+            torch.save(state, os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save random numbers, unless they have been."""
+        if not self._in_pipeline:
+            self._kind._save_rng_state(self._trainer, output_dir)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load weights into a whole model or a cut one."""
+        trainer = self._trainer
+        model = model or trainer.model
+        assert model is not None, "a Trainer that resumes has a model"
+        ours = read_mark(Path(resume_from_checkpoint)) is not None
+        if not is_cut(model) and (not ours or trainer.is_fsdp_enabled):
+            self._kind._load_from_checkpoint(trainer, resume_from_checkpoint, model)
+            return
+        refuse_torn(Path(resume_from_checkpoint))
+        logger.info("Loading model from %s.", resume_from_checkpoint)
+        load_weights(model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights at the end of training."""
+        trainer = self._trainer
+        if not self._in_pipeline:
+            self._kind._load_best_model(trainer)
+            return
+        best = trainer.state.best_model_checkpoint
+        logger.info("Loading best model from %s (score: %s).", best, trainer.state.best_metric)
+        load_weights(trainer.model, best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both, from a checkpoint of any layout."""
+        trainer = self._trainer
+        if checkpoint is not None and has_state(checkpoint):
+            if trainer.is_fsdp_enabled:
+                raise ConfigError(
+                    f"{checkpoint!r} was saved by a pipeline, and FSDP shards this run's "
+                    "optimizer. Allowed: resuming in a pipeline, in one process, or under DDP. "
+                    "Remedy: drop FSDP, or resume the weights alone (save_only_model)."
+                )
+            load_state(checkpoint, trainer.model, [trainer.optimizer], [trainer.lr_scheduler])
+            return
+        plain = None if checkpoint is None else os.path.join(checkpoint, OPTIMIZER_NAME)
+        if plain is None or not self._in_pipeline or not os.path.isfile(plain):
+            self._kind._load_optimizer_and_scheduler(trainer, checkpoint)
+            return
+        state = torch.load(plain, map_location="cpu", weights_only=True)
+        load_plain_optimizer(state, trainer.model, trainer.optimizer)
+        scheduler = os.path.join(str(checkpoint), SCHEDULER_NAME)
+        trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load random numbers; see [Note: whose random numbers]."""
+        if checkpoint is None or not has_state(checkpoint):
+            self._kind._load_rng_state(self._trainer, checkpoint)
+        else:
+            load_random_state(checkpoint, self._trainer.model)
+
+
+def export_optimizer(folder: str | Path) -> None:
+    """Add `optimizer.pt` and `scheduler.pt` to a pipeline's checkpoint, in one process.
+
+    A Trainer without SPPO can then resume from it. Needs host memory for the whole optimizer.
+
+    Args:
+        folder: A `checkpoint-N` of a pipeline run.
+
+    Raises:
+        ConfigError: The folder is torn, or holds no optimizer of a pipeline.
+    """
+    folder = Path(folder)
+    refuse_torn(folder)
+    if not has_state(folder):
+        raise ConfigError(
+            f"{str(folder)!r} holds no optimizer that a pipeline saved. Allowed: checkpoint-N "
+            "folders of runs with pp_size > 1 and without save_only_model. Remedy: none is needed "
+            "if the folder has optimizer.pt."
+        )
+    optimizer, schedulers = read_plain_state(folder)
+    torch.save(optimizer, folder / OPTIMIZER_NAME)
+    torch.save(schedulers[0], folder / SCHEDULER_NAME)
+
+
+def refuse_partial_save(model: nn.Module) -> None:
+    """Have `save_pretrained` of a cut model refuse to write the part that this rank holds."""
+    for whole in {id(m): m for m in (model, find_causal_lm(model))}.values():
+        if hasattr(whole, "save_pretrained"):
+            whole.__dict__["save_pretrained"] = types.MethodType(_save_pretrained, whole)
+
+
+def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # What is given has been gathered: Accelerator.get_state_dict.
+    if kwargs.get("state_dict") is None and is_cut(self):
+        raise ConfigError(
+            f"{type(self).__name__}.save_pretrained would write the part of the model that this "
+            "rank of the pipeline holds. Allowed: saves by all ranks together. Remedy: "
+            "trainer.save_model(folder) or accelerator.save_model(model, folder), on every rank."
+        )
+    return type(self).save_pretrained(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _weights_written(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` do nothing: the ranks have written the weights together."""
+    before = model.__dict__.get("save_pretrained")
+    model.__dict__["save_pretrained"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.__dict__["save_pretrained"]
+        else:
+            model.__dict__["save_pretrained"] = before
+
+
+def _newest(run_folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run; None where there is none at all.
+
+    Raises:
+        ConfigError: All are torn.
+    """
+    newest, torn = newest_complete(run_folder)
+    if torn:
+        lacks = "; ".join(f"{str(folder)!r}: {why}" for folder, why in torn.items())
+        if newest is None:
+            raise ConfigError(
+                f"No checkpoint in {str(run_folder)!r} is complete ({lacks}). Allowed: resuming "
+                "from complete ones. Remedy: delete the torn ones and start anew."
+            )
+        warnings.warn(
+            f"Torn checkpoints are passed over ({lacks}); resuming from {str(newest)!r}, the "
+            "newest complete one.",
+            stacklevel=3,
+        )
+    return newest

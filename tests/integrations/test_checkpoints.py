@@ -1,0 +1,191 @@
+"""Checkpoints through the Trainer and Accelerate: any layout resumes any other's, on one curve."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.integrations.checkpoints import export_optimizer
+from sppo_hf.runtime.checkpoint_marks import mark_incomplete, what_is_torn
+from tests.integrations.checkpoint_ranks import make_trainer
+from tests.integrations.launch import run_ranks
+from tests.integrations.training import make_model
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NEAR = 1e-4
+SCRIPT = Path(__file__).with_name("checkpoint_ranks.py")
+TWO = {"pp_size": 2, "num_chunks": 3}
+FOUR = {"pp_size": 4, "num_chunks": 3}
+
+
+def launch(folder: Path, ranks: int, runs: list[dict]) -> dict[str, dict]:
+    job = {"folder": str(folder), "runs": runs}
+    run_ranks([str(SCRIPT), json.dumps(job)], ranks, folder)
+    return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in runs}
+
+
+def series(seen: dict, name: str = "loss", after: int = 0) -> list[float]:
+    return [e[name] for e in seen["history"] if name in e and e["step"] > after]
+
+
+def train_here(run: dict, folder: Path, resume: object = None, **changes) -> dict:
+    trainer = make_trainer(run, folder, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return {"history": trainer.state.log_history, "trainer": trainer}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict:
+    """One process without SPPO, from the start to the end."""
+    return train_here({"name": "plain"}, folder)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, plain: dict) -> dict[str, dict]:
+    """Everything that two ranks do."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    limited = {**best, "save_steps": 2, "save_total_limit": 1}
+    return launch(
+        folder,
+        2,
+        [
+            {"name": "whole", "settings": TWO, "final": "final"},
+            {
+                "name": "again",
+                "settings": TWO,
+                "resume": str(folder / "whole" / "checkpoint-4"),
+                "arguments": limited,
+            },
+            {"name": "from-plain", "settings": TWO, "resume": str(folder / "plain/checkpoint-4")},
+            {"name": "adapters", "settings": TWO, "lora": True, "tied": True},
+            {"name": "raw", "kind": "loop", "settings": TWO, "tied": True},
+        ],
+    )
+
+
+def test_a_pipeline_follows_one_process(plain: dict, two: dict):
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert len(series(plain, name)) == 10
+        assert series(two["whole"], name) == pytest.approx(series(plain, name), abs=NEAR, rel=NEAR)
+
+
+@pytest.mark.parametrize("name", ["again", "from-plain"])
+def test_two_ranks_resume(plain: dict, two: dict, name: str):
+    assert len(series(two[name], after=4)) == 6
+    for key in ("loss", "grad_norm", "learning_rate"):
+        expected = series(plain, key, after=4)
+        assert series(two[name], key, after=4) == pytest.approx(expected, abs=NEAR, rel=NEAR)
+
+
+def test_four_ranks_resume_what_two_saved(folder: Path, plain: dict, two: dict):
+    resume = {"resume": str(folder / "whole" / "checkpoint-4")}
+    runs = [
+        {"name": "replicas", "settings": TWO, "rows": 2, **resume},
+        {"name": "stages", "settings": FOUR, **resume},
+    ]
+    for name, seen in launch(folder, 4, runs).items():
+        for key in ("loss", "grad_norm"):
+            expected = series(plain, key, after=4)
+            assert series(seen, key, after=4) == pytest.approx(expected, abs=NEAR, rel=NEAR), name
+
+
+@pytest.mark.parametrize("settings", [None, {"num_chunks": 3}], ids=["without", "with"])
+def test_one_process_resumes_without_sppo_and_with_it(
+    folder: Path, plain: dict, two: dict, tmp_path: Path, settings: dict | None
+):
+    copy = tmp_path / "checkpoint-4"
+    shutil.copytree(folder / "whole" / "checkpoint-4", copy)
+    run = {"name": "one", "settings": settings}
+    if settings is None:
+        with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):
+            train_here(run, tmp_path, str(copy))
+        export_optimizer(copy)
+    seen = train_here(run, tmp_path, str(copy))
+    for key in ("loss", "grad_norm", "learning_rate"):
+        expected = series(plain, key, after=4)
+        assert series(seen, key, after=4) == pytest.approx(expected, abs=NEAR, rel=NEAR)
+
+
+def test_adapters_resume_in_one_process(folder: Path, two: dict, tmp_path: Path):
+    run = {"name": "one", "settings": {"num_chunks": 3}, "lora": True, "tied": True}
+    checkpoint = folder / "adapters" / "checkpoint-4"
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    seen = train_here(run, tmp_path, str(checkpoint))
+    expected = series(two["adapters"], after=4)
+    assert len(expected) == 6
+    assert series(seen, after=4) == pytest.approx(expected, abs=NEAR, rel=NEAR)
+
+
+def test_folders_are_ordinary_and_complete(folder: Path, plain: dict, two: dict):
+    assert (folder / "final" / "training_args.bin").exists()
+    last = plain["trainer"].model
+    for path in (folder / "final", folder / "whole" / "checkpoint-10"):
+        assert what_is_torn(path) is None
+        loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        for name, tensor in last.state_dict().items():
+            assert torch.allclose(loaded.state_dict()[name], tensor, atol=NEAR), name
+
+
+def test_old_checkpoints_are_deleted_and_the_best_is_loaded(folder: Path, two: dict):
+    seen = two["again"]
+    kept = {path.name for path in (folder / "again").glob("checkpoint-*")}
+    best = Path(seen["best"]).name
+    assert kept == {best, "checkpoint-10"}
+    losses = [e["eval_loss"] for e in seen["history"] if "eval_loss" in e]
+    assert seen["eval"] == pytest.approx(min(losses[:-1]), rel=1e-6)
+
+
+def test_accelerates_own_calls(folder: Path, two: dict):
+    seen = two["raw"]
+    assert seen["resumed"] == seen["went_on"]
+    assert seen["drawn"][0] == seen["drawn"][1]
+    assert "save_model(folder)" in seen["refused"]
+    assert seen["gathered"] == len(make_model(num_hidden_layers=4).state_dict())
+    assert not (folder / "never").exists()
+    saved, gathered = (
+        AutoModelForCausalLM.from_pretrained(folder / f"raw-{kind}").state_dict()
+        for kind in ("saved", "gathered")
+    )
+    assert saved.keys() == gathered.keys()
+    assert all(torch.equal(saved[name], gathered[name]) for name in saved)
+
+
+def test_a_rank_that_dies_while_it_saves(tmp_path: Path):
+    arguments = {"save_steps": 2, "save_total_limit": 1}
+    run = {"name": "run", "settings": TWO, "arguments": arguments, "torn_at": 4}
+    with pytest.raises(AssertionError, match="9"):
+        launch(tmp_path, 2, [run])
+    # Not deleted, though one is the limit and the new one lacks nothing but its mark.
+    assert what_is_torn(tmp_path / "run" / "checkpoint-2") is None
+    assert (tmp_path / "run" / "checkpoint-4" / "model.safetensors.index.json").exists()
+    assert what_is_torn(tmp_path / "run" / "checkpoint-4") == "its save did not come to its end"
+    with pytest.warns(UserWarning, match=r"checkpoint-4.*resuming from '.*checkpoint-2'"):
+        seen = train_here({**run, "settings": {"num_chunks": 3}}, tmp_path, True)
+    assert [e["step"] for e in seen["history"] if "loss" in e] == list(range(1, 11))
+    assert series(seen, after=2) == pytest.approx(
+        series(train_here({"name": "plain"}, tmp_path), after=2), abs=NEAR, rel=NEAR
+    )
+
+
+def test_a_torn_checkpoint_is_refused(folder: Path, two: dict, tmp_path: Path):
+    run = {"name": "run", "settings": {"num_chunks": 3}}
+    for step in (4, 8):
+        shutil.copytree(folder / "whole" / "checkpoint-4", tmp_path / f"run/checkpoint-{step}")
+    mark_incomplete(tmp_path / "run" / "checkpoint-8")
+    with pytest.raises(ConfigError, match=r"checkpoint-8' is torn.*checkpoint-4', the newest"):
+        make_trainer(run, tmp_path).train(str(tmp_path / "run" / "checkpoint-8"))
+    mark_incomplete(tmp_path / "run" / "checkpoint-4")
+    with pytest.raises(ConfigError, match=r"No checkpoint in .* is complete"):
+        make_trainer(run, tmp_path).train(resume_from_checkpoint=True)
