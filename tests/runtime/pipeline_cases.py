@@ -2,8 +2,8 @@
 
 `pipeline_ranks.py` runs them. A case is a mapping with `name`, `family` and, where they differ from
 the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (of SPPOConfig),
-`frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of tokens that have any), `items`
-(whether every micro-step is told the labels of all) and `steps`: one mapping per micro-step, with
+`frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of tokens
+that have any), `items` (whether every micro-step is told the labels of all) and `steps`: one mapping per micro-step, with
 `scale`, `backward`, `evaluate`, `reduces`.
 """
 
