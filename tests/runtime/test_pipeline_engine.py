@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything is sent; what it runs is in test_pipeline_exactness.py."""
+"""What a pipeline refuses before anything is sent; what it runs: test_pipeline_exactness.py."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_embeddings_that_need_a_gradient(leaf: bool) -> None:
     with pytest.raises(ConfigError, match=r"inputs_embeds that need a gradient.*pp_size=1"):
         model(inputs_embeds=inputs, **batch)
     for allowed in (torch.enable_grad, torch.no_grad):
+        given = inputs.detach() if allowed is torch.enable_grad else inputs
         with allowed(), pytest.raises(AssertionError, match="went on to run"):
-            given = inputs.detach() if allowed is torch.enable_grad else inputs
             model(inputs_embeds=given, **batch)
 
 
