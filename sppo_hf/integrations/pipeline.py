@@ -58,8 +58,8 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
     """
     if accelerator.dispatch_batches:
         raise ConfigError(
-            f"dispatch_batches=True hands every process other rows, but the {mesh.pp_size} ranks of "
-            "a pipeline (pp_size) need the same ones. Allowed: dispatch_batches=False or None. "
+            "dispatch_batches=True hands every process other rows, but the ranks of a pipeline "
+            f"(pp_size={mesh.pp_size}) need the same ones. Allowed: dispatch_batches=False or None. "
             "Remedy: drop dispatch_batches; every rank then reads the dataset itself."
         )
     rng_types: Any = accelerator.rng_types

@@ -2,9 +2,9 @@
 
 `pipeline_ranks.py` runs them. A case is a mapping with `name`, `family` and, where they differ from
 the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (of SPPOConfig),
-`frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of tokens
-that have any), `items` (whether every micro-step is told the labels of all) and `steps`: one mapping per micro-step, with
-`scale`, `backward`, `evaluate`, `reduces`.
+`frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of
+tokens that have any), `items` (whether every micro-step is told the labels of all) and `steps`: one
+mapping per micro-step, with `scale`, `backward`, `evaluate`, `reduces`.
 """
 
 from __future__ import annotations
@@ -202,9 +202,10 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
 FAST = {
     (2, 1): (
         *("schedule: gpipe, uneven", "schedule: 1f1b", "schedule: seq1f1b", "schedule: zb, uneven"),
-        *("schedule: interleaved, tied, uneven", "family: tied", "family: two rotary tables"),
+        *("schedule: interleaved, tied, uneven", "family: tied, zb", "family: two rotary tables"),
         *("family: learned positions", "family: experts, zb", "family: LoRA, zb"),
-        *("batch: five rows in pairs", "batch: padding", "batch: packed", "batch: labels in front"),
+        *("batch: five rows in pairs", "batch: padding", "batch: packed"),
+        *("batch: labels in the middle", "family: frozen front, zb"),
         *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
     ),
     (2, 2): (
