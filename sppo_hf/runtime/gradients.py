@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from sppo_hf.errors import SPPOError
+
 BUCKET_BYTES = 64 * 2**20
 """Bytes that are reduced at a time: large enough for a link's full speed."""
 
@@ -131,11 +133,23 @@ class PipelineLoss(torch.autograd.Function):
     ) -> Tensor:
         """Return `value`; `apply` is called with the gradient that arrives in backward."""
         ctx.apply_gradients = apply
+        ctx.spent = False
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        """Hand out the gradients."""
+        """Hand out the gradients.
+
+        Raises:
+            SPPOError: They were handed out before.
+        """
+        if ctx.spent:
+            raise SPPOError(
+                "backward ran twice through the loss of a pipeline's step. Chunked sequences allow "
+                "one backward per forward (retain_graph=True is not supported); run the forward "
+                "again."
+            )
+        ctx.spent = True
         # The only read from the device, when all of the step's work has been handed to it.
         ctx.apply_gradients(grad.item())
         return None, None, None

@@ -114,7 +114,7 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
                 mine["replicas"] = group
     if pp_rank not in (0, pp_size - 1):
         mine["ends"] = None
-    return PipelineMesh(
+    mesh = PipelineMesh(
         pp_size=pp_size,
         dp_size=dp_size,
         pp_rank=pp_rank,
@@ -123,3 +123,20 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
         links=links,
         **mine,
     )
+    _try_links(mesh)
+    return mesh
+
+
+def _try_links(mesh: PipelineMesh) -> None:
+    """Send one number over every link, in an order that all ranks share.
+
+    NCCL sets a link up when it is first used, and both ends wait for each other then; within a
+    schedule that would stall the first step, and here a link that does not work is found at once.
+    """
+    for source, target in sorted(mesh.links):
+        number = torch.ones(1, device=mesh.device)
+        group = mesh.links[source, target]
+        if mesh.pp_rank == source:
+            dist.send(number, mesh.world_rank(target), group=group)
+        else:
+            dist.recv(number, mesh.world_rank(source), group=group)

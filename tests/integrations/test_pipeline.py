@@ -31,17 +31,46 @@ def _compare(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
         assert value == pytest.approx(plain["weights"][name], rel=1e-3), name
 
 
+FIFTY = {
+    "kind": "ddp",
+    "tied": True,
+    "arguments": {
+        "max_steps": 50,
+        "eval_steps": 10,
+        "save_strategy": "steps",
+        "save_steps": 20,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Fifty steps on one process without SPPO."""
+    result = run_job({**FIFTY, "rows": 4}, 1, tmp_path_factory.mktemp("fifty") / "one")
+    assert len(_series(result, "loss")) == 50
+    return result
+
+
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 4), (4, 2)], ids=["pp2", "pp2-dp2"])
-def test_fifty_steps_by_the_trainer(tmp_path: Path, ranks: int, rows: int):
-    job = {"kind": "ddp", "tied": True, "arguments": {"max_steps": 50, "eval_steps": 10}}
-    ours = run_job({**job, "settings": PIPELINE, "rows": rows}, ranks, tmp_path / "many")
-    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
-    assert len(_series(plain, "loss")) == 50
+@pytest.mark.timeout(240)
+def test_fifty_steps_by_the_trainer_and_thirty_of_them_on_another_layout(tmp_path: Path, plain):
+    """On two ranks from the start; from its checkpoint at 20 on two replicas of two ranks."""
+    two = run_job({**FIFTY, "settings": PIPELINE, "rows": 4}, 2, tmp_path / "two")
+    _compare(two, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
+    job = {**FIFTY, "settings": PIPELINE, "rows": 2}
+    resume = str(tmp_path / "two" / "checkpoint-20")
+    four = run_job({**job, "resume": resume}, 4, tmp_path / "resumed")
+    _compare(four, plain, ("loss", "grad_norm", "epoch"))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_fifty_steps_on_two_replicas(tmp_path: Path, plain):
+    four = run_job({**FIFTY, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
     # Evaluation takes means over batches, whose rows differ with the number of replicas.
-    names = ("loss", "grad_norm", "epoch") + (("eval_loss",) if rows == 4 else ())
-    _compare(ours, plain, names)
+    _compare(four, plain, ("loss", "grad_norm", "epoch"))
 
 
 @pytest.mark.slow

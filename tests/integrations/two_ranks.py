@@ -49,7 +49,7 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     model = _lora(model) if job.get("lora") else model
     rows, eval_rows = make_rows(32), make_rows(job.get("eval_rows", 8), seed=2)
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=eval_rows)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=job.get("resume"))
     torch.save(args, Path(job["folder"]) / "training_args.bin")
     return {
         "history": trainer.state.log_history,

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sppo_hf.model.guard import PROVED
+from sppo_hf.model.tiny_families import FAMILIES
+
 Case = dict[str, Any]
 
 TOKENS = 23
@@ -110,6 +113,17 @@ def _families(layers: int) -> list[Case]:
         _case("LoRA", lora=True, settings=chunks, **size),
         _case("LoRA, zb", lora=True, settings=zb, **size),
         _case("LoRA, tied", "llama-bias-tied", lora=True, settings=chunks, **size),
+    ]
+
+
+def every_family() -> list[Case]:
+    """One case of each family that is proved exact on one device, but those that cannot be cut."""
+    uncut = ("gemma4_text", "gemma4_text-shared-kv", "mixtral-router-loss")
+    schedules = ("seq1f1b", "zb_seq1f1b")
+    names = [n for n, f in FAMILIES.items() if f.model_type in PROVED and n not in uncut]
+    return [
+        _case(name, name, rows=2, settings={"num_chunks": 3, "pp_schedule": schedules[index % 2]})
+        for index, name in enumerate(names)
     ]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf.runtime import gradients as module
+from sppo_hf.errors import SPPOError
 from sppo_hf.runtime.gradients import PipelineLoss, StepGradients
 
 OTHERS = 3.0
@@ -225,3 +226,13 @@ def test_the_loss_hands_out_its_gradient_at_backward() -> None:
     # The caller's own number is no part of the graph.
     loss.detach().mul_(0)
     assert value.item() == 2.5
+
+
+def test_a_second_backward_is_refused() -> None:
+    seen: list[float] = []
+    anchor = torch.zeros((), requires_grad=True)
+    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, seen.append)
+    loss.backward(retain_graph=True)
+    with pytest.raises(SPPOError, match=r"backward ran twice.*run the forward again"):
+        loss.backward()
+    assert seen == [1.0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.launch import run_ranks
-from tests.runtime.pipeline_cases import Case, all_cases, fast_cases
+from tests.runtime.pipeline_cases import Case, all_cases, every_family, fast_cases
 
 pytestmark = pytest.mark.process
 
@@ -97,3 +97,11 @@ def test_a_cross_through_all_is_exact(pp_size: int, replicas: int, tmp_path: Pat
 @pytest.mark.parametrize(("pp_size", "replicas"), [(2, 1), (3, 1), (4, 1), (2, 2)])
 def test_all_are_exact(pp_size: int, replicas: int, tmp_path: Path) -> None:
     run(all_cases(pp_size, replicas), tmp_path, pp_size=pp_size, replicas=replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_every_family_is_exact(tmp_path: Path) -> None:
+    cases = every_family()
+    assert len(cases) > 60
+    assert_exact(launch(cases, tmp_path, pp_size=2, replicas=1), cases)
