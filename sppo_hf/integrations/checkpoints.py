@@ -27,6 +27,7 @@ from torch import nn
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.convert import get_engine
+from sppo_hf.model.stages import staged_model_of
 from sppo_hf.model.structure import find_causal_lm
 from sppo_hf.runtime.checkpoint import place_of, saving
 from sppo_hf.runtime.checkpoint_marks import newest_complete, read_mark, refuse_torn
@@ -262,14 +263,18 @@ def refuse_partial_save(model: nn.Module) -> None:
 
 
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    # What is given has been gathered: Accelerator.get_state_dict.
-    if kwargs.get("state_dict") is None and is_cut(self):
+    if not is_cut(self):
+        return type(self).save_pretrained(self, *args, **kwargs)
+    if kwargs.get("state_dict") is None:
         raise ConfigError(
             f"{type(self).__name__}.save_pretrained would write the part of the model that this "
             "rank of the pipeline holds. Allowed: saves by all ranks together. Remedy: "
             "trainer.save_model(folder) or accelerator.save_model(model, folder), on every rank."
         )
-    return type(self).save_pretrained(self, *args, **kwargs)
+    # What is given has been gathered: Accelerator.get_state_dict.
+    staged = staged_model_of(find_causal_lm(self))
+    with contextlib.nullcontext() if staged is None else staged.whole_ties():
+        return type(self).save_pretrained(self, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -135,6 +135,7 @@ class StagedModel:
         )
         self._views = {stage: self._make_view(stage) for stage in cut.own}
         parts.causal_lm.__dict__[_ATTRIBUTE] = self
+        self._ties = dict(getattr(parts.causal_lm, "all_tied_weights_keys", None) or {})
         _forget_absent_ties(parts.causal_lm)
 
     @contextlib.contextmanager
@@ -147,6 +148,17 @@ class StagedModel:
             yield
         finally:
             modules[self._layers_name] = whole
+
+    @contextlib.contextmanager
+    def whole_ties(self) -> Iterator[None]:
+        """Let Transformers know the whole model's ties, while it writes a whole state dict."""
+        causal_lm: Any = self.parts.causal_lm
+        before = causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys
+        causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = self._ties, self._ties
+        try:
+            yield
+        finally:
+            causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = before
 
     def _make_view(self, stage: int) -> nn.ModuleList:
         layers = self.cut.layers[stage]

@@ -45,10 +45,14 @@ def _shards(folder):
 def warned(caplog):
     """What Transformers logs, which it keeps from the root logger."""
     logger = transformers_logging.get_logger("transformers")
+    # Others in this process may have asked for less.
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_warning()
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.WARNING)
     yield caplog
     logger.removeHandler(caplog.handler)
+    transformers_logging.set_verbosity(verbosity)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["mapped", "read"])
