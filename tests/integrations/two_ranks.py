@@ -39,11 +39,15 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     """Train by the Trainer; `rows` is per rank."""
     args = make_arguments(
         job["folder"],
-        parallelism_config=plugin,
-        per_device_train_batch_size=job["rows"],
-        per_device_eval_batch_size=job["rows"],
-        eval_strategy="steps",
-        **{"max_steps": 6, "eval_steps": 3, **job.get("arguments", {})},
+        **{
+            "parallelism_config": plugin,
+            "max_steps": 6,
+            "per_device_train_batch_size": job["rows"],
+            "per_device_eval_batch_size": job["rows"],
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            **job.get("arguments", {}),
+        },
     )
     model = make_model(tie_word_embeddings=job.get("tied", False))
     model = _lora(model) if job.get("lora") else model
