@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel, is_compiled_module
+from accelerate.utils import extract_model_from_parallel, gather_object, is_compiled_module
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -26,6 +26,7 @@ from sppo_hf.integrations.pipeline import (
     engine_of,
     keep_own_parameters,
     once_per_pipeline,
+    only_tensors,
     prepare_loader,
     total_norm,
 )
@@ -81,9 +82,11 @@ class SPPOAccelerator(Accelerator):
         engine = engine_of([model])
         if engine is not None:
             engine.reduces = lambda: self.sync_gradients
-        # In a pipeline the engine reduces gradients; DDP, which an evaluation goes without, would
-        # average those of different stages.
-        return super().prepare_model(model, device_placement, evaluation_mode or self._in_pipeline)
+            engine.loss_scaler = self.scaler
+        # A pipeline reduces gradients by itself; DDP, which evaluation goes without, would average
+        # those of different stages.
+        evaluation_mode = evaluation_mode or engine is not None
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -118,11 +121,22 @@ class SPPOAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather for metrics: every row of the dataset once, also in a pipeline."""
-        self._gathers_metrics = self._in_pipeline
-        try:
+        if not self._in_pipeline:
             return super().gather_for_metrics(input_data, use_gather_object)
+        if use_gather_object or not only_tensors(input_data):
+            return self._gather_objects(input_data)
+        self._gathers_metrics = True
+        try:
+            return super().gather_for_metrics(input_data)
         finally:
             self._gathers_metrics = False
+
+    def _gather_objects(self, objects: Any) -> list[Any]:
+        """As Accelerate does with objects, but every row of the dataset once."""
+        gathered = once_per_pipeline(self._mesh, gather_object(objects))
+        remainder = self.gradient_state.remainder
+        last = self.gradient_state.end_of_dataloader and remainder > 0
+        return gathered[:remainder] if last else gathered
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save everything; in a pipeline every process calls this and writes what it holds."""

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import own_recomputation
-from sppo_hf.integrations.limits import refuse_arguments
+from sppo_hf.integrations.limits import refuse_arguments, refuse_for_pipeline_arguments
 from sppo_hf.integrations.metrics import StepMeter
 from sppo_hf.model.convert import is_converted
 from sppo_hf.planning.flops import peak_flops
@@ -69,6 +69,8 @@ class SPPOCallback(TrainerCallback):
         self._active = asked_for is self._plugin or asked_for == self._plugin
         if self._active:
             refuse_arguments(args)
+            if self._plugin.config.pp_size > 1:
+                refuse_for_pipeline_arguments(args, self._plugin.config.pp_size)
             self._plugin.progress.bars_wanted = not args.disable_tqdm
 
     def on_train_begin(

@@ -94,5 +94,25 @@ def refuse_arguments(args: TrainingArguments) -> None:
         )
 
 
+def refuse_for_pipeline_arguments(args: TrainingArguments, pp_size: int) -> None:
+    """Refuse what the Trainer cannot do over the ranks of a pipeline.
+
+    Raises:
+        ConfigError: Batch sizes are to be searched, or tokens counted by gathering over all ranks.
+    """
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            f"auto_find_batch_size=True with pp_size={pp_size}: one rank that runs out of memory "
+            "ends the others, so nothing can be tried again. Allowed: False. Remedy: `sppo plan "
+            "MODEL --gpus N` says what fits; set per_device_train_batch_size."
+        )
+    if args.include_num_input_tokens_seen not in (False, None, "no"):
+        raise ConfigError(
+            f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} with pp_size="
+            f"{pp_size} would count every token {pp_size} times. Allowed: 'no'. Remedy: drop it; "
+            "sppo/tokens_per_second counts each once."
+        )
+
+
 def _refuse(seen: str, remedy: str) -> None:
     raise ConfigError(f"{seen}. Allowed with SPPO: {_ALLOWED_WORDS}. Remedy: {remedy}.")

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.data import RandomSampler
 
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.convert import get_engine
+from sppo_hf.runtime.agreement import first_rank_says
 from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
@@ -59,9 +61,11 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
     if accelerator.dispatch_batches:
         raise ConfigError(
             "dispatch_batches=True hands every process other rows, but the ranks of a pipeline "
-            f"(pp_size={mesh.pp_size}) need the same ones. Allowed: dispatch_batches=False or None. "
-            "Remedy: drop dispatch_batches; every rank then reads the dataset itself."
+            f"(pp_size={mesh.pp_size}) need the same ones. Allowed: dispatch_batches=False or "
+            "None. Remedy: drop dispatch_batches; every rank then reads the dataset itself."
         )
+    if mesh.dp_size == 1:
+        _shuffle_alike(loader, mesh)
     rng_types: Any = accelerator.rng_types
     return prepare_data_loader(
         loader,
@@ -79,6 +83,17 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+
+
+def _shuffle_alike(loader: Any, mesh: PipelineMesh) -> None:
+    """Have all ranks of a pipeline shuffle alike, also where the script has set no seed.
+
+    Accelerate does so over the processes that share a dataset; to it, these are one.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        seed = first_rank_says(mesh, int(torch.empty((), dtype=torch.int64).random_().item()))
+        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
@@ -101,7 +116,7 @@ def engine_of(models: Iterable[nn.Module]) -> PipelineEngine | None:
     for model in models:
         try:
             engine = get_engine(model)
-        except Exception:  # noqa: BLE001 (anything may be prepared: a loss, a value head)
+        except UnsupportedModelError:  # a loss, a value head: anything may be prepared
             continue
         if isinstance(engine, PipelineEngine):
             return engine
@@ -155,6 +170,9 @@ class PipelineGradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)  # type: ignore[misc]
+        if not found:  # a stage without a gradient has a say as well, and must hear the others
+            infinite: Tensor = kwargs["found_inf"] if "found_inf" in kwargs else args[2]
+            found = {infinite.device: infinite}
         for infinite in found.values():
             dist.all_reduce(infinite, op=dist.ReduceOp.MAX, group=self.sppo_group)
         return found
@@ -173,6 +191,15 @@ def agree_on_infinities(scaler: Any, mesh: PipelineMesh) -> None:
     shared: Any = scaler
     shared.__class__ = PipelineGradScaler
     shared.sppo_group = mesh.pipeline
+
+
+def only_tensors(nest: Any) -> bool:
+    """Whether a nest of lists, tuples and dicts holds tensors alone."""
+    try:
+        recursively_apply(lambda x: x, nest, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:

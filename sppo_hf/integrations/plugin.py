@@ -118,7 +118,9 @@ class SPPOPlugin(ParallelismConfig):
             UnsupportedModelError: The model cannot be run chunk by chunk exactly.
             ConfigError: The model was converted before, with other settings.
         """
-        convert_once(model, self)
+        # Groups of a launch on GPUs talk only there, and the model may not be there yet.
+        device = PartialState().device if self.config.pp_size > 1 else None
+        convert_once(model, self, device)
         return model
 
     def load_model(

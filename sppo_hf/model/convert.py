@@ -23,7 +23,7 @@ from sppo_hf.model.engine import Engine
 from sppo_hf.model.guard import check_family
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.rotary import hook_rotary, length_dependent_rotaries
-from sppo_hf.model.stages import AbsentLayer
+from sppo_hf.model.stages import AbsentLayer, staged_model_of
 from sppo_hf.model.structure import find_causal_lm, find_parts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -87,7 +87,8 @@ def revert(model: ModelT) -> ModelT:
     """Undo `convert`: the object has the attributes, hooks and forward it had before.
 
     Returns:
-        `model` itself; a model that is not converted is left alone.
+        `model` itself; a model that is not converted is left alone. One that was cut into stages
+        stays cut, and refuses to run until it is converted again.
     """
     causal_lm = find_causal_lm(model)
     conversion: _Conversion | None = causal_lm.__dict__.get(_ATTRIBUTE)
@@ -98,6 +99,9 @@ def revert(model: ModelT) -> ModelT:
     conversion.handles.clear()
     conversion.engine.enabled = False
     conversion.engine.close()
+    if staged_model_of(causal_lm) is not None:
+        # Only a part of the model is here, which its own forward would run without a word.
+        return model
     if causal_lm.__dict__.get("forward") is not conversion.stand_in:
         # Accelerate's mixed-precision wrapper (or another) stands around our forward. We cannot
         # take ours out of the middle; disabled, it passes every call on unchanged.

@@ -25,24 +25,13 @@ from sppo_hf.model.loss import ChunkedLoss
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.split_backward import DeferWeights, WeightGradients
 from sppo_hf.model.stages import StagedModel
+from sppo_hf.model.unit_graph import Inlet, UnitGraph, enter
 from sppo_hf.planning.partition import Bounds
 
 # B rows of a micro-batch, C tokens of a chunk, T tokens of the sequence, D model width.
 
 MakeSequence = Callable[..., Sequence]
 """Makes the sequence of (stage) for one micro-batch; takes Sequence's keywords that vary."""
-
-
-@dataclass(slots=True)
-class _Unit:
-    """What waits for a unit's backward."""
-
-    hidden: Tensor
-    """What the unit gave on, or what its loss was computed from."""
-    received: Tensor | None
-    """Leaf of what it was given; None where it began with tokens."""
-    loss: Tensor | None = None
-    """Sum of the chunk's losses, on the last stage, where it has labels."""
 
 
 @dataclass(slots=True)
@@ -56,7 +45,7 @@ class _MicroBatch:
     embedded_grad: Tensor | None = None
     due_chunk: int = 0
     """The chunk whose forward comes next."""
-    units: dict[int, _Unit] = field(default_factory=dict)
+    units: dict[int, UnitGraph] = field(default_factory=dict)
 
 
 class StageUnits:
@@ -134,12 +123,13 @@ class StageUnits:
         if chunk != running.due_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
         running.due_chunk += 1
-        unit = self._run_layers(stage, running, chunk, received)
+        hidden, inlet = self._run_layers(stage, running, chunk, received)
+        unit = UnitGraph.of(hidden, inlet)
+        given: Tensor | None = None
         if stage < self._staged.cut.num_stages - 1:
-            given: Tensor | None = unit.hidden.detach()
+            given = hidden.detach()
         else:
-            given = None
-            unit.loss = self._add_loss(micro_batch, chunk, unit.hidden)
+            unit.loss = self._add_loss(micro_batch, chunk, hidden)
         if torch.is_grad_enabled():
             running.units[chunk] = unit
         if chunk == len(self._bounds) - 1:
@@ -188,20 +178,18 @@ class StageUnits:
 
     def _run_layers(
         self, stage: int, running: _MicroBatch, chunk: int, received: Tensor | None
-    ) -> _Unit:
-        start, end = self._bounds[chunk]
-        inputs = running.slices.chunk(start, end)
-        leaf = None
+    ) -> tuple[Tensor, Inlet | None]:
+        """Run the stage's layers over a chunk; `[B, C, D]` and where its input's gradient comes."""
+        inputs = running.slices.chunk(*self._bounds[chunk])
+        inlet = None
         if received is not None:
-            leaf = received.detach().requires_grad_(torch.is_grad_enabled())
             for name in ("input_ids", "inputs_embeds"):
                 inputs.pop(name, None)
-            # Only for its shape and dtype: layers get the leaf itself, see `first_layer_input`.
+            # Only for its shape and dtype: layers get another one, see `first_layer_input`.
             inputs["inputs_embeds"] = received.detach()
+            self._received, inlet = enter(received)
         elif running.embedded is not None:
-            leaf = inputs["inputs_embeds"].detach().requires_grad_()
-            inputs["inputs_embeds"] = leaf
-        self._received = leaf if received is not None else None
+            inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
         self._enter(running.sequence)
         try:
             with self._staged.running(stage):
@@ -212,9 +200,9 @@ class StageUnits:
             self._received = self._given = None
         self._head.output_class = type(output)
         if stage == self._staged.cut.num_stages - 1:
-            return _Unit(output.last_hidden_state, leaf)
+            return output.last_hidden_state, inlet
         assert given is not None, "the last layer of a stage ran"
-        return _Unit(given, leaf)
+        return given, inlet
 
     def first_layer_input(self) -> Tensor | None:
         """What the first layer of the running stage must be given instead; None: what it gets.
@@ -273,39 +261,36 @@ class StageUnits:
             del self._running[stage, micro_batch]
         return given
 
-    def _run_backward(self, unit: _Unit, grad: Tensor | None, scale: Tensor) -> None:
-        hidden = unit.hidden
-        if not hidden.requires_grad:
+    def _run_backward(self, unit: UnitGraph, grad: Tensor | None, scale: Tensor) -> None:
+        if unit.end is None:
             return  # nothing up to here is trained
-        kind = hidden.device.type
         # Forward may run under autocast; a backward never does.
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(unit.device.type, enabled=False):
             if unit.loss is not None:
                 unit.loss.backward(scale.to(unit.loss))
             else:
                 # Without labels of its own, later chunks still left gradients for its keys.
-                torch.autograd.backward(hidden, torch.zeros_like(hidden) if grad is None else grad)
+                torch.autograd.backward(unit.end, unit.zeros() if grad is None else grad)
 
     def _gradient_of_input(
-        self, stage: int, running: _MicroBatch, chunk: int, unit: _Unit
+        self, stage: int, running: _MicroBatch, chunk: int, unit: UnitGraph
     ) -> Tensor | None:
         if stage > 0:
-            assert unit.received is not None, "a later stage received its input"
-            got = unit.received.grad
-            return torch.zeros_like(unit.received) if got is None else got
+            assert unit.inlet is not None, "a later stage received its input"
+            return unit.zeros() if unit.inlet.grad is None else unit.inlet.grad
         if running.embedded is not None:
             self._collect_embedding(running, chunk, unit)
         return None
 
-    def _collect_embedding(self, running: _MicroBatch, chunk: int, unit: _Unit) -> None:
+    def _collect_embedding(self, running: _MicroBatch, chunk: int, unit: UnitGraph) -> None:
         """Gather the embeddings' gradient; the last chunk to come sends it into the embedding."""
         assert running.embedded is not None, "tokens were embedded once"
-        assert unit.received is not None, "and chunks are slices of that"
+        assert unit.inlet is not None, "and chunks are slices of that"
         if running.embedded_grad is None:
             running.embedded_grad = torch.zeros_like(running.embedded)
         start, end = self._bounds[chunk]
-        if unit.received.grad is not None:
-            running.embedded_grad[:, start:end] = unit.received.grad
+        if unit.inlet.grad is not None:
+            running.embedded_grad[:, start:end] = unit.inlet.grad
         if chunk == 0:
             with torch.autocast(running.embedded.device.type, enabled=False):
                 running.embedded.backward(running.embedded_grad)

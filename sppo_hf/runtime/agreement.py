@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import PipelineError
-from sppo_hf.planning.partition import Bounds
 from sppo_hf.runtime.mesh import PipelineMesh
 
 _SHARED_SETTINGS = (
@@ -59,12 +59,19 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
             )
 
 
-def bounds_of_first(mesh: PipelineMesh, bounds: Bounds) -> Bounds:
-    """The chunks that the pipeline's first rank has chosen.
+ValueT = TypeVar("ValueT")
+
+
+def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
+    """What the pipeline's first rank has for a value that all ranks must have alike.
 
     Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
     some stages only, say, would balance chunks differently.
+
+    Args:
+        mesh: The ranks.
+        value: Can be pickled; that of the first rank counts.
     """
-    box: list[Bounds] = [bounds]
+    box: list[ValueT] = [value]
     dist.broadcast_object_list(box, mesh.world_rank(0), group=mesh.control)
     return box[0]

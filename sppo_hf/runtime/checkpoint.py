@@ -11,7 +11,6 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import distributed as dist
 from sppo_hf.errors import PipelineError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.runtime.checkpoint_marks import mark_complete, mark_incomplete
-from sppo_hf.runtime.mesh import PipelineMesh
+from sppo_hf.runtime.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
 _open: set[Path] = set()
@@ -79,7 +78,7 @@ def place_in(mesh: PipelineMesh) -> Place:
         mesh.pp_size,
         mesh.dp_size,
         everyone=_everyone(mesh),
-        pipeline=mesh.control,
+        pipeline=mesh.storage,
     )
 
 
@@ -88,7 +87,7 @@ def _everyone(mesh: PipelineMesh) -> Any:
     """All processes, on the CPU: saves gather numbers and names, which are there."""
     # Ranks write different amounts; the first to be done waits for the last for as long as a disk
     # may take.
-    return dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+    return dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,14 @@ They reach `.grad` only when the loss's own backward comes, multiplied by what t
 changed by (nothing, almost always). So a loss that is never run backward leaves no trace, gradients
 accumulate as always, and a gradient scaler may change its mind between steps.
 
-[Note: what is reduced] With replicas, gradients are averaged over them once per optimizer step, as
-DistributedDataParallel does. What earlier micro-steps have left in `.grad` is in the sum, so that
-it travels once. If the scale then turns out to have changed, the difference is reduced as well.
+[Note: what is reduced]
+With replicas, gradients are averaged over them once per optimizer step, as DistributedDataParallel
+does, and while the schedule still runs. What earlier micro-steps have left in `.grad` is in the
+sum, so that it travels once. This takes for granted that nobody touches `.grad` between forward and
+backward, and that the loss's gradient is what it was the last time, on all replicas. Where that
+turns out wrong (`zero_grad` in between, two forwards before a backward, a loss that each replica
+weighs differently), what was reduced is dropped, and the sum of what is in `.grad` by then and this
+step's own gradients is averaged instead: exact too, without the overlap. Replicas agree on which.
 """
 
 from __future__ import annotations
@@ -32,10 +37,11 @@ class StepGradients:
         """Set what `.grad` holds aside; from here on it collects this step's gradients alone."""
         self._parameters = [p for p in parameters if p.requires_grad]
         self._earlier = [p.grad for p in self._parameters]
+        self._versions = [_version(grad) for grad in self._earlier]
         self._own: list[Tensor | None] = []
         self._reduced: dict[int, Tensor] = {}
         self._buckets: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
-        self._group: Any = None
+        self._replicas: Replicas | None = None
         self._taken = False
         for parameter in self._parameters:
             parameter.grad = None
@@ -46,11 +52,7 @@ class StepGradients:
         if self._taken:
             return
         self._taken = True
-        # What was reduced with nothing beside it is not needed a second time.
-        self._own = [
-            None if id(p) in self._reduced and earlier is None else p.grad
-            for p, earlier in zip(self._parameters, self._earlier, strict=True)
-        ]
+        self._own = [p.grad for p in self._parameters]
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             parameter.grad = earlier
 
@@ -61,29 +63,23 @@ class StepGradients:
             parameter.grad = earlier
         self._taken = True
 
-    def start_reducing(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        """Start averaging over `group` the gradients of `parameters`, whose backward is done.
+    def start_reducing(self, parameters: Sequence[nn.Parameter], replicas: Replicas) -> None:
+        """Start averaging over replicas the gradients of `parameters`, whose backward is done.
 
         Args:
             parameters: Some of those trained here.
-            group: Ranks with the same parameters.
+            replicas: Ranks with the same parameters.
         """
-        self._group = group
+        self._replicas = replicas
         earlier = {id(p): g for p, g in zip(self._parameters, self._earlier, strict=True)}
         for bucket in _buckets([p for p in parameters if id(p) in earlier]):
             flat = torch.cat([_sum(p, p.grad, earlier[id(p)]).reshape(-1) for p in bucket])
-            flat /= dist.get_world_size(group)
-            work = dist.all_reduce(flat, group=group, async_op=True)
-            self._buckets.append((work, flat, bucket))
+            self._buckets.append((replicas.average(flat), flat, bucket))
 
     def _wait(self) -> None:
         for work, flat, bucket in self._buckets:
             work.wait()
-            offset = 0
-            for parameter in bucket:
-                size = parameter.numel()
-                self._reduced[id(parameter)] = flat[offset : offset + size].view_as(parameter)
-                offset += size
+            self._reduced |= _cut(flat, bucket)
         self._buckets.clear()
 
     def add_shared(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
@@ -103,25 +99,58 @@ class StepGradients:
         Args:
             factor: Gradient of the loss now, over the one that the schedule ran with.
         """
-        places = zip(self._parameters, self._own, self._earlier, strict=True)
-        for parameter, own, earlier in places:
-            total = self._reduced.get(id(parameter))
-            if total is None:
-                _add(parameter, own if own is None or factor == 1.0 else own.mul_(factor))
-            elif factor == 1.0:
+        reduced, replicas = self._reduced, self._replicas
+        if replicas is not None and not replicas.all_true(factor == 1.0 and self._untouched()):
+            reduced = self._reduce_again(factor, replicas)
+        for parameter, own in zip(self._parameters, self._own, strict=True):
+            total = reduced.get(id(parameter))
+            if total is not None:
                 parameter.grad = total
-            elif earlier is None:
-                parameter.grad = total.mul_(factor)
-            else:
-                parameter.grad = total.add_(self._average(parameter, own), alpha=factor - 1.0)
+            elif own is not None:
+                _add(parameter, own if factor == 1.0 else own.mul_(factor))
         self._parameters, self._own, self._earlier, self._reduced = [], [], [], {}
 
-    def _average(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
-        """This step's gradient alone, averaged: rarely needed, so without overlap."""
-        flat = _sum(parameter, own, None).clone()
+    def _untouched(self) -> bool:
+        """Whether `.grad` is what it was when forward began."""
+        places = zip(self._parameters, self._earlier, self._versions, strict=True)
+        return all(p.grad is grad and _version(grad) == version for p, grad, version in places)
+
+    def _reduce_again(self, factor: float, replicas: Replicas) -> dict[int, Tensor]:
+        """What `.grad` must become; see [Note: what is reduced]."""
+        own = {id(p): g for p, g in zip(self._parameters, self._own, strict=True)}
+        parameters = [p for p in self._parameters if id(p) in self._reduced]
+        self._reduced = {}
+        found: dict[int, Tensor] = {}
+        for bucket in _buckets(parameters):
+            parts = []
+            for parameter in bucket:
+                grad = own.pop(id(parameter))
+                grad = None if grad is None else grad * factor
+                parts.append(_sum(parameter, grad, parameter.grad).reshape(-1))
+            flat = torch.cat(parts)
+            replicas.average(flat).wait()
+            found |= _cut(flat, bucket)
+        return found
+
+
+class Replicas:
+    """The ranks that hold the same stages of other pipelines."""
+
+    def __init__(self, group: Any, control: Any) -> None:
+        """Wrap the groups for gradients, and for a few numbers on the CPU."""
+        self._group = group
+        self._control = control
+
+    def average(self, flat: Tensor) -> Any:
+        """Start averaging in place; wait for what is returned."""
         flat /= dist.get_world_size(self._group)
-        dist.all_reduce(flat, group=self._group)
-        return flat
+        return dist.all_reduce(flat, group=self._group, async_op=True)
+
+    def all_true(self, value: bool) -> bool:
+        """Whether all ranks say so; every rank asks at the same moments."""
+        answer = torch.tensor(int(value))
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._control)
+        return bool(answer.item())
 
 
 class PipelineLoss(torch.autograd.Function):
@@ -170,6 +199,16 @@ def _sum(parameter: nn.Parameter, own: Tensor | None, earlier: Tensor | None) ->
     if own is None or earlier is None:
         return own if own is not None else earlier  # type: ignore[return-value]
     return own + earlier
+
+
+def _version(grad: Tensor | None) -> int | None:
+    return None if grad is None else grad._version
+
+
+def _cut(flat: Tensor, bucket: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+    """The parts of a bucket, by the parameters' identity."""
+    parts = flat.split([p.numel() for p in bucket])
+    return {id(p): part.view_as(p) for p, part in zip(bucket, parts, strict=True)}
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -20,6 +20,9 @@ from torch import distributed as dist
 
 from sppo_hf.errors import ConfigError
 
+STORAGE_TIMEOUT = timedelta(hours=2)
+"""How much later than another a rank may be done with writing its files."""
+
 
 @dataclass(frozen=True, eq=False)
 class PipelineMesh:
@@ -34,8 +37,12 @@ class PipelineMesh:
     """All ranks of this pipeline."""
     control: Any = field(repr=False)
     """The same, for a few numbers on the CPU."""
+    storage: Any = field(repr=False)
+    """The same again, for what waits for slow disks."""
     replicas: Any = field(repr=False)
     """The ranks that hold the same stages; None where there is one pipeline."""
+    replicas_control: Any = field(repr=False)
+    """The same, for a few numbers on the CPU."""
     ends: Any = field(repr=False)
     """First and last rank of this pipeline, which share tied embeddings; None on others."""
     links: dict[tuple[int, int], Any] = field(repr=False)
@@ -88,7 +95,7 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
     dp_size, rank = world // pp_size, dist.get_rank()
     dp_rank, pp_rank = divmod(rank, pp_size)
     timeout = timedelta(seconds=timeout_seconds)
-    mine: dict[str, Any] = {"replicas": None, "ends": None}
+    mine: dict[str, Any] = {"replicas": None, "replicas_control": None, "ends": None}
     links: dict[tuple[int, int], Any] = {}
     for replica in range(dp_size):
         ranks = [replica * pp_size + stage for stage in range(pp_size)]
@@ -96,6 +103,7 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
         made = {
             "pipeline": dist.new_group(ranks, timeout=timeout),
             "control": dist.new_group(ranks, timeout=timeout, backend="gloo"),
+            "storage": dist.new_group(ranks, timeout=max(timeout, STORAGE_TIMEOUT), backend="gloo"),
             "ends": dist.new_group(sorted({ranks[0], ranks[-1]}), timeout=timeout),
         }
         if here:
@@ -109,9 +117,12 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
     if dp_size > 1:
         for stage in range(pp_size):
             ranks = [replica * pp_size + stage for replica in range(dp_size)]
-            group = dist.new_group(ranks, timeout=timeout)
+            made = {
+                "replicas": dist.new_group(ranks, timeout=timeout),
+                "replicas_control": dist.new_group(ranks, timeout=timeout, backend="gloo"),
+            }
             if stage == pp_rank:
-                mine["replicas"] = group
+                mine |= made
     if pp_rank not in (0, pp_size - 1):
         mine["ends"] = None
     mesh = PipelineMesh(
@@ -123,16 +134,19 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
         links=links,
         **mine,
     )
-    _try_links(mesh)
+    _try_groups(mesh)
     return mesh
 
 
-def _try_links(mesh: PipelineMesh) -> None:
-    """Send one number over every link, in an order that all ranks share.
+def _try_groups(mesh: PipelineMesh) -> None:
+    """Send one number over every link and through every group, in an order that all ranks share.
 
-    NCCL sets a link up when it is first used, and both ends wait for each other then; within a
-    schedule that would stall the first step, and here a link that does not work is found at once.
+    NCCL sets a group up when it is first used, and its ranks wait for each other then; within a
+    schedule that would stall the first step, and here one that does not work is found at once.
     """
+    for group in (mesh.pipeline, mesh.ends, mesh.replicas):
+        if group is not None:
+            dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
     for source, target in sorted(mesh.links):
         number = torch.ones(1, device=mesh.device)
         group = mesh.links[source, target]

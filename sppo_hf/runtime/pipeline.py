@@ -36,7 +36,6 @@ BALANCE_TOKENS = 32_768
 """Length of the sequences that stages are balanced for; the longer, the less the head weighs."""
 
 
-@functools.cache
 def shared_mesh(pp_size: int, device: torch.device, timeout_seconds: int) -> PipelineMesh:
     """The mesh of this process, formed once: groups are a launch's, not a model's.
 
@@ -44,7 +43,8 @@ def shared_mesh(pp_size: int, device: torch.device, timeout_seconds: int) -> Pip
         ConfigError: There is no launch, or its size is no multiple of `pp_size`.
     """
     _check_launch(pp_size)
-    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds)
+    # Groups end with the launch's own, which a process may leave and form anew.
+    return _mesh(pp_size, device, timeout_seconds, dist.group.WORLD)
 
 
 def _check_launch(pp_size: int) -> None:
@@ -57,9 +57,16 @@ def _check_launch(pp_size: int) -> None:
 
 
 @functools.cache
+def _mesh(pp_size: int, device: torch.device, timeout_seconds: int, _: Any) -> PipelineMesh:
+    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds)
+
+
+@functools.cache
 def _shared_watchdog(mesh: PipelineMesh, timeout_seconds: int) -> Watchdog:
     everyone = range(mesh.pp_size * mesh.dp_size)
-    return Watchdog(dist.get_rank(), everyone, timeout_seconds=timeout_seconds)
+    watchdog = Watchdog(dist.get_rank(), everyone, timeout_seconds=timeout_seconds)
+    watchdog.watch_exit()
+    return watchdog
 
 
 def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:

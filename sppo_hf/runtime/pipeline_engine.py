@@ -34,13 +34,14 @@ from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.runtime.agreement import agree, settings_number
 from sppo_hf.runtime.executor import Done, Executor
-from sppo_hf.runtime.gradients import PipelineLoss, StepGradients
+from sppo_hf.runtime.gradients import PipelineLoss, Replicas, StepGradients
 from sppo_hf.runtime.mesh import PipelineMesh
-from sppo_hf.runtime.schedules import StepSchedule, step_schedule
-from sppo_hf.runtime.stage_plans import StagePlans
+from sppo_hf.runtime.schedules import StepSchedule, check_size, step_schedule
+from sppo_hf.runtime.stage_plans import BatchPlans, StagePlans
 from sppo_hf.runtime.step_watch import StepWatch
 from sppo_hf.runtime.transport import Transport
 from sppo_hf.runtime.watchdog import Watchdog
+from sppo_hf.schedule.generate import Size
 
 # B batch rows, C tokens of a chunk, D model width.
 
@@ -78,6 +79,9 @@ class PipelineEngine(Engine):
         """Whether gradients are reduced over replicas in this step: not while they accumulate."""
         self.executed: list[Done] = []
         """What this rank did in the last step, and when."""
+        self.loss_scaler: Any = None
+        """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
+        self._replicas = Replicas(mesh.replicas, mesh.replicas_control)
         self._stage_plans = StagePlans(self)
         self._scale = 1.0
         self._steps = 0
@@ -105,6 +109,12 @@ class PipelineEngine(Engine):
         """
         if self.running is not None:
             return self.original_forward(*args, **kwargs)
+        if not self.enabled:
+            raise UnsupportedModelError(
+                f"{self.parts.name} was cut into stages and then reverted, so only a part of it is "
+                "here, which cannot run by itself. Remedy: plugin.convert(model) again, or save it "
+                "and load the checkpoint without SPPO."
+            )
         call = read_call(self.parts, self.original_forward, args, kwargs)
         self._refuse(call)
         if torch.is_grad_enabled():
@@ -121,6 +131,18 @@ class PipelineEngine(Engine):
         )
         output = self._run_guarded(call, layout)
         return output if call.return_dict else output.to_tuple()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineEngine:
+        """Refuse copies: only a part of the model is here.
+
+        Raises:
+            UnsupportedModelError: Always.
+        """
+        raise UnsupportedModelError(
+            f"{self.parts.name} is cut into stages, so a copy of it (as a reference model, or for "
+            "averaged weights) would be a copy of one part that nothing runs. Allowed with "
+            "pp_size > 1: one model. Remedy: train with pp_size=1, or without the copy."
+        )
 
     def _refuse(self, call: ForwardCall) -> None:
         name = self.parts.name
@@ -158,6 +180,8 @@ class PipelineEngine(Engine):
             return self._run(call, layout)
         except BaseException as error:
             self.watchdog.report(error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt, which is nobody's failure
             reason = self.watchdog.explain(error)
             if reason is error and isinstance(error, RuntimeError):
                 # A collective that broke off; actions have been named by the executor.
@@ -185,11 +209,15 @@ class PipelineEngine(Engine):
         step = step_schedule(
             self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
         )
+        if self._steps == 1:
+            # Later batches may be short: the last one of an epoch, or one with much padding. They
+            # run, with more idle time.
+            check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
         watch = StepWatch(self, call, step, began)
         units = self._make_units(call, layout, bounds, rows, plans, step)
         gradients = StepGradients(self.parts.causal_lm.parameters()) if training else None
         try:
-            self._execute(call, step, units, bounds, rows, gradients, watch)
+            self._execute(call, step, plans, units, bounds, rows, gradients, watch)
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)
         except BaseException:
@@ -211,6 +239,7 @@ class PipelineEngine(Engine):
             "used tokens": layout.used_tokens,
             # With the layout, the only read from the device before the first chunk.
             "sum of input_ids": 0 if ids is None else int(ids.sum()),
+            "sum of labels": 0 if call.shift_labels is None else int(call.shift_labels.sum()),
             "training": int(torch.is_grad_enabled()),
             "settings": settings_number(self.config),
         }
@@ -222,7 +251,7 @@ class PipelineEngine(Engine):
         layout: BatchLayout,
         bounds: Bounds,
         rows: list[tuple[int, int]],
-        plans: Any,
+        plans: BatchPlans,
         step: StepSchedule,
     ) -> StageUnits:
         cut = self.staged.cut
@@ -271,6 +300,7 @@ class PipelineEngine(Engine):
         self,
         call: ForwardCall,
         step: StepSchedule,
+        plans: BatchPlans,
         units: StageUnits,
         bounds: Bounds,
         rows: list[tuple[int, int]],
@@ -286,7 +316,7 @@ class PipelineEngine(Engine):
 
         def reduce(stage: int) -> None:
             assert gradients is not None, "only a training step reduces"
-            gradients.start_reducing(self._parameters_of(stage), self.mesh.replicas)
+            gradients.start_reducing(self._parameters_of(stage), self._replicas)
 
         self.executed = Executor(
             step.schedule,
@@ -294,7 +324,7 @@ class PipelineEngine(Engine):
             units,
             Transport(self.mesh),
             shapes=shape,
-            dtype=self.parts.causal_lm.dtype,
+            dtype=plans.dtype,
             scale=self._gradient_of_sum(call),
             reduce=reduce,
             on_action=watch.action,
@@ -305,7 +335,7 @@ class PipelineEngine(Engine):
         if shared and self.mesh.ends is not None:
             gradients.add_shared(shared, self.mesh.ends)
         if shared and reduces:
-            gradients.start_reducing(shared, self.mesh.replicas)
+            gradients.start_reducing(shared, self._replicas)
         gradients.take()
 
     def shared_parameters(self) -> list[nn.Parameter]:
@@ -335,9 +365,20 @@ class PipelineEngine(Engine):
     def _gradient_of_sum(self, call: ForwardCall) -> Tensor:
         """What the schedule takes for the gradient of the loss's sum: as the last time, `[]`."""
         count, divisor = self._count_and_divisor(call)
-        wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
-        scale = self._scale / divisor.to(wide)
+        scale = self._expected_gradient().to(divisor.device) / divisor
         return torch.where(count > 0, scale, torch.zeros_like(scale))
+
+    def _expected_gradient(self) -> Tensor:
+        """What gradient of the loss is expected, `[]`: the last one, at the scaler's scale now."""
+        wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
+        return torch.as_tensor(self._scale * self._scaler_scale(), dtype=wide)
+
+    def _scaler_scale(self) -> Tensor | float:
+        scaler = self.loss_scaler
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        # A number on the device, which the scaler makes when it first scales a loss.
+        return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _loss_value(
         self, call: ForwardCall, units: StageUnits, gradients: StepGradients | None
@@ -352,13 +393,13 @@ class PipelineEngine(Engine):
         loss = divide_loss(total, *self._count_and_divisor(call))
         if gradients is None:
             return loss
-        ran_with = self._scale
+        ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
 
         def apply(grad: float) -> None:
-            gradients.apply(grad / ran_with)
+            gradients.apply(grad / float(ran_with))
             # A scale of zero, or one that overflowed, is nothing to go on with.
             if grad != 0.0 and math.isfinite(grad):
-                self._scale = grad
+                self._scale = grad / float(scaled_by)
 
         anchor = torch.zeros((), device=total.device, requires_grad=True)
         return PipelineLoss.apply(loss, anchor, apply)

@@ -26,6 +26,8 @@ class StepSchedule:
     """Whether backward comes in two halves."""
     reduces: bool
     """Whether gradients are reduced over replicas."""
+    virtual: int
+    """Stages of each rank."""
 
 
 def schedule_name(config: SPPOConfig) -> str:
@@ -49,13 +51,9 @@ def step_schedule(
         chunks: Of each.
         forward_only: Whether nothing is run backward.
         reduce: Whether gradients are reduced over replicas.
-
-    Raises:
-        ConfigError: The schedule needs more units than there are.
     """
     name = schedule_name(config)
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    check_size(name, size)
     return _make(name, size, forward_only, reduce)
 
 
@@ -83,4 +81,6 @@ def _make(name: str, size: Size, forward_only: bool, reduce: bool) -> StepSchedu
     else:
         lowered = lower(made, reduce=reduce)
     splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
-    return StepSchedule(name, lowered, splits=splits, reduces=reduce and not forward_only)
+    return StepSchedule(
+        name, lowered, splits=splits, reduces=reduce and not forward_only, virtual=size.num_virtual
+    )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sppo_hf.model.facts import device_facts, dtype_name
+from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.stage_plan import pipeline_bounds, stage_shape
-from sppo_hf.runtime.agreement import bounds_of_first
+from sppo_hf.runtime.agreement import first_rank_says
 from sppo_hf.runtime.schedules import schedule_name
 from sppo_hf.schedule.formulas import peak_units
 from sppo_hf.schedule.generate import Size
@@ -27,6 +29,8 @@ class BatchPlans:
 
     bounds: Bounds
     """The chunks, the same on all ranks."""
+    dtype: torch.dtype
+    """Of hidden states between stages: the embedding's."""
     by_stage: dict[int, Plan]
     """Of each stage of this rank."""
 
@@ -38,7 +42,9 @@ class StagePlans:
         """Hold none yet."""
         self._engine = engine
         self._made: dict[tuple[Any, ...], BatchPlans] = {}
+        self._shared: dict[tuple[Any, ...], tuple[Bounds, torch.dtype]] = {}
         self._warned: set[str] = set()
+        self._accumulates = False
 
     def get(
         self, rows: int, total_tokens: int, device: torch.device, *, micro_batches: int
@@ -50,34 +56,58 @@ class StagePlans:
             BudgetError: A budget cannot hold what it must.
         """
         training = torch.is_grad_enabled()
-        key = (rows, total_tokens, micro_batches, training, device.type)
+        self._accumulates |= training and self._holds_gradients_twice()
+        shape = (rows, total_tokens, micro_batches, training, device.type)
+        if shape not in self._shared:
+            self._shared[shape] = self._share(total_tokens, device, micro_batches)
+        key = (*shape, self._accumulates)
         if key not in self._made:
-            self._made[key] = self._make(rows, total_tokens, device, micro_batches, training)
+            bounds, dtype = self._shared[shape]
+            plans = self._make(rows, total_tokens, device, micro_batches, training, bounds)
+            self._made[key] = BatchPlans(bounds, dtype, plans)
         return self._made[key]
 
-    def _make(
-        self, rows: int, total_tokens: int, device: torch.device, micro_batches: int, training: bool
-    ) -> BatchPlans:
+    def _share(
+        self, total_tokens: int, device: torch.device, micro_batches: int
+    ) -> tuple[Bounds, torch.dtype]:
+        """Chunks and dtype of messages, on which all ranks agree; all ask for them at once."""
         engine = self._engine
-        config, cut = engine.config, engine.staged.cut
-        whole = engine.shape()
         bounds = pipeline_bounds(
-            config,
-            whole,
+            engine.config,
+            engine.shape(),
             total_tokens,
-            stages=config.pp_size,
+            stages=engine.config.pp_size,
             micro_batches=micro_batches,
             device_kind=device.type,
         )
-        bounds = bounds_of_first(engine.mesh, bounds)
+        return first_rank_says(engine.mesh, (bounds, engine.parts.causal_lm.dtype))
+
+    def _holds_gradients_twice(self) -> bool:
+        """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
+        parameters = self._engine.parts.causal_lm.parameters()
+        return self._engine.mesh.dp_size > 1 or any(p.grad is not None for p in parameters)
+
+    def _make(
+        self,
+        rows: int,
+        total_tokens: int,
+        device: torch.device,
+        micro_batches: int,
+        training: bool,
+        bounds: Bounds,
+    ) -> dict[int, Plan]:
+        engine = self._engine
+        config, cut = engine.config, engine.staged.cut
+        whole = engine.shape()
         alive = self._alive(micro_batches, len(bounds)) if training else 1.0
         backend, reason = engine.plans.describe_backends(whole, device)
+        facts = device_facts(device, config)
         plans = {}
         for stage in cut.own:
             plans[stage] = make_plan(
                 config,
                 stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1),
-                device=device_facts(device, config),
+                device=facts,
                 backend_name=backend,
                 backend_reason=reason,
                 batch_rows=rows,
@@ -86,10 +116,13 @@ class StagePlans:
                 dtype_name=dtype_name(engine.parts),
                 bounds=bounds,
                 alive=alive * len(cut.own),
+                accumulates=training and self._accumulates,
             )
             self._announce(stage, plans[stage])
-            engine.room.prepare(device, plans[stage], batches=max(1, round(alive + 0.5)))
-        return BatchPlans(bounds, plans)
+            # Each plan has a share of the budgets, and one pool serves them all.
+            pool = replace(plans[stage], budgets=read_budgets(config, facts))
+            engine.room.prepare(device, pool, batches=max(1, math.ceil(alive)))
+        return plans
 
     def _announce(self, stage: int, plan: Plan) -> None:
         for warning in plan.warnings:

@@ -10,6 +10,7 @@ Knows nothing of schedules or models; what a rank is doing is told to it as text
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -62,6 +63,7 @@ class Watchdog:
         self.activity = "starting"
         """What this rank does."""
         self._failure: str | None = None
+        self._failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sppo-watchdog", daemon=True)
         self._thread.start()
@@ -72,7 +74,9 @@ class Watchdog:
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed."""
-        text = f"rank {self._rank} failed while {self.activity}: {error}"
+        self._failed = True
+        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        text = f"rank {self._rank} failed while {self.activity}: {words}"
         try:
             # The first one to fail is the one to blame: what follows is its consequence.
             self._store.compare_set("sppo/failed", "", text)
@@ -91,12 +95,30 @@ class Watchdog:
             time.sleep(0.1)
         return error
 
+    def watch_exit(self) -> None:
+        """Tell the others how this process ends: in order, or by which error.
+
+        What is raised outside of a step (by the optimizer, the data, a save) is else only seen by
+        its own rank, while the others wait for it.
+        """
+        atexit.register(self.close)
+        before = sys.excepthook
+
+        def tell(kind: Any, error: Any, traceback: Any) -> None:
+            if not self._failed:
+                self.report(error)
+            before(kind, error, traceback)
+
+        sys.excepthook = tell
+
     def close(self) -> None:
-        """Stop watching; the others are told that this rank left in order."""
+        """Stop watching; the others are told that this rank left in order, if it did not fail."""
         if self._stop.is_set():
             return
         self._stop.set()
         self._thread.join(timeout=5)
+        if self._failed:
+            return
         try:
             self._store.set(f"sppo/alive/{self._rank}", "left")
         except (RuntimeError, OSError):
@@ -121,6 +143,8 @@ class Watchdog:
                 failure = self._told() or self._silent(seen)
                 lost_store = None
             except (RuntimeError, OSError) as error:
+                if any(value == b"left" for value, _ in seen.values()):
+                    return  # the one that held the store has left in order: all are about to
                 lost_store = lost_store or time.monotonic()
                 failure = None
                 if time.monotonic() - lost_store > self._timeout / 2:

@@ -111,12 +111,22 @@ def test_a_raw_loop(tmp_path: Path):
 
 
 @pytest.mark.process
-def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path):
-    said = run_job({"kind": "refusals", "settings": PIPELINE}, 2, tmp_path)["said"]
+def test_what_a_pipeline_cannot_do_is_refused_and_ranks_see_the_same(tmp_path: Path):
+    seen = run_job({"kind": "refusals", "settings": PIPELINE}, 2, tmp_path)
+    said = seen["said"]
     assert "generate" in said["generate"]
     assert "without labels" in said["generate"]
     assert "without labels" in said["logits"]
     assert "output_hidden_states" in said["hidden"]
+    assert "would be a copy of one part" in said["copy"]
+    assert "dispatch_batches=True" in said["dispatch"]
+    assert "auto_find_batch_size=True" in said["search"]
+    assert "include_num_input_tokens_seen='all'" in said["count"]
+    assert "was cut into stages and then reverted" in said["reverted"]
+    first, second = seen["orders"][:8], seen["orders"][8:]
+    assert first == second
+    assert [row for batch in first for row in batch] != list(range(16))
+    assert seen["metrics"] == ["a", "b"]
 
 
 @pytest.mark.process
@@ -127,6 +137,8 @@ def test_stages_agree_on_an_overflow(tmp_path: Path):
     assert first == second
     assert all(a != b for a, b in zip(second, third, strict=True))
     assert result["scales"] == [[1024.0, 1024.0], [512.0, 512.0], [512.0, 512.0]]
+    # The schedule ran at the scaler's own scale from the first step on.
+    assert result["unscaled"] == 1.0
     assert result["losses"][1] == result["losses"][2] < result["losses"][0]
 
 
@@ -150,7 +162,9 @@ def test_foreign_parameters_leave_the_optimizer_and_groups_stay():
 
 
 def test_gathered_metrics_are_taken_once_per_pipeline():
-    mesh = PipelineMesh(2, 2, 0, 0, torch.device("cpu"), None, None, None, None, {})
+    mesh = PipelineMesh(
+        *(2, 2, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
+    )
     gathered = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3])
     assert once_per_pipeline(mesh, gathered).tolist() == [0, 1, 2, 3]
     assert once_per_pipeline(mesh, {"a": (gathered,)})["a"][0].tolist() == [0, 1, 2, 3]

@@ -10,6 +10,7 @@ process.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -19,12 +20,20 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    gather_object,
+)
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
+from sppo_hf.model.convert import get_engine
+from sppo_hf.runtime.pipeline_engine import PipelineEngine
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 
@@ -115,10 +124,26 @@ def collect_refusals(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str
     accelerator = Accelerator(cpu=True, parallelism_config=plugin)
     model = accelerator.prepare(make_model())
     ids = make_rows(1)[0]["input_ids"][None]
+    dispatching = Accelerator(
+        cpu=True,
+        parallelism_config=plugin,
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
+    )
+
+    def make_trainer(**arguments: Any) -> Trainer:
+        args = make_arguments(job["folder"], parallelism_config=plugin, **arguments)
+        return Trainer(make_model(), args, train_dataset=make_rows(4))
+
+    assert plugin is not None
     calls = {
         "generate": lambda: model.generate(ids, max_new_tokens=2),
         "logits": lambda: model(ids),
         "hidden": lambda: model(ids, labels=ids, output_hidden_states=True),
+        "copy": lambda: copy.deepcopy(model),
+        "dispatch": lambda: dispatching.prepare(DataLoader(range(4))),
+        "search": lambda: make_trainer(auto_find_batch_size=True),
+        "count": lambda: make_trainer(include_num_input_tokens_seen="all"),
+        "reverted": lambda: plugin.revert(model)(ids, labels=ids),
     }
     said = {}
     for name, call in calls.items():
@@ -126,7 +151,12 @@ def collect_refusals(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str
             call()
         except SPPOError as error:
             said[name] = f"{type(error).__name__}: {error}"
-    return {"said": said, "rank": accelerator.process_index}
+    # Ranks that nobody seeded still shuffle alike, and metrics that are no tensors count once.
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(16), batch_size=2, shuffle=True))
+    orders = gather_object([batch.tolist() for batch in loader])
+    metrics = accelerator.gather_for_metrics(["a", "b"], use_gather_object=True)
+    return {"said": said, "orders": orders, "metrics": metrics, "rank": accelerator.process_index}
 
 
 def overflow_one_stage(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
@@ -149,7 +179,15 @@ def overflow_one_stage(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
         local = sum(p.detach().abs().sum() for p in model.parameters())
         sums.append(accelerator.gather(local[None]).tolist())
         scales.append(accelerator.gather(torch.tensor([accelerator.scaler.get_scale()])).tolist())
-    return {"sums": sums, "scales": scales, "losses": losses, "rank": accelerator.process_index}
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
+    return {
+        "sums": sums,
+        "scales": scales,
+        "losses": losses,
+        "unscaled": engine._scale,
+        "rank": accelerator.process_index,
+    }
 
 
 def _sums(accelerator: Accelerator, model: nn.Module) -> dict[str, float]:

@@ -39,7 +39,7 @@ FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe"
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no other rank to agree on chunks with."""
-    monkeypatch.setattr("sppo_hf.runtime.stage_plans.bounds_of_first", lambda _, bounds: bounds)
+    monkeypatch.setattr("sppo_hf.runtime.stage_plans.first_rank_says", lambda _, value: value)
 
 
 class Stage:
@@ -50,7 +50,15 @@ class Stage:
         parts = find_parts(model)
         self.model = model
         self.staged = StagedModel(parts, choose_cut(parts, config, rank))
-        mesh = SimpleNamespace(pp_size=2, pp_rank=rank, dp_size=1, dp_rank=0, ends=None)
+        mesh = SimpleNamespace(
+            pp_size=2,
+            pp_rank=rank,
+            dp_size=1,
+            dp_rank=0,
+            ends=None,
+            replicas=None,
+            replicas_control=None,
+        )
         make = functools.partial(
             PipelineEngine,
             staged=self.staged,

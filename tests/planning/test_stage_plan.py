@@ -99,7 +99,7 @@ def test_a_stage_has_its_layers_and_the_last_the_head() -> None:
 def test_weights_are_there_once_and_the_rest_is_shared() -> None:
     budgets = Budgets(device=1000, host=600, disk=50)
     shared = shared_budgets(budgets, standing_bytes=400, alive=3.0)
-    assert shared == Budgets(device=600, host=200, disk=50)
+    assert shared == Budgets(device=600, host=200, disk=17)
     # What does not hold the weights does not hold a share either; the planner says so.
     assert shared_budgets(budgets, standing_bytes=1200, alive=3.0).device == 1000
 

@@ -9,7 +9,9 @@ from sppo_hf.runtime import agreement
 from sppo_hf.runtime.agreement import agree, settings_number
 from sppo_hf.runtime.mesh import PipelineMesh
 
-MESH = PipelineMesh(2, 1, 0, 0, torch.device("cpu"), None, None, None, None, {})
+MESH = PipelineMesh(
+    *(2, 1, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
+)
 
 
 def _other_rank_says(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:

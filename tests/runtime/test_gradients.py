@@ -14,25 +14,35 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.runtime import gradients as module
 from sppo_hf.errors import SPPOError
-from sppo_hf.runtime.gradients import PipelineLoss, StepGradients
+from sppo_hf.runtime import gradients as module
+from sppo_hf.runtime.gradients import PipelineLoss, Replicas, StepGradients
 
 OTHERS = 3.0
 AVERAGE = (1 + OTHERS) / 2
 
 
-class FakeReplicas:
-    """Two replicas, of which the other has `OTHERS` times our numbers."""
+class FakeReplicas(Replicas):
+    """Two replicas; the other has `OTHERS` times our numbers, and agrees with us if `agrees`."""
+
+    ReduceOp = torch.distributed.ReduceOp
 
     def __init__(self) -> None:
+        super().__init__("replicas", "control")
         self.reduced: list[int] = []
+        self.agrees = True
 
     def get_world_size(self, group: Any) -> int:
         assert group == "replicas"
         return 2
 
-    def all_reduce(self, tensor: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    def all_reduce(
+        self, tensor: Tensor, *, group: Any, async_op: bool = False, op: Any = None
+    ) -> Any:
+        if group == "control":
+            assert op == self.ReduceOp.MIN
+            tensor.mul_(int(self.agrees))
+            return None
         self.reduced.append(tensor.numel())
         if not async_op:
             tensor.mul_(1 + OTHERS)
@@ -128,7 +138,7 @@ def test_a_failed_schedule_leaves_no_trace(replicas: FakeReplicas) -> None:
     parameters = make(None, 5.0)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0)
-    step.start_reducing(parameters[:1], "replicas")
+    step.start_reducing(parameters[:1], replicas)
     step.abandon()
     assert values(parameters) == [None, 5.0]
 
@@ -140,13 +150,57 @@ def test_an_average_has_what_accumulated_and_this_step(
     parameters = make(None, 5.0, 5.0, None)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0, None, None)
-    step.start_reducing(parameters, "replicas")
+    step.start_reducing(parameters, replicas)
     step.take()
     assert values(parameters) == [None, 5.0, 5.0, None]
     assert replicas.reduced == [2 + 4 + 6 + 8], "one message for all"
     step.apply(factor)
     expected = [factor, 5.0 + 2.0 * factor, 5.0, 0.0]
     assert values(parameters) == [AVERAGE * one for one in expected]
+
+
+def test_zeroed_in_between_is_zero(replicas: FakeReplicas) -> None:
+    """`loss = model(...)`, then `zero_grad()`, then `backward()`: an older gradient is gone."""
+    parameters = make(5.0, 5.0)
+    step = StepGradients(parameters)
+    compute(parameters, 1.0, 1.0)
+    step.start_reducing(parameters, replicas)
+    step.take()
+    parameters[0].grad = None
+    assert parameters[1].grad is not None
+    parameters[1].grad.zero_()
+    step.apply(1.0)
+    assert values(parameters) == [AVERAGE, AVERAGE]
+
+
+def test_two_forwards_before_a_backward_add_up(replicas: FakeReplicas) -> None:
+    parameters = make(None)
+    steps = []
+    for own in (1.0, 10.0):
+        step = StepGradients(parameters)
+        compute(parameters, own)
+        step.start_reducing(parameters, replicas)
+        step.take()
+        steps.append(step)
+    steps[0].apply(1.0)
+    first = AVERAGE * 1.0
+    assert values(parameters) == [first]
+    steps[1].apply(1.0)
+    # What is averaged already is the same everywhere; the fake's other replica has three times it.
+    assert values(parameters) == [AVERAGE * (first + 10.0)]
+
+
+def test_replicas_that_do_not_agree_reduce_again(replicas: FakeReplicas) -> None:
+    """The other replica's loss has another scale, so what was reduced is of no use."""
+    parameters = make(5.0)
+    step = StepGradients(parameters)
+    compute(parameters, 1.0)
+    step.start_reducing(parameters, replicas)
+    step.take()
+    replicas.agrees = False
+    step.apply(1.0)
+    assert values(parameters) == [AVERAGE * 6.0]
+    assert len(replicas.reduced) == 2
 
 
 def test_a_step_without_reduction_and_one_with_it(replicas: FakeReplicas) -> None:
@@ -156,7 +210,7 @@ def test_a_step_without_reduction_and_one_with_it(replicas: FakeReplicas) -> Non
         step = StepGradients(parameters)
         compute(parameters, 1.0 + turn)
         if reduces:
-            step.start_reducing(parameters, "replicas")
+            step.start_reducing(parameters, replicas)
         step.take()
         step.apply(1.0)
         assert len(replicas.reduced) == int(reduces)
@@ -167,7 +221,7 @@ def test_some_reduced_and_some_not(replicas: FakeReplicas) -> None:
     parameters = make(None, None)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 1.0)
-    step.start_reducing(parameters[1:], "replicas")
+    step.start_reducing(parameters[1:], replicas)
     step.take()
     step.apply(2.0)
     assert values(parameters) == [2.0, 2.0 * AVERAGE]
@@ -178,7 +232,7 @@ def test_parameters_that_are_not_trained_here_are_not_sent(replicas: FakeReplica
     parameters[1].requires_grad_(False)
     step = StepGradients(parameters)
     parameters[0].grad = torch.ones_like(parameters[0])
-    step.start_reducing(parameters, "replicas")
+    step.start_reducing(parameters, replicas)
     assert replicas.reduced == [parameters[0].numel()]
 
 
@@ -191,7 +245,7 @@ def test_buckets_are_of_one_dtype_and_bounded(
     parameters[1] = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0, 3.0, 4.0)
-    step.start_reducing(parameters, "replicas")
+    step.start_reducing(parameters, replicas)
     step.take()
     step.apply(1.0)
     # 8 and 24 bytes fit into one, 32 more do not; float64 is apart.

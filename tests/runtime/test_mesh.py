@@ -34,7 +34,8 @@ def test_one_process_without_a_launch_is_told_how_to_start() -> None:
 
 
 def test_ranks_of_a_pipeline_are_neighbours() -> None:
-    groups = {"pipeline": None, "control": None, "replicas": None, "ends": None}
+    names = ("pipeline", "control", "storage", "replicas", "replicas_control", "ends")
+    groups = dict.fromkeys(names)
     cpu = torch.device("cpu")
     mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=cpu, links={}, **groups)
     assert [mesh.world_rank(rank) for rank in range(3)] == [3, 4, 5]

@@ -6,7 +6,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
-from sppo_hf.runtime.schedules import StepSchedule, schedule_name, step_schedule
+from sppo_hf.runtime.schedules import StepSchedule, check_size, schedule_name, step_schedule
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.validate import validate
@@ -63,11 +63,13 @@ def test_a_schedule_is_made_once_for_each_size() -> None:
 
 def test_too_few_units_for_interleaving_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        made("interleaved_seq1f1b", size=(1, 3), pp_size=4, pp_virtual_stages=2)
+        check_size("interleaved_seq1f1b", Size(4, 1, 3, 2))
     said = str(caught.value)
     for part in ("pp_schedule='interleaved_seq1f1b'", "pp_size=4", "1 micro-batches of 3 chunks"):
         assert part in said
     assert "Remedy" in said
-    made("interleaved_seq1f1b", size=(1, 4), pp_size=4, pp_virtual_stages=2)
-    # Other schedules only idle.
-    made("seq1f1b", size=(1, 1), pp_size=4)
+    check_size("interleaved_seq1f1b", Size(4, 1, 4, 2))
+    # Other schedules only idle, and so does this one where a later batch is short.
+    check_size("seq1f1b", Size(4, 1, 1))
+    step = made("interleaved_seq1f1b", size=(1, 3), pp_size=4, pp_virtual_stages=2)
+    validate(step.schedule)

@@ -125,7 +125,7 @@ def test_a_failure_is_told_to_the_others(launch: Launch) -> None:
     first._pause = second._pause = 0.02
     second.doing("in action 1F2")
     second.report(ValueError("a bad number"))
-    words = "rank 1 failed while in action 1F2: a bad number"
+    words = "rank 1 failed while in action 1F2: ValueError: a bad number"
     found = first.explain(RuntimeError("Connection closed by peer"))
     assert isinstance(found, PipelineError)
     assert str(found) == f"another rank of the launch failed: {words}"
@@ -137,7 +137,9 @@ def test_who_is_stuck_is_ended_by_anothers_failure(launch: Launch) -> None:
     second.doing("in forward 3")
     second.report(ValueError("a bad number"))
     assert eventually(lambda: 0 in launch.ended)
-    assert launch.ended[0].endswith("because rank 1 failed while in forward 3: a bad number")
+    assert launch.ended[0].endswith(
+        "because rank 1 failed while in forward 3: ValueError: a bad number"
+    )
     # Its own exception is on its way there.
     time.sleep(TIMEOUT)
     assert 1 not in launch.ended

@@ -1,0 +1,74 @@
+"""The two ends of a unit's graph, without the tensors that pass there.
+
+Frames decide where hidden states wait for a unit's backward. A leaf for what the unit was given, or
+a reference to what it gave on, would keep these on the device whatever the frames do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+# B rows of a micro-batch, C tokens of a chunk, D model width.
+
+
+@dataclass(slots=True)
+class Inlet:
+    """Where the gradient of what a unit was given arrives."""
+
+    grad: Tensor | None = None
+
+
+class _Enter(torch.autograd.Function):
+    """The beginning of a unit's graph, which holds none of what goes in."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, x: Tensor, inlet: Inlet) -> Tensor:  # type: ignore[override]
+        ctx.inlet = inlet
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.inlet.grad = grad
+        return None, None, None
+
+
+@dataclass(slots=True)
+class UnitGraph:
+    """What waits for a unit's backward."""
+
+    end: GradientEdge | None
+    """Of what the unit gave on, or its loss was computed from; None where nothing is trained."""
+    shape: torch.Size
+    """Of that, and of what it was given, `[B, C, D]`."""
+    dtype: torch.dtype
+    device: torch.device
+    inlet: Inlet | None
+    """For what it was given; None where it began with tokens."""
+    loss: Tensor | None = None
+    """Sum of the chunk's losses, on the last stage, where it has labels."""
+
+    @classmethod
+    def of(cls, hidden: Tensor, inlet: Inlet | None) -> UnitGraph:
+        """Note the ends of a graph that leads to `hidden`."""
+        end = get_gradient_edge(hidden) if hidden.requires_grad else None
+        return cls(end, hidden.shape, hidden.dtype, hidden.device, inlet)
+
+    def zeros(self) -> Tensor:
+        """No gradient, `[B, C, D]`."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def enter(x: Tensor) -> tuple[Tensor, Inlet | None]:
+    """`x` as the beginning of a graph, and where its gradient will be."""
+    if not torch.is_grad_enabled():
+        return x.detach(), None
+    inlet = Inlet()
+    anchor = torch.zeros((), device=x.device, requires_grad=True)
+    return _Enter.apply(anchor, x.detach(), inlet), inlet
