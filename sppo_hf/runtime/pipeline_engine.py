@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
+from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.engine import Engine, labelled_chunks
 from sppo_hf.model.fused import fused_tile
@@ -33,6 +32,7 @@ from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.runtime.agreement import agree, settings_number
+from sppo_hf.runtime.call_limits import refuse_call
 from sppo_hf.runtime.executor import Done, Executor
 from sppo_hf.runtime.gradients import PipelineLoss, Replicas, StepGradients
 from sppo_hf.runtime.mesh import PipelineMesh
@@ -116,7 +116,7 @@ class PipelineEngine(Engine):
                 "and load the checkpoint without SPPO."
             )
         call = read_call(self.parts, self.original_forward, args, kwargs)
-        self._refuse(call)
+        refuse_call(self.parts, self.config, call)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
@@ -143,35 +143,6 @@ class PipelineEngine(Engine):
             "averaged weights) would be a copy of one part that nothing runs. Allowed with "
             "pp_size > 1: one model. Remedy: train with pp_size=1, or without the copy."
         )
-
-    def _refuse(self, call: ForwardCall) -> None:
-        name = self.parts.name
-        if not call.has_labels:
-            raise ConfigError(
-                f"{name} is cut into {self.config.pp_size} stages (pp_size) and was called without "
-                "labels, as generate() and predictions of logits do. Allowed: calls with labels, "
-                "which return the loss. Remedy: pass labels; to generate, load the saved "
-                "checkpoint without SPPO; in the Trainer set prediction_loss_only=True, and leave "
-                "label_smoothing_factor and compute_loss_func out."
-            )
-        if call.head_arguments or self.parts.causal_lm.loss_function is not ForCausalLMLoss:
-            raise UnsupportedModelError(
-                f"{name} computes its loss outside the standard one for causal language models, "
-                "which a pipeline cannot take apart. Train it with pp_size=1."
-            )
-        if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
-            raise ConfigError(
-                "inputs_embeds that need a gradient would get it before the loss's backward, from "
-                "the first rank alone. Allowed with pp_size > 1: input_ids, or inputs_embeds that "
-                "need none. Remedy: inputs_embeds.detach(), or pp_size=1."
-            )
-        if self.config.return_logits:
-            raise ConfigError(
-                "return_logits=True collects the logits of whole sequences, which in a pipeline "
-                "are on its last rank alone. Allowed: return_logits=False with pp_size > 1. "
-                "Remedy: drop return_logits."
-            )
-        call.refuse_unsupported(name)
 
     def _run_guarded(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:
         self._steps += 1
