@@ -103,6 +103,29 @@ def test_evaluation_counts_every_row_once(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_early_stopping_and_predicted_losses(tmp_path: Path):
+    """Steps too large to learn: all ranks stop where one process does, and load the best model."""
+    arguments = {
+        "learning_rate": 0.5,
+        "max_steps": 20,
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+    }
+    job = {"kind": "ddp", "rows": 4, "arguments": arguments, "patience": 2, "predict": True}
+    ours = run_job({**job, "settings": PIPELINE}, 2, tmp_path / "two")
+    plain = run_job(job, 1, tmp_path / "one")
+    assert ours["steps"] == plain["steps"] < 20
+    assert ours["predicted_loss"] == pytest.approx(plain["predicted_loss"], abs=NEAR)
+    best = min(_series(plain, "eval_loss"))
+    assert ours["predicted_loss"] == pytest.approx(best, abs=NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_raw_loop(tmp_path: Path):
     job = {"kind": "raw"}
     ours = run_job({**job, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")

@@ -28,7 +28,7 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
@@ -62,10 +62,15 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     model = _lora(model) if job.get("lora") else model
     rows, eval_rows = make_rows(32), make_rows(job.get("eval_rows", 8), seed=2)
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=eval_rows)
+    if job.get("patience"):
+        trainer.add_callback(EarlyStoppingCallback(job["patience"]))
     trainer.train(resume_from_checkpoint=job.get("resume"))
+    predicted = trainer.predict(eval_rows).metrics if job.get("predict") else {}
     torch.save(args, Path(job["folder"]) / "training_args.bin")
     return {
         "history": trainer.state.log_history,
+        "steps": trainer.state.global_step,
+        "predicted_loss": predicted.get("test_loss"),
         "wrapper": type(trainer.model_wrapped).__name__,
         "weights": _sums(trainer.accelerator, trainer.model_wrapped),
         "rank": args.process_index,
