@@ -86,7 +86,8 @@ def summarise(trainer: Trainer, trained: TrainOutput, reloaded: nn.Module, **fac
     trainer.model.to("cpu")
     args, steps = trainer.args, trainer.state.global_step
     row_tokens = len(trainer.train_dataset[0]["input_ids"])
-    rows_per_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+    # Ranks of a pipeline share their rows.
+    rows_per_step = trainer.get_total_train_batch_size(args)
     seconds = trained.metrics["train_runtime"]
     return Report(
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else "CPU",
