@@ -65,7 +65,13 @@ class Contender:
         """
         if device == "cpu" and self.base in _FROM_AN_ACCELERATOR:
             return "it offloads from an accelerator, and there is none"
-        needed = {"liger-kernel": self.liger, "trl": self.base == "trl-offload", "peft": lora}
+        needed = {
+            "liger-kernel": self.liger,
+            # Its kernels are Triton's, which comes with PyTorch's builds for GPUs.
+            "triton": self.liger,
+            "trl": self.base == "trl-offload",
+            "peft": lora,
+        }
         for package, is_needed in needed.items():
             if is_needed and find_spec(package.replace("-", "_")) is None:
                 return f"{package} is not installed"

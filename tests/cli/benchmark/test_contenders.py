@@ -38,6 +38,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("plain").unavailable(lora=True, device="cuda") is None
     liger = parse("sppo-auto+liger").unavailable(lora=True, device="cuda")
     assert liger == "liger-kernel is not installed"
+    installed.add("liger_kernel")
+    liger = parse("plain+liger").unavailable(lora=True, device="cuda")
+    assert liger == "triton is not installed"
     assert parse("trl-offload").unavailable(lora=True, device="cuda") == "trl is not installed"
     installed.clear()
     assert parse("plain").unavailable(lora=True, device="cuda") == "peft is not installed"
