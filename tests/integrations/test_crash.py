@@ -61,7 +61,7 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_
     codes, logs, seconds = _kill_one_rank_in_training(tmp_path / "run")
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (None, 0), logs[0][-2000:]
-    assert seconds < 2 * TIMEOUT_SECONDS
+    assert seconds < TIMEOUT_SECONDS
     assert "PipelineError" in logs[0] or "sppo_hf: rank 0 ends" in logs[0]
 
     last = max(

@@ -61,6 +61,10 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     model = make_model(tie_word_embeddings=job.get("tied", False))
     model = _lora(model) if job.get("lora") else model
     rows, eval_rows = make_rows(32), make_rows(job.get("eval_rows", 8), seed=2)
+    if "eval_labels" in job:
+        for row in eval_rows:
+            row["labels"] = row["input_ids"].clone()
+            row["labels"][: -job["eval_labels"]] = -100
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=eval_rows)
     if job.get("patience"):
         trainer.add_callback(EarlyStoppingCallback(job["patience"]))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.integrations.pipeline import total_norm
 from sppo_hf.model.convert import get_engine, revert
 from sppo_hf.model.exactness import Gradients, parameter_errors, reference_attention
 from sppo_hf.model.float64 import float64_everywhere
@@ -157,7 +158,6 @@ def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[st
             error = 0.0 if both_nan else abs(mine - other) / abs(other)
             loss_error = max(loss_error, math.inf if math.isnan(error) else error)
     worst: tuple[float, str] = (0.0, "")
-    norms: list[float] = []
     twice: set[str] = set()
     missing: set[str] = set()
     for replica in range(replicas):
@@ -171,14 +171,13 @@ def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[st
             found = parameter_errors(Gradients(0.0, some), Gradients(0.0, theirs))[0]
             worst = max(worst, (found.error, found.name))
         missing |= whole.keys() ^ theirs.keys()
-        norms.append(norm_of(whole))
     norm = norm_of(theirs)
     return {
         "name": case["name"],
         "loss_error": loss_error,
         "gradient_error": worst[0],
         "worst": worst[1],
-        "norm_error": max(abs(one - norm) / max(norm, 1e-300) for one in norms),
+        "norm_error": max(abs(one["norm"] - norm) / max(norm, 1e-300) for one in everyone),
         "wrong_names": sorted(missing),
         "held_twice": sorted(twice),
         "tied": sorted(wanted.tied),
@@ -198,6 +197,7 @@ def run_case(case: Case, pp_size: int) -> dict[str, Any] | None:
     assert isinstance(engine, PipelineEngine)
     ran = run_steps(model, case, engine.mesh.dp_rank)
     mine = {"losses": ran.losses, "grads": ran.grads, "dp_rank": engine.mesh.dp_rank}
+    mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()
     revert(model)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
