@@ -19,9 +19,10 @@ from sppo_hf.cli.plan_cluster import ask_cluster, cluster_table, cluster_to_dict
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.answer_tables import plan_tables
 from sppo_hf.planning.ask import Answer, PolicyResult, ask, compare_policies, plan_for, timeline_of
-from sppo_hf.planning.figure import ENDINGS, draw_plan
+from sppo_hf.planning.figure import draw_plan
 from sppo_hf.planning.modes import TIERS
 from sppo_hf.planning.plan_json import answer_to_dict, policies_to_list
+from sppo_hf.schedule.figure import ENDINGS
 from sppo_hf.schedule.trace import write_trace
 
 

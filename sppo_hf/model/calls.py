@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.layout import BatchLayout, read_layout
 from sppo_hf.model.structure import ModelParts
 
 # B batch rows, T tokens of the sequence, D model width.
@@ -81,6 +82,22 @@ class ForwardCall:
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.total_tokens, device=self.device)[None]
+
+    def layout(self) -> BatchLayout:
+        """The layout of the batch; see `read_layout`, which reads a few integers off the device.
+
+        Raises:
+            ConfigError: For left padding, holes, wrong shapes.
+        """
+        return read_layout(
+            batch_rows=self.batch_rows,
+            total_tokens=self.total_tokens,
+            attention_mask=self.attention_mask,
+            position_ids=self.position_ids,
+            cu_seq_lens=self.cu_seq_lens,
+            shift_labels_BT=self.shift_labels,
+            ignore_index=self.ignore_index,
+        )
 
     def divisor(self, count: Tensor) -> Tensor:
         """What the summed loss is divided by, as Transformers does, shape `[]`."""

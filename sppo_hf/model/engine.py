@@ -25,7 +25,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
-from sppo_hf.model.layout import BatchLayout, read_layout
+from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.plans import PlanBook
@@ -91,15 +91,7 @@ class Engine:
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
         let_go_of_failed(self._last_watch())
-        layout = read_layout(
-            batch_rows=call.batch_rows,
-            total_tokens=call.total_tokens,
-            attention_mask=call.attention_mask,
-            position_ids=call.position_ids,
-            cu_seq_lens=call.cu_seq_lens,
-            shift_labels_BT=call.shift_labels,
-            ignore_index=call.ignore_index,
-        )
+        layout = call.layout()
         self.plans.correct(self.observer)
         plan = self.plan(call.batch_rows, call.total_tokens, call.device)
         watch = ForwardWatch(

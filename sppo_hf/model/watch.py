@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ def let_go_of_failed(watch: ForwardWatch | None) -> None:
     if watch is not None and watch.is_in_backward:
         with torch.enable_grad():
             torch.zeros((), requires_grad=True).backward()
+
+
+def moved(stats: OffloadStats) -> dict[str, Any]:
+    """The fields of a `StepRecord` that say what the offload engine did."""
+    return {
+        "stall_seconds": stats.stall_seconds,
+        "d2h_bytes": stats.d2h_bytes,
+        "h2d_bytes": stats.h2d_bytes,
+        "disk_write_bytes": stats.disk_write_bytes,
+        "disk_read_bytes": stats.disk_read_bytes,
+        "spilled_bytes": stats.spilled_bytes,
+        "pinned_bytes": stats.pinned_bytes,
+        "host_fragmentation": stats.fragmentation,
+    }
 
 
 class UnitLabel:
@@ -177,14 +192,7 @@ class ForwardWatch:
                 model_flops=float(flops(self._shape, rows, tokens)),
                 forward_seconds=self._forward_seconds,
                 backward_seconds=backward_seconds,
-                stall_seconds=stats.stall_seconds,
-                d2h_bytes=stats.d2h_bytes,
-                h2d_bytes=stats.h2d_bytes,
-                disk_write_bytes=stats.disk_write_bytes,
-                disk_read_bytes=stats.disk_read_bytes,
-                spilled_bytes=stats.spilled_bytes,
-                pinned_bytes=stats.pinned_bytes,
-                host_fragmentation=stats.fragmentation,
+                **moved(stats),
                 planned_seconds=prediction.step_seconds if prediction else None,
                 num_chunks=self._plan.num_chunks,
                 training=training,

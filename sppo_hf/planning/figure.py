@@ -13,23 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sppo_hf.errors import ConfigError
 from sppo_hf.planning import figure_parts as parts
 from sppo_hf.planning.modes import SAVED, TIERS, mode_of
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.report import format_bytes, format_lengths, format_tokens
 from sppo_hf.schedule import bars
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Kind
+from sppo_hf.schedule.figure import new_figure
 from sppo_hf.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-ENDINGS = (".png", ".svg", ".pdf")
-"""Endings of the files that can be drawn."""
-
-_WIDTH_INCHES = 13.0
 _MOST_NUMBERS = 45
 _NARROWEST_NUMBERED = 1 / 60
 _MOST_BUDGET = 3.0
@@ -59,27 +55,12 @@ def draw_plan(
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
         OSError: the file cannot be written.
     """
-    path = Path(path)
-    if path.suffix.lower() not in ENDINGS:
-        raise ConfigError(
-            f"Cannot draw a plan into {path.name!r}: its ending must be one of "
-            f"{', '.join(ENDINGS)}, which says what kind of picture it is."
-        )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "Drawing a plan needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
     tiers = [tier for tier in timeline.tiers if timeline.peak(tier).num_bytes > 0]
     lanes = [lane for lane in timeline.lanes if next(timeline.spans(lane), None) is not None]
     memory_inches = [2.2 if at == 0 else 1.1 for at in range(len(tiers))]
     inches = [0.6, 2.2, *memory_inches, 0.2 + 0.4 * max(len(lanes), 1)]
-    figure = Figure(
-        figsize=(_WIDTH_INCHES, sum(inches) + 0.8 + 0.35 * len(inches)), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
+    height = sum(inches) + 0.8 + 0.35 * len(inches)
+    figure = new_figure(path, height_inches=height, what="a plan")
     grid = figure.subplots(len(inches), 1, squeeze=False, height_ratios=inches)
     head, modes, *memory, below = grid[:, 0]
     clock = bars.Clock.of(timeline)

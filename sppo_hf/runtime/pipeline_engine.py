@@ -23,7 +23,7 @@ from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.engine import Engine, labelled_chunks
 from sppo_hf.model.fused import fused_tile
-from sppo_hf.model.layout import BatchLayout, read_layout
+from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.sequence import Sequence
@@ -120,15 +120,7 @@ class PipelineEngine(Engine):
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
-        layout = read_layout(
-            batch_rows=call.batch_rows,
-            total_tokens=call.total_tokens,
-            attention_mask=call.attention_mask,
-            position_ids=call.position_ids,
-            cu_seq_lens=call.cu_seq_lens,
-            shift_labels_BT=call.shift_labels,
-            ignore_index=call.ignore_index,
-        )
+        layout = call.layout()
         output = self._run_guarded(call, layout)
         return output if call.return_dict else output.to_tuple()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.observer import StepRecord
+from sppo_hf.model.watch import moved
 from sppo_hf.planning.flops import forward_flops, step_flops
 from sppo_hf.runtime.schedules import StepSchedule
 from sppo_hf.schedule.actions import Action
@@ -64,14 +65,7 @@ class StepWatch:
                 / mesh.pp_size,
                 forward_seconds=forward,
                 backward_seconds=time.perf_counter() - self._began - forward,
-                stall_seconds=stats.stall_seconds,
-                d2h_bytes=stats.d2h_bytes,
-                h2d_bytes=stats.h2d_bytes,
-                disk_write_bytes=stats.disk_write_bytes,
-                disk_read_bytes=stats.disk_read_bytes,
-                spilled_bytes=stats.spilled_bytes,
-                pinned_bytes=stats.pinned_bytes,
-                host_fragmentation=stats.fragmentation,
+                **moved(stats),
                 planned_seconds=None,
                 num_chunks=self._step.schedule.num_chunks,
                 training=training,

@@ -73,8 +73,13 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     figure.savefig(path, dpi=150)
 
 
-def new_figure(path: str | Path, *, height_inches: float) -> Figure:
+def new_figure(path: str | Path, *, height_inches: float, what: str = "a schedule") -> Figure:
     """Makes an empty figure for a file, apart from matplotlib's global state.
+
+    Args:
+        path: the file that it will be written to.
+        height_inches: its height; all pictures are as wide.
+        what: is drawn, for messages.
 
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
@@ -82,7 +87,7 @@ def new_figure(path: str | Path, *, height_inches: float) -> Figure:
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise ConfigError(
-            f"Cannot draw a schedule into {path.name!r}: its ending must be one of "
+            f"Cannot draw {what} into {path.name!r}: its ending must be one of "
             f"{', '.join(ENDINGS)}, which says what kind of picture it is."
         )
     try:
@@ -90,7 +95,7 @@ def new_figure(path: str | Path, *, height_inches: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "Drawing a schedule needs matplotlib, which is not installed: pip install matplotlib."
+            f"Drawing {what} needs matplotlib, which is not installed: pip install matplotlib."
         ) from error
     figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
