@@ -34,8 +34,8 @@ def _compare(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
 FIFTY = {
     "kind": "ddp",
     "tied": True,
-    # The Trainer weighs evaluation batches by rows, and the ranks of a batch by labels: only with as
-    # many labels in every row is an evaluation loss the same on every layout.
+    # The Trainer weighs evaluation batches by rows, and the ranks of a batch by labels: only with
+    # as many labels in every row is an evaluation loss the same on every layout.
     "eval_labels": 17,
     "arguments": {
         "max_steps": 50,
