@@ -138,17 +138,20 @@ def total_norm(
     # The first rank's copy of a tied weight stands for both.
     twice = set() if mesh.is_first else {id(p) for p in engine.shared_parameters()}
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in twice]
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    double = any(g.dtype == torch.float64 for g in grads)
+    wide = torch.float64 if double else torch.float32
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in grads]
     kept = torch.stack(norms).to(mesh.device) if norms else torch.zeros(1, device=mesh.device)
-    # One dtype on all ranks: some may have no gradient at all.
-    own = torch.linalg.vector_norm(kept, norm_type).to(torch.float64)
-    if math.isinf(norm_type):
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=mesh.pipeline)
-        return own.to(wide)
-    own = own**norm_type
-    dist.all_reduce(own, group=mesh.pipeline)
-    return (own ** (1.0 / norm_type)).to(wide)
+    own = torch.linalg.vector_norm(kept, norm_type).double()
+    infinite = math.isinf(norm_type)
+    # A rank without a gradient cannot know what the others' are: it must hear of the dtype too,
+    # or its norm, which may be the one that is logged, is another one than theirs.
+    both = torch.stack([own if infinite else own**norm_type, own.new_tensor(float(double))])
+    dist.all_reduce(
+        both, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.pipeline
+    )
+    norm = both[0] if infinite else both[0] ** (1.0 / norm_type)
+    return norm if both[1] else norm.float()
 
 
 @torch.no_grad()
