@@ -25,6 +25,7 @@ from sppo_hf.cli.benchmark.results import ResultFile, Row
 from sppo_hf.cli.benchmark.table import progress_line, tables
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.machine import processor_name
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.refusals import check_config
 
@@ -55,7 +56,8 @@ def bench(
     contenders: Annotated[
         str,
         typer.Option(
-            help="Names with commas between, or all. Each but the ideal also with +liger."
+            help="Names with commas between, or all. Each but the ideal also with +liger, those"
+            " that checkpoint also with +tiled (the ideal's loss)."
         ),
     ] = "all",
     dtype: given.ComputeDtype = given.Dtype.bfloat16,
@@ -71,9 +73,9 @@ def bench(
         int,
         typer.Option(
             min=0,
-            help="Steps before. Ours plans anew after its second step, so two show it at rest.",
+            help="Steps before. Ours plans anew within its third step, so three show it at rest.",
         ),
-    ] = 2,
+    ] = 3,
     attention: Annotated[
         str,
         typer.Option(
@@ -122,8 +124,8 @@ def bench(
 ) -> None:
     """Measure MODEL at several lengths: sppo_hf, what users have today, and the ideal.
 
-    Contenders: plain, checkpointing, checkpointing-offload, trl-offload, sppo-none, sppo-full,
-    sppo-sppo, sppo-auto, ideal.
+    Contenders: plain, checkpointing, checkpointing-default, checkpointing-offload, trl-offload,
+    sppo-none, sppo-full, sppo-sppo, sppo-auto, ideal.
 
     Every row is a process of its own and goes to results.jsonl at once; rows that are there are not
     measured again. Running out of memory or time is a row too.
@@ -150,11 +152,13 @@ def bench(
             )
         if hardware is not None:
             load_profile(hardware)  # better refused here than in every worker
+        kind = _device(device, attention)
         job = Job(
             model=model,
             contender="plain",
             total_tokens=1,
-            device=_device(device, attention),
+            device=kind,
+            device_name=_device_name(kind),
             dtype=str(dtype),
             lora_rank=_rank(lora),
             lora_dtype=_lora_dtype(lora_dtype, str(dtype)),
@@ -272,6 +276,14 @@ def _budget(option: str, text: str | None) -> int | float | str | None:
     # A share is of what the worker finds; here any total will do.
     parse_bytes(value, field=option, total_bytes=1)
     return value
+
+
+def _device_name(kind: str) -> str:
+    if kind == "cpu":
+        return processor_name()
+    import torch
+
+    return torch.cuda.get_device_name(0)  # the one that workers are shown
 
 
 def _device(name: str, attention: str) -> str:

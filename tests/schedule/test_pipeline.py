@@ -188,9 +188,10 @@ def test_ranks_that_wait_for_each_other_are_shown() -> None:
 
 @pytest.mark.slow
 def test_speed() -> None:
-    # 300,000 actions a second on an idle core; a third of that here, where others compute too.
+    # 300,000 actions a second on an idle core. Where others compute too it was 29,000 once; what
+    # looks at all actions again for each of them does not come to 2,000.
     schedule = generate("zb_seq1f1b", Size(16, 16, 32))
     count = sum(map(len, schedule.ranks))
     begin = time.process_time()
     simulate_pipeline(schedule, seconds=fixed_seconds())
-    assert count / (time.process_time() - begin) > 1e5
+    assert count / (time.process_time() - begin) > 1e4

@@ -13,24 +13,42 @@ from importlib.util import find_spec
 from sppo_hf.errors import ConfigError
 
 CHECKPOINTING, IDEAL = "checkpointing", "ideal"
+TODAY = "checkpointing-default"
+"""What a user has who sets `gradient_checkpointing` and nothing else."""
 
 BASES: dict[str, str] = {
     "plain": "the standard Trainer, nothing else",
     CHECKPOINTING: "the Trainer's gradient (activation) checkpointing",
+    TODAY: "the same, whatever kernel scaled_dot_product_attention takes by itself",
     "checkpointing-offload": "the same with offload=True: layer inputs wait in pinned host memory",
-    "trl-offload": "TRL's activation offloading around each training step",
+    "trl-offload": "TRL's activation offloading around each step, with checkpointing as SFTConfig",
     "sppo-none": "ours, offload='none'",
     "sppo-full": "ours, offload='full'",
     "sppo-sppo": "ours, offload='sppo'",
     "sppo-auto": "ours, offload='auto'",
     IDEAL: "base model plus tiled head and loss, everything kept, no hooks: a bound, not a choice",
 }
-"""What each contender is, by name; each but the ideal is also known with "+liger" behind it."""
+"""What each contender is, by name; `EXTRAS` says which names may have more behind them."""
 
-LIGER = "+liger"
+LIGER, TILED = "+liger", "+tiled"
 THEIRS = ("plain", CHECKPOINTING, "checkpointing-offload", "trl-offload")
 OURS = ("sppo-none", "sppo-full", "sppo-sppo", "sppo-auto")
-DEFAULTS = (*THEIRS, *(name + LIGER for name in THEIRS), *OURS, IDEAL)
+EXTRAS: dict[str, tuple[str, ...]] = {
+    LIGER: (*THEIRS, *OURS),
+    # Logits of the whole sequence are what ends the others first; with the ideal's loss it is
+    # their activations, which is what they are compared for. The plain one with it is the ideal.
+    TILED: (CHECKPOINTING, "checkpointing-offload", "trl-offload"),
+}
+"""What may stand behind a name, and behind which: Liger's kernels, or the ideal's loss in tiles."""
+
+DEFAULTS = (
+    *THEIRS,
+    TODAY,
+    *(name + LIGER for name in THEIRS),
+    *(name + TILED for name in EXTRAS[TILED]),
+    *OURS,
+    IDEAL,
+)
 
 # Both end in an error on a CPU: one pins memory, the other asks for the accelerator's name.
 _FROM_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload")
@@ -43,13 +61,28 @@ class Contender:
     base: str
     """A key of `BASES`."""
 
-    liger: bool
-    """Whether Liger's kernels replace the model's own."""
+    extra: str = ""
+    """A key of `EXTRAS`, or nothing."""
 
     @property
     def name(self) -> str:
         """As it is written on the command line."""
-        return self.base + (LIGER if self.liger else "")
+        return self.base + self.extra
+
+    @property
+    def liger(self) -> bool:
+        """Whether Liger's kernels replace the model's own."""
+        return self.extra == LIGER
+
+    @property
+    def tiled(self) -> bool:
+        """Whether it has the ideal's loss."""
+        return self.base == IDEAL or self.extra == TILED
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether it is the Trainer's checkpointing, whatever else there is."""
+        return self.base.startswith(CHECKPOINTING)
 
     @property
     def offload(self) -> str | None:
@@ -85,14 +118,15 @@ def parse(name: str) -> Contender:
         ConfigError: there is none of that name.
     """
     base, plus, rest = name.strip().partition("+")
-    liger = plus + rest == LIGER
-    if base not in BASES or (plus and not liger) or (liger and base == IDEAL):
+    extra = plus + rest
+    if base not in BASES or (extra and base not in EXTRAS.get(extra, ())):
         near = difflib.get_close_matches(name, [*BASES, *DEFAULTS], n=1, cutoff=0)[0]
+        more = "; ".join(f"{extra} behind {', '.join(names)}" for extra, names in EXTRAS.items())
         raise ConfigError(
-            f"--contenders names {name!r}. Allowed: {', '.join(BASES)}, each but the ideal also "
-            f"with {LIGER}. Remedy: use the nearest name, {near!r}."
+            f"--contenders names {name!r}. Allowed: {', '.join(BASES)}; {more}. Remedy: use the "
+            f"nearest name, {near!r}."
         )
-    return Contender(base, liger)
+    return Contender(base, extra)
 
 
 def parse_list(text: str) -> tuple[str, ...]:

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sppo_hf.cli.benchmark.contenders import IDEAL, parse
-from sppo_hf.cli.benchmark.extrapolation import PARTS, extrapolate, uniform_layers
+from sppo_hf.cli.benchmark.extrapolation import (
+    PARTS,
+    SHORTEST_TOKENS,
+    extrapolate,
+    extrapolate_length,
+    uniform_layers,
+)
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.longest import search
 from sppo_hf.cli.benchmark.results import Kind, Numbers, ResultFile, Row, Status
@@ -91,12 +97,12 @@ class Benchmark:
             return self._ideal(job)
         return self._keep("speed", job, self._try_or_skip(job))
 
-    def _try_or_skip(self, job: Job) -> Row:
+    def _try_or_skip(self, job: Job, kind: Kind = "speed") -> Row:
         """Runs a job unless it cannot run here, or a shorter length did not fit."""
         unavailable = _unavailable(job)
         if unavailable is not None:
             return unavailable
-        for row in self.file.rows("speed"):
+        for row in self.file.rows(kind):
             alike = row.job.replace(total_tokens=job.total_tokens).key() == job.key()
             shorter = row.job.total_tokens < job.total_tokens
             if alike and shorter and row.status in _TOO_LONG:
@@ -108,37 +114,63 @@ class Benchmark:
         return self.run(job)
 
     def _ideal(self, job: Job) -> Row:
-        """The whole model where it fits, else extrapolated from two that are one and two layers."""
+        """The whole model where it fits; else from one layer and two; else from shorter lengths."""
         whole = self._try_or_skip(job)
         if whole.status not in _TOO_LONG:
             return self._keep("speed", job, whole)
-        path = model_path(job.model)
-        if not uniform_layers(read_fields(path)):
+        if not uniform_layers(read_fields(model_path(job.model))):
             reason = f"{whole.reason}; not extrapolated, because its layers differ in kind"
             return self._keep("speed", job, dataclasses.replace(whole, reason=reason))
-        parts = []
-        for layers in PARTS:
-            part = job.replace(layers=layers, trace=None)
-            row = self._there("part", part) or self._keep("part", part, self.run(part))
-            if not row.trained:
-                part_name = f"{layers} layer{'s' * (layers > 1)}"
-                reason = f"{whole.reason}; nor could {part_name} be measured ({row.status})"
-                return self._keep("speed", job, dataclasses.replace(whole, reason=reason))
-            parts.append(row)
-        shape = ModelShape.from_config(
-            load_config(path),
-            dtype_bytes=DTYPE_BYTES[job.dtype],
-            lora=None if job.lora_rank is None else LoraShape(rank=job.lora_rank),
-        )
-        flops = float(step_flops(shape, 1, job.total_tokens))
-        row = extrapolate(*parts, num_layers=len(shape.layers), model_flops=flops)
+        row = self._from_layers(job)
+        if row.status in _TOO_LONG and not row.trained:
+            row = self._from_lengths(job, row.reason)
+        if not row.trained:
+            reason = f"{whole.reason}; {row.reason}"
+            return self._keep("speed", job, dataclasses.replace(whole, reason=reason))
         reason = f"{row.reason} (the whole model: {whole.status}, {whole.reason})"
         return self._keep("speed", job, dataclasses.replace(row, reason=reason))
 
-    def _longest(self, name: str, step_tokens: int, most_tokens: int) -> Row:
-        base = self.base.replace(
-            contender=name, warm_up=1, steps=1, predict=parse(name).offload is not None
+    def _from_layers(self, job: Job) -> Row:
+        """Extrapolated from models of one layer and of two; else what became of them."""
+        parts = []
+        for layers in PARTS:
+            part = job.replace(layers=layers, trace=None)
+            row = self._there("part", part)
+            row = row or self._keep("part", part, self._try_or_skip(part, "part"))
+            if not row.trained:
+                name = f"{layers} layer{'s' * (layers > 1)}"
+                reason = f"nor could {name} be measured ({row.status})"
+                return dataclasses.replace(row, reason=reason)
+            parts.append(row)
+        shape = _shape(job)
+        flops = float(step_flops(shape, 1, job.total_tokens))
+        return extrapolate(*parts, num_layers=len(shape.layers), model_flops=flops)
+
+    def _from_lengths(self, job: Job, reason: str) -> Row:
+        """Extrapolated from the two longest halvings of the length that can be had."""
+        found: list[Row] = []
+        total_tokens = job.total_tokens // 2
+        while len(found) < 2 and total_tokens >= SHORTEST_TOKENS:
+            shorter = job.replace(total_tokens=total_tokens, trace=None)
+            row = self.file.find("speed", shorter)
+            if row is None or row.status != "measured":
+                row = self._from_layers(shorter)
+            if row.trained:
+                found.append(row)
+            total_tokens //= 2
+        if len(found) < 2:
+            reason += f", and below no two lengths down to {SHORTEST_TOKENS:,} tokens could either"
+            return Row(status="failed", job=job, reason=reason)
+        flops = float(step_flops(_shape(job), 1, job.total_tokens))
+        longer, shorter_row = found
+        return extrapolate_length(
+            shorter_row, longer, total_tokens=job.total_tokens, model_flops=flops
         )
+
+    def _longest(self, name: str, step_tokens: int, most_tokens: int) -> Row:
+        ours = parse(name).offload is not None
+        # Ours plans anew after its second step, and that plan has to fit as well.
+        base = self.base.replace(contender=name, warm_up=1 + ours, steps=1, predict=ours)
         job = base.replace(total_tokens=most_tokens)
         there = self._there("longest", job)
         if there is not None:
@@ -175,6 +207,14 @@ class Benchmark:
         row = dataclasses.replace(row, kind=kind, job=job)
         self.file.add(row)
         return row
+
+
+def _shape(job: Job) -> ModelShape:
+    return ModelShape.from_config(
+        load_config(model_path(job.model)),
+        dtype_bytes=DTYPE_BYTES[job.dtype],
+        lora=None if job.lora_rank is None else LoraShape(rank=job.lora_rank),
+    )
 
 
 def _unavailable(job: Job) -> Row | None:

@@ -1,4 +1,4 @@
-"""What a model would take that does not fit, from the same model with one layer and with two."""
+"""What a model would take that does not fit: from one layer and two, or from shorter lengths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from sppo_hf.planning.flops import peak_flops
 
 PARTS = (1, 2)
 """Layers of the models that are measured instead."""
+
+SHORTEST_TOKENS = 4096
+"""Lengths below say little of long ones: their kernels are not full."""
 
 
 def uniform_layers(fields: dict[str, Any]) -> bool:
@@ -69,4 +72,62 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
             kernel=two.numbers.kernel,
         ),
         environment=two.environment,
+    )
+
+
+def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_flops: float) -> Row:
+    """Extrapolates a model to a length at which not even two of its layers fit.
+
+    Seconds are b S + c S^2 of the length S, for a layer's linear part and its causal attention;
+    bytes are linear in S. Both lengths must lie where kernels are full.
+
+    Args:
+        shorter: the model at one length, measured or extrapolated from layers.
+        longer: the same at a greater length.
+        total_tokens: the length asked for, in tokens.
+        model_flops: FLOPs of a step at that length.
+
+    Returns:
+        A row with status "extrapolated"; "failed" where the two do not fit such a curve.
+    """
+    first, second = shorter.job.total_tokens, longer.job.total_tokens
+    times = shorter.numbers.median_step_seconds, longer.numbers.median_step_seconds
+    assert times[0] is not None, "rows that trained have seconds"
+    assert times[1] is not None, "rows that trained have seconds"
+    job = longer.job.replace(total_tokens=total_tokens, layers=None)
+    per_token = times[0] / first, times[1] / second
+    square = (per_token[1] - per_token[0]) / (second - first)
+    linear = per_token[0] - square * first
+    if square < 0 or linear < 0:
+        return Row(
+            status="failed",
+            job=job,
+            reason=f"{times[0]:.3g} s at {first:,} and {times[1]:.3g} s at {second:,} tokens are on"
+            " no curve b S + c S^2, so nothing can be extrapolated; measure more steps",
+            environment=longer.environment,
+        )
+    seconds = linear * total_tokens + square * total_tokens**2
+
+    def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
+        low, high = of(shorter.numbers), of(longer.numbers)
+        if low is None or high is None:
+            return None
+        return round(low + (high - low) / (second - first) * (total_tokens - first))
+
+    peak = peak_flops(str(longer.environment.get("device_name", "")))
+    return Row(
+        status="extrapolated",
+        job=job,
+        reason=f"extrapolated to {total_tokens:,} tokens from {first:,} and {second:,}",
+        numbers=Numbers(
+            median_step_seconds=seconds,
+            tokens_per_second=total_tokens / seconds,
+            model_flops=model_flops,
+            model_tflops=model_flops / seconds / 1e12,
+            mfu=None if peak is None else model_flops / seconds / peak,
+            device_allocated_bytes=whole_bytes(lambda n: n.device_allocated_bytes),
+            host_peak_bytes=whole_bytes(lambda n: n.host_peak_bytes),
+            kernel=longer.numbers.kernel,
+        ),
+        environment=longer.environment,
     )

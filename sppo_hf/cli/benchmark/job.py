@@ -27,6 +27,9 @@ class Job:
     device: str
     """"cuda", "cuda:1" or "cpu"."""
 
+    device_name: str = ""
+    """What it is called: rows of another device are other measurements."""
+
     dtype: str = "bfloat16"
     """Dtype of the weights, and of the compute unless `autocast` says otherwise."""
 
@@ -39,8 +42,8 @@ class Job:
     steps: int = 3
     """Steps that are measured."""
 
-    warm_up: int = 2
-    """Steps before them."""
+    warm_up: int = 3
+    """Steps before them. What ours learns from its second step it plans anew within the third."""
 
     attention: str = "auto"
     """One of `kernels.CHOICES`."""

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
 from sppo_hf.cli.benchmark import training
-from sppo_hf.cli.benchmark.contenders import parse
+from sppo_hf.cli.benchmark.contenders import TODAY, parse
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.kernels import choose_kernel
 from sppo_hf.cli.benchmark.meters import (
@@ -31,6 +31,7 @@ from sppo_hf.cli.benchmark.meters import (
 from sppo_hf.cli.benchmark.results import Numbers
 from sppo_hf.cli.benchmark.trace_summary import STEP_LABEL
 from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.model.convert import get_engine
 from sppo_hf.model.facts import device_facts
 from sppo_hf.planning.ask import Question, ask
 from sppo_hf.planning.flops import peak_flops, step_flops
@@ -74,14 +75,22 @@ class Measurement:
         _limit_memory(job, self._device)
         dtype = torch.bfloat16 if job.autocast else getattr(torch, job.dtype)
         softcap = getattr(self._config, "attn_logit_softcapping", None) is not None
-        kernel = choose_kernel(job.attention, self._device, self._shape, dtype, softcap=softcap)
+        choice = "sdpa" if self._contender.base == TODAY else job.attention
+        kernel = choose_kernel(choice, self._device, self._shape, dtype, softcap=softcap)
         self._kernel = kernel.name
         model = training.build_model(job, self._config, kernel)
         plugin = training.make_plugin(job, self._contender, kernel)
         if plugin is not None:
             plugin.observer.subscribe(self._units)
         self._steps.listen(model)
-        self._steps.on_step = on_step
+
+        def step_ended() -> None:
+            engine = get_engine(model) if plugin is not None else None
+            if engine is not None:
+                self._units.step_ended(engine.offload.stats().stall_seconds)
+            on_step()
+
+        self._steps.on_step = step_ended
         forget_peaks(self._device)
         self._loaded_bytes = host_bytes()
         on_step()
@@ -196,7 +205,9 @@ def _limit_memory(job: Job, device: torch.device) -> None:
         return
     _, total_bytes = torch.cuda.mem_get_info(device)
     budget = parse_bytes(job.device_memory, field="--device-memory", total_bytes=total_bytes)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total_bytes), device)
+    # A device without a number is the current one to `mem_get_info`, and an error here.
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total_bytes), number)
 
 
 def _predict_longest(

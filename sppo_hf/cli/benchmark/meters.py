@@ -6,6 +6,7 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+import re
 import resource
 import statistics
 import sys
@@ -82,6 +83,8 @@ class UnitClock(StepObserver):
         self._kind = device.type
         self._steps: list[Stopwatch] = []
         self._running = False
+        self._stall_seconds: list[float] = []
+        self._stalled = 0.0
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
         """Keeps the plan."""
@@ -113,12 +116,20 @@ class UnitClock(StepObserver):
         seconds = [step.seconds(direction, self.plan.num_chunks) for step in done]
         return tuple(statistics.median(of_chunk) for of_chunk in zip(*seconds, strict=True))
 
-    def stall_seconds(self, steps: slice) -> float | None:
-        """Returns the mean per step over these steps; None where none of them has ended.
+    def step_ended(self, stall_seconds: float) -> None:
+        """Keeps how long compute stood still in the step that the device has just ended.
 
-        A wait that the device has not passed when a step's record is made counts for the next.
+        Records do not say it: they are made when the host is done, which is ahead of the device.
+
+        Args:
+            stall_seconds: of all steps so far.
         """
-        stalls = [record.stall_seconds for record in self.records[steps]]
+        self._stall_seconds.append(stall_seconds - self._stalled)
+        self._stalled = stall_seconds
+
+    def stall_seconds(self, steps: slice) -> float | None:
+        """Returns the mean per step over these steps; None where none of them has ended."""
+        stalls = self._stall_seconds[steps]
         return statistics.fmean(stalls) if stalls else None
 
 
@@ -127,8 +138,19 @@ def host_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def host_peak_bytes() -> int:
-    """Returns the largest resident memory since the process began or since `forget_peaks`."""
+def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Returns the largest resident memory since the process began or since `forget_peaks`.
+
+    Args:
+        status: of this process, where Linux keeps it; elsewhere the peak is never forgotten.
+    """
+    # What getrusage says begins with the resident memory of the process that started this one.
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

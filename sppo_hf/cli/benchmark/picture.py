@@ -11,7 +11,7 @@ from math import ceil, floor, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sppo_hf.cli.benchmark.contenders import BASES, DEFAULTS, LIGER
+from sppo_hf.cli.benchmark.contenders import BASES, DEFAULTS, LIGER, TILED, parse
 from sppo_hf.cli.benchmark.results import Row, best_environment, groups
 from sppo_hf.cli.benchmark.table import describe_job
 from sppo_hf.errors import ConfigError
@@ -30,6 +30,7 @@ _FARTHEST_LIMIT = 3.0
 _COLOURS = {
     "plain": "#777777",
     "checkpointing": "#d55e00",
+    "checkpointing-default": "#a6761d",
     "checkpointing-offload": "#e69f00",
     "trl-offload": "#cc79a7",
     "sppo-none": "#9ecae1",
@@ -38,7 +39,8 @@ _COLOURS = {
     "sppo-auto": "#08306b",
     "ideal": "#009e73",
 }
-_MARKERS = dict(zip(BASES, "osD^v<>*P", strict=True))
+_STYLES = {"": "-", LIGER: ":", TILED: "--"}
+_MARKERS = dict(zip(BASES, "osXD^v<>*P", strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,11 @@ def _draw_group(rows: Sequence[Row], path: Path) -> None:
 
 def _plot(axes: Axes, found: Sequence[Line], label: str) -> None:
     for line in found:
-        base = line.contender.removesuffix(LIGER)
+        contender = parse(line.contender)
+        base = contender.base
         style: dict[str, Any] = {
             "color": _COLOURS[base],
-            "linestyle": ":" if line.contender.endswith(LIGER) else "-",
+            "linestyle": _STYLES[contender.extra],
             "linewidth": 2.4 if base == "sppo-auto" else 1.4,
             "zorder": 3 if base == "sppo-auto" else 2,
         }

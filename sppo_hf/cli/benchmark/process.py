@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Row
+from sppo_hf.cli.benchmark.results import Row, Status
 
 WORKER = (sys.executable, "-m", "sppo_hf.cli.benchmark.worker")
 
@@ -51,7 +51,9 @@ def run_in_process(
             stderr=errors,
             text=True,
             env=one_device(os.environ),
-            start_new_session=True,  # so that all that it starts can be ended with it
+            # A group of its own, so that all that it starts can be ended with it; no session of
+            # its own, or it would outlive what ends the benchmark's session.
+            process_group=0,
         )
         try:
             out, _ = process.communicate(timeout=timeout_seconds)
@@ -71,8 +73,10 @@ def run_in_process(
             row, status="timeout", reason=reason, numbers=row.numbers, environment=environment
         )
     if process.returncode < 0:
+        # Only what ended for want of memory would end so at every longer length too.
+        status: Status = "killed" if process.returncode == -signal.SIGKILL else "failed"
         return dataclasses.replace(
-            row, status="killed", reason=_killed_by(-process.returncode), environment=environment
+            row, status=status, reason=_killed_by(-process.returncode), environment=environment
         )
     if process.returncode > 0 or row.status == "killed":
         reason = last_line(log) or f"exit status {process.returncode}"

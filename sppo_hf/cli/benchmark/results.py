@@ -26,8 +26,9 @@ Status = Literal[
     "not available",
     "not tried",
 ]
-"""What became of a job. "killed": by a signal, which is usually the host's memory. "not available":
-a package or a device is missing. "not tried": a shorter length did not fit."""
+"""What became of a job. "killed": by SIGKILL, which is usually the host's memory. "failed": by any
+other error. "not available": a package or a device is missing. "not tried": a shorter length did
+not fit."""
 
 Kind = Literal["speed", "part", "try", "longest"]
 """What a row is: "speed" one contender at one length, "part" one with few layers for extrapolating,
@@ -35,7 +36,8 @@ Kind = Literal["speed", "part", "try", "longest"]
 
 FILE_NAME = "results.jsonl"
 _TRAINED: tuple[Status, ...] = ("measured", "extrapolated")
-_FINAL: tuple[Status, ...] = (*_TRAINED, "out of memory", "killed", "timeout", "failed")
+# Not "failed": whatever it was may have been mended.
+_FINAL: tuple[Status, ...] = (*_TRAINED, "out of memory", "killed", "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,28 +5,32 @@ Reads rows only, so that a table of an old file is the table of its day. Uses ri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.cli.benchmark.contenders import CHECKPOINTING, IDEAL
+from sppo_hf.cli.benchmark.contenders import IDEAL, TODAY, parse
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.results import Row, best_environment, groups
 from sppo_hf.planning.report import format_bytes, format_seconds
 
 DEFINITIONS = (
     "Seconds are the median of the measured steps: forward, backward, clipping and the optimizer.",
+    "of chkpt: speed over that of the fastest checkpointing contender that trained with the same"
+    f" kernel; of today: over that of {TODAY}; of ideal: over the ideal's.",
     "Model TFLOPS count what the model needs: causal attention once, no recomputation. MFU divides"
     " them by the device's dense bfloat16 peak.",
     "Peaks are those of the whole training. Device: allocated by tensors, in brackets reserved by"
-    " the allocator. Host: resident memory. Pinned memory may or may not be part of it.",
+    " the allocator. Host: resident memory, to which the pinned comes on CUDA.",
     "Stall: time of a step in which compute stood still for copies, known for sppo only.",
-    "ideal: everything kept, no hooks; ~ marks what is extrapolated from 1 and 2 layers.",
+    "ideal: everything kept, no hooks; ~ marks what is extrapolated from 1 and 2 layers, or from"
+    " shorter lengths. +tiled: with the ideal's loss in place of logits of the whole sequence.",
 )
-_HEADINGS = ("tokens", "contender", "step", "tokens/s", "of chkpt", "of ideal", "TFLOPS", "MFU")
+_RATIOS = ("of chkpt", "of today", "of ideal")
+_HEADINGS = ("tokens", "contender", "step", "tokens/s", *_RATIOS, "TFLOPS", "MFU")
 _HEADINGS = (*_HEADINGS, "device", "host", "pinned", "stall")
 _MOST_REASON_CHARS = 200
 
@@ -57,7 +61,8 @@ def speed_table(rows: Sequence[Row]) -> Table:
         at = [row for row in rows if row.job.total_tokens == total_tokens]
         speeds = {row.job.contender: row.numbers.tokens_per_second for row in at if row.trained}
         for index, row in enumerate(at):
-            cells = _cells(row, speeds.get(CHECKPOINTING), speeds.get(IDEAL))
+            others = [_fastest_checkpointing(speeds), speeds.get(TODAY), speeds.get(IDEAL)]
+            cells = _cells(row, others)
             first = f"{total_tokens:,}" if index == 0 else ""
             lines.append((index == len(at) - 1, [first, row.job.contender, *cells]))
     known = [any(cells[column] for _, cells in lines) for column in range(len(_HEADINGS))]
@@ -125,7 +130,7 @@ def progress_line(row: Row, *, done: int, total: int, elapsed_seconds: float) ->
 def describe_job(job: Job) -> str:
     """Names what all rows of a group have in common: "llama-3.1-8b, bfloat16, LoRA r=16"."""
     trained = "all weights" if job.lora_rank is None else f"LoRA r={job.lora_rank}"
-    if job.lora_rank is not None and job.lora_dtype != "float32":
+    if job.lora_rank is not None and job.lora_dtype != job.dtype:
         trained += f" in {job.lora_dtype}"
     parts = [job.model, job.dtype + (" autocast" if job.autocast else ""), trained]
     if job.attention != "auto":
@@ -153,9 +158,13 @@ def _notes(rows: Sequence[Row]) -> list[Text]:
             memory.insert(0, f"device {format_bytes(found['device_memory_bytes'])}")
         line = f"{found.get('date', '')}; {', '.join(memory)}; {versions}"
         notes.append(Text(line, style="dim"))
-    kernels = {row.numbers.kernel for row in rows if row.numbers.kernel is not None}
+    ran = [row for row in rows if row.numbers.kernel is not None]
+    kernels = {str(row.numbers.kernel) for row in ran if parse(row.job.contender).base != TODAY}
     if kernels:
         notes.append(Text(f"attention kernel: {', '.join(sorted(kernels))}", style="dim"))
+    if len(kernels) > 1:
+        line = "Kernels differ, so ratios between these rows say little: name one with --attention."
+        notes.append(Text(line, style="bold"))
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.kind == "speed" and row.reason:
@@ -166,11 +175,22 @@ def _notes(rows: Sequence[Row]) -> list[Text]:
     return [*notes, Text("")]
 
 
-def _cells(row: Row, checkpointing: float | None, ideal: float | None) -> list[str]:
+def _fastest_checkpointing(speeds: Mapping[str, float | None]) -> float | None:
+    """Tokens per second of the fastest that checkpoints, of those with everyone's kernel."""
+    found = [
+        speed
+        for name, speed in speeds.items()
+        if speed is not None and name != TODAY and parse(name).checkpoints
+    ]
+    return max(found, default=None)
+
+
+def _cells(row: Row, others: Sequence[float | None]) -> list[str]:
+    """Cells behind the name; `others` are the speeds that `_RATIOS` are of."""
     n = row.numbers
     if not row.trained:
         # What is known of a run that ended early is its memory.
-        return [row.status, *[""] * 5, _device(row), _bytes(n.host_peak_bytes), "", ""]
+        return [row.status, *[""] * 6, _device(row), _bytes(n.host_peak_bytes), "", ""]
     about = "~" if row.status == "extrapolated" else ""
     seconds, speed = n.median_step_seconds, n.tokens_per_second
     assert seconds is not None, "a row that trained has seconds"
@@ -178,8 +198,7 @@ def _cells(row: Row, checkpointing: float | None, ideal: float | None) -> list[s
     return [
         about + format_seconds(seconds),
         f"{about}{speed:,.0f}",
-        "" if checkpointing is None else f"{speed / checkpointing:.2f}",
-        "" if ideal is None else f"{speed / ideal:.2f}",
+        *("" if other is None else f"{speed / other:.2f}" for other in others),
         "" if n.model_tflops is None else f"{n.model_tflops:#.3g}".rstrip("."),
         "" if n.mfu is None else f"{n.mfu:.1%}",
         about * (n.device_allocated_bytes is not None) + _device(row),

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers import TrainingArguments as Arguments
 
-from sppo_hf.cli.benchmark.contenders import IDEAL, Contender
+from sppo_hf.cli.benchmark.contenders import Contender
 from sppo_hf.cli.benchmark.ideal import make_ideal
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.kernels import Kernel
@@ -121,7 +121,7 @@ def make_trainer(
         callbacks: what watches.
         folder: where a Trainer may write; nothing is saved.
     """
-    if contender.base == IDEAL:
+    if contender.tiled:
         kind = torch.device(job.device).type
         make_ideal(model, tile_tokens=loss_tile_tokens(shape, device_kind=kind))
     arguments = Arguments(
@@ -199,7 +199,7 @@ class _TRLTrainer(Trainer):
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
             assert self.model is not None, "a Trainer that trains has a model"
-            # SFTTrainer takes the defaults too.
+            # SFTTrainer takes the defaults too, and SFTConfig checkpoints unless told not to.
             self._offloading = get_act_offloading_ctx_manager(self.model)
         with self._offloading:
             return super().training_step(*args, **kwargs)
@@ -207,7 +207,7 @@ class _TRLTrainer(Trainer):
 
 def _checkpointing(contender: Contender) -> dict[str, Any]:
     """Arguments of the Trainer, under the names that the installed Transformers has."""
-    if not contender.base.startswith("checkpointing"):
+    if not contender.checkpoints and contender.base != "trl-offload":
         return {}
     known = {field.name for field in fields(Arguments)}
     word = "activation" if "activation_checkpointing" in known else "gradient"

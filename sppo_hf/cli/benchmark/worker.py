@@ -7,8 +7,10 @@ of memory is a row and exit status 0; any other error is a traceback and status 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,9 @@ from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.measure import Measurement
 from sppo_hf.cli.benchmark.results import Row
 from sppo_hf.errors import BudgetError, OffloadError
+
+_PR_SET_PDEATHSIG = 1
+"""See prctl(2)."""
 
 _SIGNS = (
     "out of memory",
@@ -99,8 +104,25 @@ def be_killed_first() -> None:
         return
 
 
+def end_with_parent() -> None:
+    """Asks Linux to end this process when the benchmark's ends, however that ends.
+
+    Else it would go on holding the device, and whatever is measured next would share it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent:  # it ended in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(arguments: list[str]) -> None:
     """Runs the job of the command line."""
+    end_with_parent()
     out = os.dup(1)
     os.dup2(2, 1)
 

@@ -13,11 +13,18 @@ def test_names_come_back() -> None:
     assert parse("sppo-auto").offload == "auto"
     assert parse("plain+liger").liger
     assert parse("plain").offload is None
+    assert parse("checkpointing+tiled").tiled
+    assert parse("ideal").tiled
+    assert not parse("checkpointing").tiled
     assert set(BASES) <= set(DEFAULTS)
 
 
 @pytest.mark.parametrize(
-    "name", ["chekpointing", "ideal+liger", "plain+", "plain+apex", "", "sppo"]
+    "name",
+    [
+        *("chekpointing", "ideal+liger", "plain+", "plain+apex", "", "sppo"),
+        *("plain+tiled", "sppo-auto+tiled", "checkpointing-default+liger"),
+    ],
 )
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"nearest name, '"):

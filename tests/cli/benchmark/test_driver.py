@@ -111,6 +111,10 @@ def test_what_failed_is_tried_at_the_next_length(tmp_path: Path) -> None:
     worker.fails = lambda job: Row(status="failed", job=job, reason="KeyError: a")
     benchmark(tmp_path, worker, "plain").measure([64, 128])
     assert worker.ran == [("plain", 64), ("plain", 128)]
+    mended = PretendedWorker()
+    benchmark(tmp_path, mended, "plain").measure([64, 128])
+    assert mended.ran == worker.ran, "what failed may have been mended"
+    assert set(statuses(tmp_path).values()) == {"measured"}
 
 
 def test_what_is_not_installed_is_a_row_until_it_is(
@@ -159,6 +163,37 @@ def test_the_ideal_of_unlike_layers_is_not_extrapolated(tmp_path: Path) -> None:
     assert "its layers differ in kind" in row.reason
 
 
+def test_the_ideal_of_which_two_layers_do_not_fit_comes_from_shorter_lengths(
+    tmp_path: Path,
+) -> None:
+    worker = PretendedWorker(ideal=0)
+    most = 16_384
+    run = worker.__call__
+
+    def two_layers_end_at_some_length(job: Job) -> Row:
+        if job.layers == 2 and job.total_tokens > most:
+            worker.jobs.append(job)
+            return worker.fails(job)
+        row = run(job)
+        if not row.trained:
+            return row
+        seconds = job.total_tokens * (1 + (job.layers or 0) * (1 + job.total_tokens / 1e4))
+        numbers = dataclasses.replace(row.numbers, median_step_seconds=seconds)
+        return dataclasses.replace(row, numbers=numbers)
+
+    asked = benchmark(tmp_path, worker, "ideal", run=two_layers_end_at_some_length)
+    asked.measure([65_536, 131_072])
+    rows = {row.job.total_tokens: row for row in ResultFile(tmp_path).rows("speed")}
+    for tokens in (65_536, 131_072):
+        assert rows[tokens].status == "extrapolated", rows[tokens].reason
+        seconds = tokens * (1 + 2 * (1 + tokens / 1e4))
+        assert rows[tokens].numbers.median_step_seconds == pytest.approx(seconds)
+        assert "from 8,192 and 16,384" in rows[tokens].reason
+    tried = [(job.total_tokens, job.layers) for job in worker.jobs]
+    assert len(tried) == len(set(tried)), "nothing is tried twice"
+    assert (131_072, 2) not in tried, "longer than what did not fit"
+
+
 def test_the_ideal_of_which_not_even_a_layer_fits(tmp_path: Path) -> None:
     worker = PretendedWorker()
     run = worker.fails
@@ -166,6 +201,7 @@ def test_the_ideal_of_which_not_even_a_layer_fits(tmp_path: Path) -> None:
     (row,) = ResultFile(tmp_path).rows("speed")
     assert row.status == "out of memory"
     assert "nor could 1 layer be measured" in row.reason
+    assert "no two lengths down to 4,096 tokens" in row.reason
 
 
 def test_traces_of_ours_are_made_and_made_up_for(tmp_path: Path) -> None:
@@ -187,7 +223,9 @@ def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
     assert (ours.longest_tokens, ours.failed_tokens) == (640, 704)
     assert (theirs.planned_longest_tokens, ours.planned_longest_tokens) == (None, 640)
     assert rows["sppo-auto"].reason == "704 tokens: out of memory, device: full"
-    assert all((job.warm_up, job.steps) == (1, 1) for job in worker.jobs)
+    # Ours plans anew after two steps, and that plan has to fit too.
+    warm_up = {job.contender: (job.warm_up, job.steps) for job in worker.jobs}
+    assert warm_up == {"checkpointing": (1, 1), "sppo-auto": (2, 1)}
     # Stopped in the middle: the tries that are there are not run again.
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "results.jsonl").write_text("".join(lines[:-3]))

@@ -14,7 +14,12 @@ def test_there_and_back() -> None:
 
 def test_what_is_watched_makes_no_other_measurement() -> None:
     assert JOB.replace(trace="x", predict=True).key() == JOB.key()
-    for changes in ({"total_tokens": 1}, {"lora_rank": None}, {"steps": 9}, {"layers": 1}):
+    for changes in (
+        {"total_tokens": 1},
+        {"lora_rank": None},
+        {"steps": 9},
+        {"device_name": "H200"},
+    ):
         assert JOB.replace(**changes).key() != JOB.key()
 
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from sppo_hf.cli.benchmark.contenders import BASES, OURS
-from sppo_hf.cli.benchmark.measure import Measurement
+from sppo_hf.cli.benchmark.contenders import BASES, OURS, TODAY
+from sppo_hf.cli.benchmark.measure import Measurement, _limit_memory
+from sppo_hf.cli.benchmark.meters import UnitClock, host_peak_bytes
 from sppo_hf.cli.benchmark.results import Numbers
 from sppo_hf.cli.benchmark.trace_summary import summarise
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.flops import step_flops
 from sppo_hf.planning.shape import ModelShape
+from tests.cli.benchmark.made_rows import JOB
 from tests.cli.benchmark.tiny import tiny_job
 
 
@@ -64,7 +66,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
 
 
 @pytest.mark.usefixtures("_cpu_offloads")
-@pytest.mark.parametrize("contender", [name for name in BASES if name != "plain"])
+@pytest.mark.parametrize(
+    "contender", [*(name for name in BASES if name != "plain"), "checkpointing+tiled"]
+)
 def test_every_contender_trains_with_the_loss_of_plain(
     contender: str, plain: Numbers, tmp_path: Path
 ) -> None:
@@ -77,7 +81,8 @@ def test_every_contender_trains_with_the_loss_of_plain(
     assert numbers.median_step_seconds == numbers.step_seconds[0] > 0
     assert numbers.tokens_per_second == pytest.approx(64 / numbers.step_seconds[0])
     assert numbers.model_flops == plain.model_flops
-    assert (numbers.kernel, numbers.mfu) == ("cpu_flash", None)
+    kernel = "sdpa's choice" if contender == TODAY else "cpu_flash"
+    assert (numbers.kernel, numbers.mfu) == (kernel, None)
     assert numbers.host_peak_bytes is not None
     assert bool(numbers.chunk_lengths) is (contender in OURS)
     if contender in OURS:
@@ -85,6 +90,7 @@ def test_every_contender_trains_with_the_loss_of_plain(
         chunks = len(numbers.chunk_lengths)
         assert len(numbers.forward_chunk_seconds) == chunks
         assert len(numbers.backward_chunk_seconds) == chunks
+        assert numbers.median_step_seconds is not None
         inside = sum(numbers.forward_chunk_seconds) + sum(numbers.backward_chunk_seconds)
         assert 0 < inside < numbers.median_step_seconds
         assert numbers.stall_seconds is not None
@@ -163,3 +169,31 @@ def test_the_estimator_is_asked_for_the_longest(tmp_path: Path) -> None:
     assert small.planned_longest_tokens is not None
     assert large.planned_longest_tokens is not None
     assert 64 <= small.planned_longest_tokens < large.planned_longest_tokens
+
+
+def test_a_budget_names_the_device_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[float, Any]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *args: given.append(args)
+    )
+    for device in ("cuda", "cuda:1", "cpu"):
+        _limit_memory(JOB.replace(device_memory="40GiB"), torch.device(device))
+    _limit_memory(JOB, torch.device("cuda"))
+    assert given == [(0.5, 0), (0.5, 1)], "PyTorch refuses a device without a number"
+
+
+def test_stalls_are_those_of_the_step_that_ended() -> None:
+    clock = UnitClock(torch.device("cpu"))
+    assert clock.stall_seconds(slice(0, 9)) is None
+    for total in (0.5, 0.75, 1.75):
+        clock.step_ended(total)
+    assert clock.stall_seconds(slice(1, 3)) == pytest.approx((0.25 + 1.0) / 2)
+
+
+def test_the_peak_of_the_host_is_this_process_own(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmPeak:\t 9999 kB\nVmHWM:\t    1234 kB\nThreads:\t1\n")
+    assert host_peak_bytes(status) == 1234 * 1024
+    assert host_peak_bytes(tmp_path / "missing") > 2**20

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ def test_killed_by_the_system(tmp_path: Path) -> None:
     assert "SIGKILL, which is usually the host running out of memory" in row.reason
     assert row.numbers.host_peak_bytes == 123, "what was known is kept"
     row = run(tmp_path, "os.kill(os.getpid(), signal.SIGSEGV)")
-    assert (row.status, row.reason) == ("killed", "killed by SIGSEGV")
+    # Not for want of memory, so longer lengths are still tried.
+    assert (row.status, row.reason) == ("failed", "killed by SIGSEGV")
     assert row.job == JOB
 
 
@@ -74,6 +77,45 @@ child.wait()
             break
         time.sleep(0.1)
     assert not alive(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_worker_ends_with_the_benchmark_however_that_ends(tmp_path: Path) -> None:
+    worker = (
+        "import os, time; from sppo_hf.cli.benchmark.worker import end_with_parent;"
+        f"end_with_parent(); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()));"
+        "time.sleep(60)"
+    )
+    script = f"""
+from pathlib import Path
+from sppo_hf.cli.benchmark.process import run_in_process
+from tests.cli.benchmark.made_rows import JOB
+run_in_process(
+    JOB, timeout_seconds=60, log=Path({str(tmp_path / "log")!r}),
+    command=({sys.executable!r}, "-c", {worker!r}),
+)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
+    try:
+        pid = int(wait_for(lambda: text_of(tmp_path / "pid")))
+        assert alive(pid)
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_for(lambda: not alive(pid))
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What it returns as soon as that is true."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+    return found
 
 
 def alive(pid: int) -> bool:
