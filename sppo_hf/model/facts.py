@@ -17,7 +17,10 @@ from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
     free_disk_bytes,
+    free_host_memory_bytes,
+    has_expandable_segments,
     host_memory_bytes,
+    host_reserve_bytes,
     nvidia_driver_version,
     pci_numa_node,
     processor_name,
@@ -35,8 +38,13 @@ def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
         ConfigError: `config.hardware` names no profile.
     """
     # Processes of one machine share its memory.
-    host_bytes = host_memory_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    host_bytes = host_memory_bytes() // processes
     if device.type == "cuda":
+        # What is pinned already is ours to use; for the other processes, as much again.
+        pinned_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+        free_bytes = free_host_memory_bytes() - host_reserve_bytes(host_memory_bytes())
+        host_bytes = min(host_bytes, max(0, free_bytes // processes + pinned_bytes))
         name = torch.cuda.get_device_properties(device).name
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         ours_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES["cuda"]
@@ -48,6 +56,7 @@ def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
         name=name,
         device_memory_bytes=device_bytes,
         host_memory_bytes=host_bytes,
+        expandable_segments=has_expandable_segments(os.environ),
         disk_memory_bytes=_free_disk_bytes(config),
         profile=_profile(device, name, config),
     )

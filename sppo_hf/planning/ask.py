@@ -18,6 +18,7 @@ from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import Bounds, chunk_bounds
@@ -160,7 +161,7 @@ def question_for(
             kind=profile.kind,
             name=profile.name,
             device_memory_bytes=profile.device_bytes,
-            host_memory_bytes=profile.host_bytes,
+            host_memory_bytes=_host_bytes(profile),
             disk_memory_bytes=profile.disk_bytes,
             profile=profile,
         ),
@@ -169,6 +170,14 @@ def question_for(
         accumulates=accumulates,
         dtype_name=dtype_name,
     )
+
+
+def _host_bytes(profile: HardwareProfile) -> int | None:
+    """What a run on that machine would count on where no budget is named."""
+    total = profile.host_bytes
+    if total is None or profile.kind == "cpu":
+        return total
+    return total - host_reserve_bytes(total)
 
 
 def ask(question: Question) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.choices import named_budgets
+from sppo_hf.planning.choices import HOLES, DeviceFacts, leaves_holes, named_budgets
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.modes import FrameMode, Tier
@@ -13,6 +13,9 @@ from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import FirstLimit, over_budget
+
+_FULL = 0.8
+"""Share of the device's budget from which on more of it would change a plan."""
 
 
 def limit_text(limit: FirstLimit, budgets: Budgets, total_tokens: int) -> str:
@@ -99,6 +102,20 @@ def limit_warnings(
             f"predicted {over.tier} peak {total / 2**30:.1f} GiB is over the "
             f"{have / 2**30:.1f} GiB there are ({_largest_cause(predicted, over.tier)}); "
             + _remedy(modes, over.tier)
+        )
+
+
+def hole_warnings(
+    config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
+) -> Iterator[str]:
+    """Says that a setting of PyTorch would let a plan that fills the device use more of it."""
+    budget = budgets.device
+    if not leaves_holes(config, facts) or budget is None:
+        return
+    if predicted.device.total > _FULL * budget:
+        yield (
+            f"{HOLES:.0%} of the device's memory are left to holes in PyTorch's allocator; to use "
+            "them, set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts"
         )
 
 

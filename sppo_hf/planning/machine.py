@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -23,6 +23,8 @@ _ROOT = Path("/")
 _NO_LIMIT_BYTES = 2**62
 # memory.high slows a process down to a crawl where memory.max would end it: both are limits.
 _LIMIT_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")
+_USAGE_FILES = ("memory.current", "memory.usage_in_bytes")
+_GIB = 2**30
 
 
 def host_memory_bytes(root: Path = _ROOT) -> int:
@@ -30,6 +32,30 @@ def host_memory_bytes(root: Path = _ROOT) -> int:
     limit = control_group_limit_bytes(root)
     total: int = psutil.virtual_memory().total
     return total if limit is None else min(total, limit)
+
+
+def free_host_memory_bytes(root: Path = _ROOT) -> int:
+    """Host memory that is free now, file cache that can be dropped included.
+
+    The machine's, or what is left below a control group's limit if that is less.
+    """
+    free: int = psutil.virtual_memory().available
+    left = [
+        int(limit) - _held_bytes(folder)
+        for folder in _group_folders(root)
+        for name in _LIMIT_FILES
+        if (limit := _read(folder / name)) is not None and limit.isdigit()
+    ]
+    return max(0, min(free, *left)) if left else free
+
+
+def host_reserve_bytes(total_bytes: int) -> int:
+    """Host memory that no plan should count on: an eighth, from 2 GiB up to 32 GiB.
+
+    Pinned memory cannot be swapped out, and the rest of the machine (data loading, checkpoints,
+    other processes) needs some too; a process that takes all of it is killed without a word.
+    """
+    return min(max(2 * _GIB, total_bytes // 8), 32 * _GIB)
 
 
 def control_group_limit_bytes(root: Path = _ROOT) -> int | None:
@@ -44,12 +70,30 @@ def control_group_limit_bytes(root: Path = _ROOT) -> int | None:
     """
     limits = [
         int(text)
-        for mount, group in _memory_groups(root)
-        for folder in _upwards(mount, group)
+        for folder in _group_folders(root)
         for name in _LIMIT_FILES
         if (text := _read(folder / name)) is not None and text.isdigit()
     ]
     return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def expand_segments(variables: MutableMapping[str, str]) -> None:
+    """Asks PyTorch's CUDA allocator for expandable segments, unless it was told anything already.
+
+    Args:
+        variables: of the environment; PyTorch reads them when CUDA is first used.
+    """
+    if not any(name in variables for name in _ALLOCATOR_VARIABLES):
+        variables[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def has_expandable_segments(variables: Mapping[str, str]) -> bool:
+    """Whether the environment asks PyTorch's CUDA allocator for expandable segments."""
+    said = (variables.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    return any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in said)
 
 
 def lockable_bytes() -> int | None:
@@ -110,6 +154,22 @@ def node_cpus(node: int, root: Path = _ROOT) -> frozenset[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
+
+
+def _group_folders(root: Path) -> Iterator[Path]:
+    """Folders of this process' control groups that count memory, and of all groups above them."""
+    for mount, group in _memory_groups(root):
+        yield from _upwards(mount, group)
+
+
+def _held_bytes(folder: Path) -> int:
+    """What a control group holds and cannot drop."""
+    used = next((text for name in _USAGE_FILES if (text := _read(folder / name)) is not None), "0")
+    # Version 1's own counter leaves out the groups below, its total_ one does not.
+    found = re.findall(
+        r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat") or "", re.M
+    )
+    return max(0, int(used) - max(map(int, found), default=0))
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, PurePosixPath]]:

@@ -25,6 +25,7 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.limits import (
     check_named_budgets,
     check_standing_bytes,
+    hole_warnings,
     limit_text,
     limit_warnings,
 )
@@ -189,7 +190,10 @@ def make_plan(
         budgets=budgets,
         prediction=decided.prediction,
         cost=task.cost,
-        warnings=tuple(limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens)),
+        warnings=(
+            *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
+            *hole_warnings(config, device, predicted, budgets),
+        ),
     )
 
 

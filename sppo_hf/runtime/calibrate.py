@@ -22,7 +22,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.facts import device_facts, device_numa_node, device_versions
 from sppo_hf.planning.hardware import Curve, HardwareProfile
-from sppo_hf.planning.machine import free_disk_bytes, lockable_bytes
+from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
 from sppo_hf.runtime.affinity import near_device
 from sppo_hf.runtime.measure_compute import (
     AttentionSpeed,
@@ -172,7 +172,7 @@ def calibrate(
         disk_write_bytes_per_second=None if measured.disk is None else measured.disk.write,
         disk_read_bytes_per_second=None if measured.disk is None else measured.disk.read,
         device_bytes=facts.device_memory_bytes,
-        host_bytes=facts.host_memory_bytes,
+        host_bytes=host_memory_bytes(),
         pinned_bytes=_pinnable_bytes(device, pinned_so_far_bytes=2 * sizes.copy_bytes),
         disk_bytes=None if offload_dir is None else free_disk_bytes(offload_dir),
         offload_dir=None if offload_dir is None else os.path.abspath(offload_dir),

@@ -47,3 +47,33 @@ def test_the_numa_node_is_asked_for_by_bus_address(monkeypatch: pytest.MonkeyPat
     assert asked == ["0000:1b:00.0"]
     assert facts.device_numa_node(CPU) is None
     assert len(asked) == 1
+
+
+def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU")
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    pinned = {"allocated_bytes.current": 0}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: pinned)
+    monkeypatch.setattr(facts, "host_memory_bytes", lambda: 128 * gib)
+    monkeypatch.setattr(facts, "_profile", lambda *_: None)
+
+    def found(free_gib: int) -> float:
+        monkeypatch.setattr(facts, "free_host_memory_bytes", lambda: free_gib * gib)
+        size = facts.device_facts(GPU, SPPOConfig()).host_memory_bytes
+        assert size is not None
+        return size / gib
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert found(120) == 120 - 16, "an eighth of the machine's is left alone"
+    pinned["allocated_bytes.current"] = 64 * gib
+    assert found(56) == 120 - 16, "what is pinned already is ours"
+    pinned["allocated_bytes.current"] = 0
+    assert found(10) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert found(116) == 25
+    pinned["allocated_bytes.current"] = 25 * gib
+    assert found(16) == 25, "the others have as much"

@@ -146,3 +146,63 @@ def test_names(tmp_path: Path) -> None:
     assert machine.processor_name(tmp_path) == "AMD EPYC 9654"
     assert machine.nvidia_driver_version(tmp_path) == "580.95.05"
     assert machine.nvidia_driver_version(tmp_path / "proc") == "unknown"
+
+
+def test_free_memory_is_what_a_group_has_left(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/job/step\n",
+        "proc/self/mountinfo": V2_MOUNT,
+        "sys/fs/cgroup/job/memory.max": "9000\n",
+        "sys/fs/cgroup/job/memory.current": "5000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 3000\nfile 2000\ninactive_file 1500\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "4000\n",
+    }
+    assert machine.free_host_memory_bytes(_tree(tmp_path, files)) == 9000 - (5000 - 1500)
+    _tree(tmp_path, {"sys/fs/cgroup/job/step/memory.high": "3000\n"})
+    assert machine.free_host_memory_bytes(tmp_path) == 0, "more is held than the limit"
+
+
+def test_free_memory_of_version_1_counts_the_groups_below(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": V1_GROUPS.format(path="/job"),
+        "proc/self/mountinfo": V1_MOUNTS.format(root="/"),
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9000\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "5000\n",
+        "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 10\ntotal_inactive_file 500\n",
+    }
+    assert machine.free_host_memory_bytes(_tree(tmp_path, files)) == 9000 - (5000 - 500)
+
+
+def test_free_memory_without_groups_is_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = psutil.virtual_memory()._replace(available=12345)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: found)
+    assert machine.free_host_memory_bytes(tmp_path) == 12345
+
+
+def test_a_reserve_is_neither_tiny_nor_huge() -> None:
+    gib = 2**30
+    sizes = [8, 64, 128, 256, 2048]
+    assert [machine.host_reserve_bytes(n * gib) // gib for n in sizes] == [2, 8, 16, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expands", "left_alone"),
+    [
+        ({}, False, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1, expandable_segments : true"}, True, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False, True),
+    ],
+)
+def test_the_allocator_is_told_what_nobody_told_it(
+    variables: dict[str, str], expands: bool, left_alone: bool
+) -> None:
+    assert machine.has_expandable_segments(variables) is expands
+    before = dict(variables)
+    machine.expand_segments(variables)
+    assert (variables == before) is left_alone
+    assert machine.has_expandable_segments(variables) is (expands or not left_alone)

@@ -1,11 +1,13 @@
 """make_plan: what "auto" decides, what is refused, what is warned of."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.planning.choices import HOLES
 from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
 from sppo_hf.planning.shape import ModelShape
@@ -98,6 +100,18 @@ def test_host_that_cannot_hold_what_full_offload_sends() -> None:
 
 def test_evaluation_needs_no_host() -> None:
     assert plan(training=False, host_memory="1MiB", offload="full").estimate.host.total == 0
+
+
+def test_an_allocator_that_leaves_holes_is_left_room_for_them() -> None:
+    holes = replace(CUDA, expandable_segments=False)
+    assert plan(device=holes).budgets.device == 80 * 2**30 - int(HOLES * 80 * 2**30)
+    assert plan(device=holes).warnings == (), "half the device is free"
+    full = plan(device=holes, recompute="none", offload="none", total_tokens=4096 * 13)
+    assert any("expandable_segments:True" in warning for warning in full.warnings)
+    # What the user names is his word, and processors have no such allocator.
+    assert plan(device=holes, device_memory="40GiB").budgets.device == 40 * 2**30
+    assert plan(device=replace(CPU, expandable_segments=False)).budgets.device == 2**40
+    assert plan().budgets.device == 80 * 2**30
 
 
 def test_warnings() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.results import Row, Status
+from sppo_hf.planning.machine import expand_segments
 
 WORKER = (sys.executable, "-m", "sppo_hf.cli.benchmark.worker")
 
@@ -50,7 +51,7 @@ def run_in_process(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=one_device(os.environ),
+            env=worker_environment(os.environ),
             # A group of its own, so that all that it starts can be ended with it; no session of
             # its own, or it would outlive what ends the benchmark's session.
             process_group=0,
@@ -84,10 +85,16 @@ def run_in_process(
     return dataclasses.replace(row, environment=environment)
 
 
-def one_device(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables that show a process one GPU: with more, a Trainer splits."""
+def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns environment variables for a worker.
+
+    They show it one GPU (with more, a Trainer splits), and give every contender the allocator that
+    leaves no holes, unless the user has said what he wants.
+    """
     shown = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    return {**variables, "CUDA_VISIBLE_DEVICES": shown}
+    found = {**variables, "CUDA_VISIBLE_DEVICES": shown}
+    expand_segments(found)
+    return found
 
 
 def last_line(log: Path, most_chars: int = 300) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.cli.benchmark.process import last_line, one_device, run_in_process
+from sppo_hf.cli.benchmark.process import last_line, run_in_process, worker_environment
 from sppo_hf.cli.benchmark.results import Row
 from tests.cli.benchmark.made_rows import JOB, speed_row
 from tests.cli.benchmark.tiny import tiny_job
@@ -152,10 +152,14 @@ def test_errors_are_told_from_what_follows_them(tmp_path: Path) -> None:
     assert last_line(log) == ""
 
 
-def test_one_gpu_is_shown() -> None:
-    shown: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": "3,4", "A": "b"}
-    assert one_device(shown) == {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
-    assert one_device({})["CUDA_VISIBLE_DEVICES"] == "0"
+def test_one_gpu_is_shown_and_memory_is_mapped_in_pages() -> None:
+    shown = worker_environment({"CUDA_VISIBLE_DEVICES": "3,4", "A": "b"})
+    pages = "expandable_segments:True"
+    assert shown == {"CUDA_VISIBLE_DEVICES": "3", "A": "b", "PYTORCH_ALLOC_CONF": pages}
+    assert worker_environment({})["CUDA_VISIBLE_DEVICES"] == "0"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        own = {name: "max_split_size_mb:64", "CUDA_VISIBLE_DEVICES": "0"}
+        assert worker_environment(own) == own
 
 
 def test_a_real_worker_from_start_to_end(tmp_path: Path) -> None:
