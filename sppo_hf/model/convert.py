@@ -155,6 +155,14 @@ def _attach(
                 functools.partial(_after_layer, engine, index), always_call=True
             ),
         ]
+    norm = parts.final_norm()
+    if norm is not None:
+        conversion.handles += [
+            norm.register_forward_pre_hook(
+                functools.partial(_before_norm, engine), with_kwargs=True
+            ),
+            norm.register_forward_hook(functools.partial(_after_norm, engine), always_call=True),
+        ]
     for rotary in length_dependent_rotaries(parts.base):
         conversion.handles += hook_rotary(rotary, engine.last_position)
 
@@ -187,3 +195,15 @@ def _after_layer(engine: Engine, index: int, _: nn.Module, __: Any, output: Any)
     if engine.running is not None:
         # Called with None when the layer (or another hook before it) raised.
         engine.running.after_layer(index, failed=output is None)
+
+
+def _before_norm(
+    engine: Engine, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if engine.running is not None:
+        engine.running.before_norm(norm, args, kwargs)
+
+
+def _after_norm(engine: Engine, _: nn.Module, __: Any, output: Any) -> None:
+    if engine.running is not None:
+        engine.running.after_norm(failed=output is None)

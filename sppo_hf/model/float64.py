@@ -80,9 +80,9 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
 
     Autograd empties the stack of function modes before it calls Python, so a layer that is run
     again in backward would compute in float32 where it computed in float64 before. Each decoder
-    layer's `forward` is therefore wrapped, for the duration, to enter the mode by itself.
+    layer's and norm's `forward` is therefore wrapped, for the duration, to enter the mode by itself.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    layers = [layer for layer in model.modules() if _may_run_again(layer)]
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = _in_float64(layer.forward)
@@ -95,6 +95,11 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
                 del layer.__dict__["forward"]
             else:
                 layer.forward = own
+
+
+def _may_run_again(module: nn.Module) -> bool:
+    is_norm = "norm" in type(module).__name__.lower()
+    return is_norm or isinstance(module, GradientCheckpointingLayer)
 
 
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:

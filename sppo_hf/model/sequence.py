@@ -40,6 +40,7 @@ from sppo_hf.model.stream import kv_stream
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
+from sppo_hf.planning.modes import FrameMode
 from sppo_hf.planning.plan import Plan
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
@@ -83,6 +84,8 @@ class Slices:
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
 
+
+_RECOMPUTED = FrameMode("skeleton", "device")
 
 # Layers times tokens of prefix between two times that free heap is given back in backward.
 _TRIM_TOKENS = 8192
@@ -137,6 +140,7 @@ class Sequence:
         ]
         self._links: list[Tensor | None] = [None] * len(self._layers)
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None]] = []
+        self._norm: RecomputedFrame | None = None
         self._chunk = 0
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
@@ -177,6 +181,7 @@ class Sequence:
             # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
             while self._open:
                 self.after_layer(self._open[-1][0].layer, failed=True)
+            self.after_norm(failed=True)
         if self._plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
         return output
@@ -252,6 +257,36 @@ class Sequence:
         if self._linked:
             self._links[call.layer - self._layers.start] = call.link
 
+    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Open the frame of the final norm: it keeps its input, and nothing else.
+
+        Norms of 16-bit models work in float32 and save what they work on: at 128K tokens 2 GiB of
+        Llama-3.1-8B, and 1 GiB more where their weights train.
+        """
+        if not torch.is_grad_enabled():
+            return
+        frame = RecomputedFrame(
+            norm,
+            run_layer=_Again(self._around_layers),
+            tape=self._tape,
+            offload=self._offload,
+            keep=lambda _kind, hidden: hidden,
+            mode=_RECOMPUTED,
+            label=f"final norm, chunk {self._chunk}",
+        )
+        frame.open(args, kwargs)
+        self._norm = frame
+
+    def after_norm(self, *, failed: bool) -> None:
+        """Close it; also when the norm's forward raised."""
+        frame, self._norm = self._norm, None
+        if frame is None:
+            return
+        if failed:
+            frame.cancel()
+        else:
+            frame.close()
+
     def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
         mode = self._plan.mode(call.layer - self._layers.start, call.chunk)
         if mode.recompute:
@@ -272,6 +307,23 @@ class Sequence:
                 self._offload, self._tape, is_pinned_parameter=_never_moves, tier=mode.tier
             )
         return None
+
+
+class _Again:
+    """Runs a module without attention again."""
+
+    def __init__(self, around_layers: AroundLayers) -> None:
+        self._around_layers = around_layers
+
+    def __call__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: RecomputedFrame,
+    ) -> None:
+        with self._around_layers():
+            module.forward(*args, **kwargs)
 
 
 class _Rerun:

@@ -41,6 +41,16 @@ class ModelParts:
         """The config that describes the decoder."""
         return self.causal_lm.config.get_text_config(decoder=True)
 
+    def final_norm(self) -> nn.Module | None:
+        """The first norm defined behind the decoder layers; None where there is none."""
+        layers = set(self.layers)
+        behind = False
+        for child in self.base.children():
+            behind = behind or not layers.isdisjoint(child.children())
+            if behind and "norm" in type(child).__name__.lower():
+                return child
+        return None
+
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards the model; it gives the modules it manages an `unshard` method."""
         return any(callable(getattr(m, "unshard", None)) for m in self.causal_lm.modules())

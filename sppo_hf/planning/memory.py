@@ -248,7 +248,8 @@ class MemoryModel:
             return 0
         bounds = what.bounds
         waiting = bounds[chunk][0 if phase == "end of backward" else 1]
-        tokens = waiting
+        # What the final norm was given, and the gradient of what it returned.
+        tokens = 2 * waiting
         if self._kind == "cpu" and shape.embedding_trained:
             # Embedded once for the whole sequence; in backward their gradient gathers as a whole.
             tokens += what.total_tokens * (1 if phase == "forward" else 2)

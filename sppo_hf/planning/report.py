@@ -27,7 +27,7 @@ _CAUSES = {
     "frames": ("frames", "all that backward needs"),
     "products": ("products", "layer inputs, attention and matrix products"),
     "skeletons": ("skeletons", "layer inputs, attention outputs"),
-    "hidden": ("hidden", "gradients at the loss, embeddings"),
+    "hidden": ("hidden", "at the final norm and the loss, embeddings"),
     "logits_tile": ("logits", "of one tile of the loss"),
     "workspace": ("workspace", "the running layer's temporaries"),
     "copies": ("copies", "on their way between tiers"),

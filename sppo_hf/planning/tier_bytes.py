@@ -42,7 +42,7 @@ class TierBytes:
     """Frames reduced to layer input, attention output and log-sum-exp."""
 
     hidden: int = 0
-    """Gradients of the last layer's output, computed with the loss; on a CPU, embeddings."""
+    """Inputs of the final norm and gradients at the loss; on a CPU, embeddings."""
 
     logits_tile: int = 0
     """Logits and their gradient while one tile of the loss is computed."""
