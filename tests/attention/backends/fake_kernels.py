@@ -158,6 +158,8 @@ class FakeAten:
         assert lse.shape[2] == math.ceil(q.shape[2] / 32) * 32
         assert lse.is_contiguous()
         assert (lse[:, :, q.shape[2] :] == math.inf).all()
+        # Its rows are stepped through by all heads' elements, whatever its strides are.
+        assert out.transpose(1, 2).is_contiguous()
         self._check_heads(q, k, v, grouped=False, equal_sizes=False)
         seen = _square_or_all(q.shape[2], k.shape[2], is_causal)
         lse = lse[:, :, : q.shape[2]]
