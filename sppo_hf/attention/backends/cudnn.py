@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.aligned import cuda_half_reason
-from sppo_hf.attention.backends.base import Attended, CausalBand, Gradients, Requirement
+from sppo_hf.attention.backends.base import (
+    Attended,
+    CausalBand,
+    Gradients,
+    Requirement,
+    determinism,
+)
 from sppo_hf.attention.backends.heads import KernelNeeds
 from sppo_hf.attention.backends.rectangles import RectangleBackend
 from sppo_hf.attention.backends.reference import Reference
@@ -46,14 +52,19 @@ class CuDNN(RectangleBackend):
         self._reference = Reference()
 
     def reason_unsupported(self, requirement: Requirement) -> str | None:
-        """CUDA, 16 bits, head sizes up to 256, no soft cap."""
+        """CUDA, 16 bits, head sizes up to 256, no soft cap, no demand for determinism."""
         head_size = max(requirement.qk_head_size, requirement.v_head_size)
         reason = cuda_half_reason(
             requirement.device_type, requirement.dtype, head_size, largest_head_size=256
         )
         if reason is not None:
             return reason
-        return "cannot soft-cap scores" if requirement.softcap else None
+        if requirement.softcap:
+            return "cannot soft-cap scores"
+        # PyTorch leaves cuDNN out by itself, but only where it chooses the kernel.
+        if determinism() == 2:
+            return "has no deterministic backward, which torch.use_deterministic_algorithms demands"
+        return None
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float

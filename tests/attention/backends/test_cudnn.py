@@ -5,7 +5,7 @@ import torch
 
 from sppo_hf.attention.backends.base import CausalBand, Requirement
 from sppo_hf.attention.backends.cudnn import CuDNN
-from tests.attention.backends.cases import CASES, check
+from tests.attention.backends.cases import CASES, check, deterministic
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve
 
@@ -63,3 +63,11 @@ def test_says_what_it_cannot(changes, reason):
     }
     found = CuDNN(aten=FakeAten()).reason_unsupported(Requirement(**settings | changes))
     assert found is None if reason is None else reason in found
+
+
+def test_it_is_not_deterministic():
+    asked = Requirement(device_type="cuda", dtype=torch.bfloat16, qk_head_size=128, v_head_size=128)
+    with deterministic("warn"):
+        assert CuDNN().reason_unsupported(asked) is None
+    with deterministic("error"):
+        assert "no deterministic backward" in CuDNN().reason_unsupported(asked)
