@@ -5,6 +5,7 @@ A test belongs to one tier (`pure`, `fake`, `process`, `gpu`). Tests of the torc
 package, so that the pure tier stays fast.
 """
 
+import faulthandler
 import logging
 import os
 import shutil
@@ -42,6 +43,12 @@ TORCH_FREE = (
 )
 HERE = Path(__file__).parent
 
+LOST_SECONDS = 900.0
+"""Of one gpu test; more than any of them may take before a signal interrupts it."""
+
+_error_output = 2
+"""Descriptor that is shown even while a test's output is captured; set by `pytest_configure`."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test its tier, and skip the gpu tier on machines without one."""
@@ -51,8 +58,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not own:
             first = item.path.relative_to(HERE).parts[0]
             item.add_marker("pure" if first in TORCH_FREE else "fake")
-        if own == ["gpu"] and not _has_gpu():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if own == ["gpu"]:
+            _interrupt_when_late(item)
+            if not _has_gpu():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _interrupt_when_late(item: pytest.Item) -> None:
+    """Let a gpu test that is too slow fail by a signal, and the next one run.
+
+    All others keep pyproject's method, which ends the process. That is surer, since their threads
+    may be what hangs, but on a slow card it would take all results with it.
+    """
+    late = item.get_closest_marker("timeout")
+    args, kwargs = (late.args, late.kwargs) if late else ((), {})
+    item.add_marker(pytest.mark.timeout(*args, **{"method": "signal", **kwargs}), append=False)
+
+
+def pytest_configure() -> None:
+    """Keep what is the error output now: while a test runs, it is captured."""
+    global _error_output
+    _error_output = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """End the process after `LOST_SECONDS` of a gpu test: a signal is no use inside a library."""
+    if not item.get_closest_marker("gpu"):
+        return (yield)
+    faulthandler.dump_traceback_later(LOST_SECONDS, exit=True, file=_error_output)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _has_gpu() -> bool:

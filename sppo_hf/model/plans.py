@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sppo_hf.attention.backends.base import Backend, Requirement
+from sppo_hf.attention.backends.base import Backend, Requirement, determinism
 from sppo_hf.attention.backends.select import Selection, select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
@@ -46,7 +46,7 @@ class PlanBook:
         self._config = config
         self._room = room
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._selections: dict[Requirement, Selection] = {}
+        self._selections: dict[tuple[Requirement, int], Selection] = {}
         self._shape: ModelShape | None = None
         self._accumulates = False
         self._warned: set[str] = set()
@@ -162,11 +162,12 @@ class PlanBook:
         return self._select(requirement).backend
 
     def _select(self, requirement: Requirement) -> Selection:
-        if requirement not in self._selections:
+        key = requirement, determinism()
+        if key not in self._selections:
             selection = select_backend(self._config.attention_backend, requirement)
             logger.info("attention: %s", selection.reason)
-            self._selections[requirement] = selection
-        return self._selections[requirement]
+            self._selections[key] = selection
+        return self._selections[key]
 
     def describe_backends(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
         """Names and reasons of attention backends, in the order of the first layer of each kind.

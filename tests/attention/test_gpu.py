@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sppo_hf.attention.backends.base import Requirement
-from sppo_hf.attention.backends.select import AUTO_ORDER, select_backend
+from sppo_hf.attention.backends.select import AUTO_ORDER
 from sppo_hf.attention.function import AttentionCall, chunk_attention
 from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
-from sppo_hf.errors import ConfigError
+from tests.attention.backends.usable import usable_backend
 
 B, K = 2, 2
 LIMITS = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -55,10 +55,7 @@ def check(name, device, dtype, *, head_size, groups, sinks, window, rows):
         window=window is not None,
         gqa_ratio=groups,
     )
-    try:
-        backend = select_backend(name, requirement).backend
-    except ConfigError as error:
-        pytest.skip(str(error))
+    backend = usable_backend(name, requirement)
     tokens = BOUNDS[-1][1]
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, heads, tokens, head_size) for heads in (K * groups, K, K)]

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from sppo_hf.data.collate import RightPaddingCollator
 from sppo_hf.errors import ConfigError
+
+pytest.importorskip("datasets", reason="needs the extra `recipes`")
+
+from sppo_hf.data.collate import RightPaddingCollator
 
 collate = RightPaddingCollator(pad_token_id=9)
 

@@ -3,6 +3,11 @@
 import json
 
 import pytest
+
+from sppo_hf.errors import ConfigError
+
+pytest.importorskip("datasets", reason="needs the extra `recipes`")
+
 from datasets import Dataset
 
 from sppo_hf.data.documents import (
@@ -11,7 +16,6 @@ from sppo_hf.data.documents import (
     local_documents,
     split_documents,
 )
-from sppo_hf.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

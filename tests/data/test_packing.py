@@ -1,13 +1,17 @@
 """Rows are the documents, token for token; boundaries are where the documents met."""
 
 import pytest
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.data.packing import IGNORE_INDEX, pack_documents, spread_rows
 from sppo_hf.errors import ConfigError
 from tests.fakes.tokenizer import END, byte_tokenizer
+
+pytest.importorskip("datasets", reason="needs the extra `recipes`")
+
+from datasets import Dataset
+
+from sppo_hf.data.packing import IGNORE_INDEX, pack_documents, spread_rows
 
 TOKENIZER = byte_tokenizer()
 END_ID = TOKENIZER.convert_tokens_to_ids(END)

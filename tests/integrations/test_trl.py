@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from datasets import Dataset
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.model.convert import get_engine, is_converted
@@ -12,6 +11,7 @@ from tests.fakes.tokenizer import byte_tokenizer
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own making
 
 trl = pytest.importorskip("trl", reason="needs the extra `trl`")
+Dataset = pytest.importorskip("datasets").Dataset
 
 
 def _train(tmp_path, plugin, **settings):

@@ -9,6 +9,7 @@ from sppo_hf.attention.backends.select import Selection
 from sppo_hf.model import plans
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.model.tiny import build_tiny_model
+from tests.attention.backends.cases import deterministic
 
 
 def _choose_by_window(monkeypatch):
@@ -47,3 +48,15 @@ def test_layers_of_one_kind_have_one_reason(monkeypatch):
     assert len(asked) == 1
     assert plan.backend_name == "cpu_flash"
     assert plan.backend_reason == f"cpu_flash: {asked[0]}"
+
+
+def test_layers_ask_again_once_determinism_is_asked_for(monkeypatch):
+    asked = _choose_by_window(monkeypatch)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    convert(model, SPPOConfig(num_chunks=3, show_plan=False))
+    ids = torch.randint(0, 97, (1, 24))
+    model(input_ids=ids, labels=ids)
+    assert len(asked) == 1
+    with deterministic("error"):
+        model(input_ids=ids, labels=ids)
+    assert len(asked) == 2

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -242,20 +241,18 @@ def test_a_model_class_and_arguments_of_from_pretrained(tmp_path):
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks by an old name
 def test_adapters_have_the_names_that_they_have_on_the_whole_model(settings, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     folder = _save("llama", tmp_path)
-    whole = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), _lora(settings))
+    whole = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
     trained = {name for name, p in whole.named_parameters() if p.requires_grad}
     found = []
     for own in range(3):
-        model = get_peft_model(_load(folder, own), _lora(settings))
+        model = peft.get_peft_model(_load(folder, own), lora)
         mine = [name for name, p in model.named_parameters() if p.requires_grad]
         assert all(f".layers.{own}." in name or own == 2 for name in mine)
         found += mine
     assert sorted(found) == sorted(trained)
-
-
-def _lora(settings):
-    return LoraConfig(task_type="CAUSAL_LM", **settings)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.recipes.tiny import save_tiny_model
+
+nbformat = pytest.importorskip("nbformat", reason="needs the extra `test`")
+nbclient = pytest.importorskip("nbclient", reason="needs the extra `test`")
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -29,7 +30,8 @@ def test_a_notebook_runs_to_its_end(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
 
     # Raises CellExecutionError, which shows the cell and its traceback.
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=240, resources=place).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from tests.recipes.tiny import save_jsonl, save_text_folder, save_tiny_model
+
+peft = pytest.importorskip("peft", reason="needs the extra `recipes`")
+pytest.importorskip("datasets", reason="needs the extra `recipes`")
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -81,7 +83,7 @@ def test_the_report_shows_that_training_helped_and_that_the_adapter_holds_it(pla
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_the_adapter_opens_without_us(place, run_on):
     assert run_on[0] == 0, run_on[1]
-    model = AutoPeftModelForCausalLM.from_pretrained(place / "on" / "adapter")
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(place / "on" / "adapter")
     changed = [p for name, p in model.named_parameters() if "lora_B" in name]
     assert changed
     assert all(torch.any(p != 0) for p in changed)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +24,8 @@ from sppo_hf.runtime.checkpoint_state import (
 from sppo_hf.runtime.checkpoint_weights import load_weights, save_weights
 from tests.integrations.launch import run_ranks
 from tests.runtime.checkpoint_ranks import fill_state, make_model, make_optimizer, moments
+
+peft = pytest.importorskip("peft", reason="needs PEFT")
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -117,7 +118,7 @@ def test_peft_loads_the_adapters(saved: Path):
     with warnings.catch_warnings():
         # PEFT asks for a property by a name that newer Transformers call deprecated.
         warnings.simplefilter("ignore", FutureWarning)
-        loaded = PeftModel.from_pretrained(base, saved / "adapters")
+        loaded = peft.PeftModel.from_pretrained(base, saved / "adapters")
     assert_same_tensors(loaded.state_dict(), expected.state_dict())
     assert not (saved / "adapters" / "config.json").exists()
 

@@ -34,5 +34,8 @@ def test_pinned_copies_overlap() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     speed = measure_copies(Stopwatch(device), 2**27)
     assert speed.d2h > 1e9
-    assert speed.both_d2h > 0.55 * speed.d2h, "the two ways do not take turns"
-    assert speed.both_h2d > 0.55 * speed.h2d
+    # Turns would make both at once as slow as one after the other. How much faster they are is the
+    # machine's affair: a virtual one may share its bandwidth between the ways.
+    at_once = max(1 / speed.both_d2h, 1 / speed.both_h2d)
+    in_turn = 1 / speed.d2h + 1 / speed.h2d
+    assert at_once < 0.95 * in_turn, f"{at_once / in_turn:.0%} of the time of turns: {speed}"

@@ -233,6 +233,14 @@ class Backend(ABC):
         """
 
 
+def determinism() -> int:
+    """What the user told PyTorch of operations whose results vary from run to run.
+
+    0 to run them, 1 to run them with a warning, 2 to refuse them.
+    """
+    return torch.get_deterministic_debug_mode()
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which sums over keys and pieces are kept: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

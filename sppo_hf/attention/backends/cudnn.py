@@ -1,7 +1,9 @@
 """cuDNN's fused attention as built into PyTorch, on CUDA.
 
 Its mask is causal only for as many queries as keys here, so bands come from `RectangleBackend`.
-Not covered: soft-capped scores, float32.
+Not covered: soft-capped scores, float32, and single queries or keys, which go to the reference:
+PyTorch itself keeps one key from cuDNN, and with one query some releases of cuDNN raise in backward
+and others are wrong.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 """
@@ -14,9 +16,16 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.aligned import cuda_half_reason
-from sppo_hf.attention.backends.base import Attended, Gradients, Requirement
+from sppo_hf.attention.backends.base import (
+    Attended,
+    CausalBand,
+    Gradients,
+    Requirement,
+    determinism,
+)
 from sppo_hf.attention.backends.heads import KernelNeeds
 from sppo_hf.attention.backends.rectangles import RectangleBackend
+from sppo_hf.attention.backends.reference import Reference
 
 
 class CuDNN(RectangleBackend):
@@ -40,21 +49,30 @@ class CuDNN(RectangleBackend):
         super().__init__(needs)
         self._aten = torch.ops.aten if aten is None else aten
         self._lse_rank = 4
+        self._reference = Reference()
 
     def reason_unsupported(self, requirement: Requirement) -> str | None:
-        """CUDA, 16 bits, head sizes up to 256, no soft cap."""
+        """CUDA, 16 bits, head sizes up to 256, no soft cap, no demand for determinism."""
         head_size = max(requirement.qk_head_size, requirement.v_head_size)
         reason = cuda_half_reason(
             requirement.device_type, requirement.dtype, head_size, largest_head_size=256
         )
         if reason is not None:
             return reason
-        return "cannot soft-cap scores" if requirement.softcap else None
+        if requirement.softcap:
+            return "cannot soft-cap scores"
+        # PyTorch leaves cuDNN out by itself, but only where it chooses the kernel.
+        if determinism() == 2:
+            return "has no deterministic backward, which torch.use_deterministic_algorithms demands"
+        return None
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
     ) -> Attended:
         """See `RectangleBackend.kernel_forward`."""
+        if _is_single(q_BNCH, k_BKTH):
+            band = _band(k_BKTH, causal=causal)
+            return self._reference.forward(q_BNCH, k_BKTH, v_BKTH, band=band, scale=scale)
         out_BNCH, lse, *_ = self._aten._scaled_dot_product_cudnn_attention(
             q_BNCH, k_BKTH, v_BKTH, None, True, 0.0, causal, False, scale=scale
         )
@@ -74,6 +92,11 @@ class CuDNN(RectangleBackend):
         scale: float,
     ) -> Gradients:
         """See `RectangleBackend.kernel_backward`."""
+        if _is_single(q_BNCH, k_BKTH):
+            band = _band(k_BKTH, causal=causal)
+            return self._reference.backward(
+                dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended, band=band, scale=scale
+            )
         lse = attended.lse_BNC.contiguous()
         # The seed is read only under dropout.
         seed = torch.zeros((), dtype=torch.int64, device=q_BNCH.device)
@@ -98,3 +121,13 @@ class CuDNN(RectangleBackend):
                 scale=scale,
             )
         )
+
+
+def _is_single(q_BNCH: Tensor, k_BKTH: Tensor) -> bool:
+    """True if there is just one query or just one key."""
+    return q_BNCH.shape[2] == 1 or k_BKTH.shape[2] == 1
+
+
+def _band(k_BKTH: Tensor, *, causal: bool) -> CausalBand:
+    """What the kernel sees: row i the keys up to i, or every row every key."""
+    return CausalBand(0 if causal else k_BKTH.shape[2] - 1)

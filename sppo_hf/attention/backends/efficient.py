@@ -68,6 +68,9 @@ class Efficient(RectangleBackend):
         # The kernel reads whole groups of rows; +inf gives the rows that do not exist weight 0.
         missing = -attended.lse_BNC.shape[2] % _LSE_MULTIPLE
         lse = functional.pad(attended.lse_BNC, (0, missing), value=float("inf")).contiguous()
+        # In 16 bits the kernel sums dout * out itself. It steps through the rows of `out` as those
+        # of a dense [B, C, N, H] and, other than with dout, neither asks for that nor copies.
+        out_BNCH = attended.out_BNCH.transpose(1, 2).contiguous().transpose(1, 2)
         # The seed is read only under dropout.
         seed = torch.zeros((), dtype=torch.int64, device=q_BNCH.device)
         dq, dk, dv, _ = self._aten._scaled_dot_product_efficient_attention_backward(
@@ -76,7 +79,7 @@ class Efficient(RectangleBackend):
             k_BKTH,
             v_BKTH,
             None,
-            attended.out_BNCH,
+            out_BNCH,
             lse,
             seed,
             seed,

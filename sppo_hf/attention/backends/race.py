@@ -27,7 +27,7 @@ from importlib import metadata
 
 import torch
 
-from sppo_hf.attention.backends.base import Backend, Requirement
+from sppo_hf.attention.backends.base import Backend, Requirement, determinism
 from sppo_hf.attention.backends.timing import Clock, device_seconds
 from sppo_hf.attention.backends.workload import MadeWorkload, Workload
 from sppo_hf.planning.machine import nvidia_driver_version, processor_name
@@ -71,7 +71,7 @@ def race_key(
         "backends": list(names),
         "packages": _package_versions(),
         # Kernels that sum in a fixed order are slower, some much more than others.
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic": determinism(),
     }
     if device.type != "cuda":
         return processor_name(), key

@@ -115,6 +115,12 @@ def cut_band(
 def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterator[Rectangle]:
     """Rectangles of the rows first..last-1, of which there are no more than the window has keys."""
     own = band.q_start + first
+    if last - first == 1:
+        # All that one row sees lies side by side, its own key included; squares of one key are
+        # what kernels do slowly or not at all.
+        far = 0 if band.window is None else max(0, own - band.window + 1)
+        yield Rectangle(Form.FULL, first, last, far, min(own + 1, num_keys))
+        return
     square = min(max(num_keys - own, 0), last - first)
     yield Rectangle(Form.CAUSAL, first, first + square, own, own + square)
     yield Rectangle(Form.FULL, first + square, last, own, num_keys)  # rows behind the last key

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sppo_hf.attention.backends.aten_flash import AtenFlash
-from sppo_hf.attention.backends.base import Backend, Requirement
+from sppo_hf.attention.backends.base import Backend, Requirement, determinism
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.cudnn import CuDNN
 from sppo_hf.attention.backends.efficient import Efficient
@@ -160,7 +160,7 @@ def _select_fastest(requirement: Requirement) -> Selection | None:
     kind = requirement.device_type
     if kind not in RACED_DEVICE_TYPES or (kind == "cuda" and not torch.cuda.is_available()):
         return None
-    result = _race_on(requirement, _device_name(requirement))
+    result = _race_on(requirement, _device_name(requirement), determinism())
     if result is None:
         return None
     for lap in result.ranking():
@@ -175,8 +175,11 @@ def _select_fastest(requirement: Requirement) -> Selection | None:
 
 
 @functools.cache
-def _race_on(requirement: Requirement, device_name: str) -> RaceResult | None:
-    """The race of all backends that can serve `requirement`; None where there is no choice."""
+def _race_on(requirement: Requirement, device_name: str, mode: int) -> RaceResult | None:
+    """The race of all backends that can serve `requirement`; None where there is no choice.
+
+    Cached for each `mode`, of `determinism`, apart.
+    """
     order = AUTO_ORDER[requirement.device_type]
     hopeful = [n for n in order if BACKENDS[n][0]().reason_unsupported(requirement) is None]
     if len(hopeful) < 2:
@@ -208,7 +211,7 @@ def find_backend(name: str, requirement: Requirement) -> Backend | str:
         The backend, or words that follow its name ("is not installed (package flash-attn)"). On
         CUDA the first call with a requirement compares it with the reference.
     """
-    return _find_on(name, requirement, _device_name(requirement))
+    return _find_on(name, requirement, _device_name(requirement), determinism())
 
 
 def _device_name(requirement: Requirement) -> str:
@@ -219,8 +222,11 @@ def _device_name(requirement: Requirement) -> str:
 
 
 @functools.cache
-def _find_on(name: str, requirement: Requirement, device_name: str) -> Backend | str:
-    """`find_backend` for one device; cached, since checking runs kernels."""
+def _find_on(name: str, requirement: Requirement, device_name: str, mode: int) -> Backend | str:
+    """`find_backend` for one device; cached, since checking runs kernels.
+
+    For each `mode`, of `determinism`, apart: not every backend can serve all of them.
+    """
     reason = ""
     for make in BACKENDS[name]:
         backend = make()

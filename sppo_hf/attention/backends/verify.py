@@ -2,10 +2,18 @@
 
 Kernels for CUDA differ between releases and cards in what they accept and in how they align masks.
 Instead of a table of versions, a backend is asked to do a few small cases that cover what a chunk
-meets: the first chunk, a later one, a single token, padded queries, a window, merged values.
+meets: the first chunk, a later one, a single token, padded queries, a window, merged values, and
+scores far below zero (see [Note: low scores]).
 
-Costs a few milliseconds of device time, once per process, backend, device and requirement. Knows
+Runs once per process, backend, device and requirement. Most kernels need milliseconds for it; those
+that build a plan or compile for each new shape (cuDNN, flash-attn-4) can need seconds in all. Knows
 nothing of why a backend might be wrong.
+
+[Note: low scores]
+A row's log-sum-exp may lie anywhere, but a kernel that computes exp(-lse) somewhere, or reads keys
+that do not exist as if their score were 0, overflows float32 once it is below about -88. cuDNN's
+backward has done so, for numbers of keys that leave half a tile (64 of 128) empty: NaN in dQ.
+Random inputs have scores about 0 and never show it, so two cases shift all scores to about -120.
 """
 
 from __future__ import annotations
@@ -34,6 +42,9 @@ _SOFTCAP = 5.0
 _WINDOW_TOKENS = 50
 _KV_HEADS = 2
 
+_LOW_SCORE = -120.0
+"""About what all scores of a low case are; its probabilities are as spread as those of others."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Case:
@@ -42,11 +53,14 @@ class _Case:
     num_rows: int
     num_keys: int
     band: CausalBand
+    low_scores: bool = False
 
     def __str__(self) -> str:
         """The case in words."""
-        return f"{self.num_rows} queries at {self.band.q_start} of {self.num_keys} keys" + (
-            f", window {self.band.window}" if self.band.window else ""
+        return (
+            f"{self.num_rows} queries at {self.band.q_start} of {self.num_keys} keys"
+            + (f", window {self.band.window}" if self.band.window else "")
+            + (f", scores about {_LOW_SCORE:.0f}" if self.low_scores else "")
         )
 
 
@@ -78,11 +92,14 @@ def _cases(requirement: Requirement) -> list[_Case]:
     """Small problems that cover what chunks meet under this requirement."""
     shapes = [(77, 77, 0), (77, 207, 130), (1, 131, 130), (77, 180, 130), (40, 90, 90)]
     windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
-    return [
+    cases = [
         _Case(rows, keys, CausalBand(start, window))
         for rows, keys, start in shapes
         for window in windows
     ]
+    if requirement.softcap:
+        return cases  # a cap keeps scores near 0
+    return cases + [_Case(64, 192, CausalBand(start), low_scores=True) for start in (192, 128)]
 
 
 def _compare(
@@ -101,6 +118,8 @@ def _compare(
     q = random(heads, case.num_rows, requirement.qk_head_size)
     k = random(_KV_HEADS, case.num_keys, requirement.qk_head_size)
     v = random(_KV_HEADS, case.num_keys, requirement.v_head_size)
+    if case.low_scores:
+        q, k = _lower_scores(q, k, generator)
     dout = random(heads, case.num_rows, requirement.v_head_size)
     other_out = random(heads, case.num_rows, requirement.v_head_size).double()
     scale = requirement.qk_head_size**-0.5
@@ -138,6 +157,25 @@ def _compare(
         if not error <= _TOLERANCE[requirement.dtype]:
             return f"{name} (relative error {error:.1e})"
     return None
+
+
+def _lower_scores(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The same queries and keys, moved apart so that all scaled scores are about `_LOW_SCORE`.
+
+    Args:
+        q: queries, normally distributed; scores are scaled by the root of their head size.
+        k: keys likewise.
+        generator: of random signs.
+    """
+    head_size = q.shape[3]
+    # The scaled product of two opposite vectors of signs times `shift` is -shift^2 * sqrt(H).
+    shift = (-_LOW_SCORE / head_size**0.5) ** 0.5
+    signs_H = (torch.randint(2, (head_size,), generator=generator) * 2 - 1).to(q.device)
+    # Differences shrink as the shift grows, which keeps a row's scores as spread as without it.
+    moved = (sign * shift * signs_H + x.float() / shift for sign, x in ((1, q), (-1, k)))
+    # Few bits, so that kernels may round inputs (tf32) without changing scores of this size.
+    new_q, new_k = (x.bfloat16().to(q.dtype) for x in moved)
+    return new_q, new_k
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,5 +1,9 @@
 """Bands that a backend must get right, and the comparison that every backend's test shares."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from hypothesis import strategies as st
 
 from sppo_hf.attention.backends.base import Backend, CausalBand
@@ -20,6 +24,16 @@ CASES = [
     )
     for window in (None, 1, 3, 6, 100)
 ]
+
+
+@contextmanager
+def deterministic(mode: str) -> Iterator[None]:
+    """PyTorch told to accept, warn of or refuse what is not deterministic: its own word."""
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
 
 
 @st.composite

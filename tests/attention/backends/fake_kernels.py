@@ -119,7 +119,9 @@ class FakeAten:
         self, q, k, v, bias, compute_lse, dropout_p, is_causal, return_debug_mask, *, scale=None
     ):
         assert (bias, compute_lse, dropout_p, return_debug_mask) == (None, True, 0.0, False)
+        assert min(q.shape[2], k.shape[2]) > 1, "a single query or key"
         self._check_heads(q, k, v, grouped=self.grouped_heads, equal_sizes=False)
+        self.calls.append((tuple(q.shape), tuple(k.shape)))
         out, lse = _attend(q, k, v, _square_or_all(q.shape[2], k.shape[2], is_causal), scale)
         return out, lse.unsqueeze(-1) if self.lse_rank == 4 else lse, None, None, 0, 0
 
@@ -129,6 +131,7 @@ class FakeAten:
     ):  # fmt: skip
         assert (bias, cum_q, cum_k, dropout_p) == (None, None, None, 0.0)
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert min(max_q, max_k) > 1, "a single query or key"
         assert lse.dim() == self.lse_rank
         assert lse.is_contiguous()
         assert 0 not in dout.stride()
@@ -158,6 +161,8 @@ class FakeAten:
         assert lse.shape[2] == math.ceil(q.shape[2] / 32) * 32
         assert lse.is_contiguous()
         assert (lse[:, :, q.shape[2] :] == math.inf).all()
+        # Its rows are stepped through by all heads' elements, whatever its strides are.
+        assert out.transpose(1, 2).is_contiguous()
         self._check_heads(q, k, v, grouped=False, equal_sizes=False)
         seen = _square_or_all(q.shape[2], k.shape[2], is_causal)
         lse = lse[:, :, : q.shape[2]]

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import CausalBand, Requirement
 from sppo_hf.attention.backends.cudnn import CuDNN
-from tests.attention.backends.cases import CASES, check
+from tests.attention.backends.cases import CASES, check, deterministic
 from tests.attention.backends.fake_kernels import FakeAten
+from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve
 
 VARIANTS = [
     CuDNN(aten=FakeAten()),
@@ -21,6 +22,25 @@ VARIANTS = [
 @pytest.mark.parametrize(("rows", "keys", "band"), CASES)
 def test_matches_oracle(backend, rows, keys, band, v_head_size):
     check(backend, band, rows=rows, keys=keys, v_head_size=v_head_size)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 7), (7, 1)])
+def test_a_single_query_or_key_goes_to_the_reference(rows, keys, causal):
+    aten = FakeAten()
+    backend, (q, k, v, dout) = CuDNN(aten=aten), make_problem(rows=rows, keys=keys)
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    expected = solve(Problem(q, k, v, dout), seen.tril() if causal else seen, scale=0.4)
+    attended = backend.kernel_forward(q, k, v, causal=causal, scale=0.4)
+    grads = backend.kernel_backward(dout, q, k, v, attended, causal=causal, scale=0.4)
+    assert_equal(Answer(*attended, *grads), expected, 1e-10)
+    assert aten.calls == []
+
+
+def test_grouped_queries_behind_each_other_are_not_single():
+    aten = FakeAten(grouped_heads=False)
+    check(CuDNN(grouped_heads=False, aten=aten), CausalBand(12), rows=1, keys=13)
+    assert aten.calls == [((2, 2, 2, 8), (2, 2, 13, 8))]
 
 
 @pytest.mark.parametrize(
@@ -43,3 +63,11 @@ def test_says_what_it_cannot(changes, reason):
     }
     found = CuDNN(aten=FakeAten()).reason_unsupported(Requirement(**settings | changes))
     assert found is None if reason is None else reason in found
+
+
+def test_it_is_not_deterministic():
+    asked = Requirement(device_type="cuda", dtype=torch.bfloat16, qk_head_size=128, v_head_size=128)
+    with deterministic("warn"):
+        assert CuDNN().reason_unsupported(asked) is None
+    with deterministic("error"):
+        assert "no deterministic backward" in CuDNN().reason_unsupported(asked)

@@ -12,6 +12,7 @@ from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.race import BUDGET_SECONDS, race, race_key, representative
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.workload import Workload
+from tests.attention.backends.cases import deterministic
 from tests.attention.backends.racers import FakeClock, Racer, raising
 
 CPU = torch.device("cpu")
@@ -179,8 +180,8 @@ def test_the_key_tells_apart_what_changes_speeds():
     assert race_key(["a"], requirement(), CPU)[1] != key
     assert race_key(["a", "b"], requirement(dtype=torch.float16), CPU)[1] != key
     assert race_key(["a", "b"], requirement(window=True), CPU)[1] != key
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert race_key(["a", "b"], requirement(), CPU)[1] != key
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with deterministic("warn"):
+        warned = race_key(["a", "b"], requirement(), CPU)[1]
+    with deterministic("error"):
+        refused = race_key(["a", "b"], requirement(), CPU)[1]
+    assert warned != key != refused != warned

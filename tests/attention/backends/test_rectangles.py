@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sppo_hf.attention.backends.base import CausalBand
 from sppo_hf.attention.backends.cudnn import CuDNN
-from sppo_hf.attention.backends.rectangles import Form, cut_band
+from sppo_hf.attention.backends.rectangles import Form, Rectangle, cut_band
 from tests.attention.backends.cases import bands, check
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.oracle import visible
@@ -39,6 +39,20 @@ def test_no_window_takes_two_calls():
 
 def test_first_chunk_takes_one_call():
     assert [rectangle.form for rectangle in cut_band(CausalBand(0), 500, 500)] == [Form.CAUSAL]
+
+
+@pytest.mark.parametrize(
+    ("band", "num_keys", "first_key"),
+    [
+        (CausalBand(0), 1, 0),
+        (CausalBand(1000), 1001, 0),
+        (CausalBand(1000, 30), 1001, 971),
+        (CausalBand(1000, 1), 1001, 1000),
+        (CausalBand(1000), 900, 0),  # a padded query
+    ],
+)
+def test_one_row_takes_one_call_without_a_mask(band, num_keys, first_key):
+    assert cut_band(band, 1, num_keys) == [Rectangle(Form.FULL, 0, 1, first_key, num_keys)]
 
 
 def test_keys_outside_the_window_are_never_touched():

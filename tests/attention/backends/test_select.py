@@ -9,6 +9,7 @@ from sppo_hf.attention.backends import select
 from sppo_hf.attention.backends.base import Requirement
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.errors import ConfigError
+from tests.attention.backends.cases import deterministic
 
 
 def requirement(**changes):
@@ -102,6 +103,17 @@ def test_checking_happens_once_per_requirement(verdicts):
     assert tried == ["flash_attention_2"]
     select_backend("auto", requirement(device_type="cuda", dtype=torch.float16))
     assert tried == ["flash_attention_2"] * 2
+
+
+def test_what_was_found_before_determinism_was_asked_for_does_not_hold(verdicts):
+    _, tried = verdicts
+    asked = requirement(device_type="cuda", dtype=torch.bfloat16)
+    assert select_backend("cudnn", asked).backend.name == "cudnn"
+    with deterministic("error"):
+        with pytest.raises(ConfigError, match="it has no deterministic backward"):
+            select_backend("cudnn", asked)
+    assert select_backend("cudnn", asked).backend.name == "cudnn"
+    assert tried.count("cudnn") == 1
 
 
 def test_a_named_backend_that_is_wrong_is_refused(verdicts):

@@ -12,6 +12,7 @@ from sppo_hf.attention.backends.race import race
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.attention.backends.workload import Workload
 from sppo_hf.errors import ConfigError
+from tests.attention.backends.cases import deterministic
 from tests.attention.backends.racers import FakeClock, Racer, raising
 
 CPU_FLOAT32 = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 64, "v_head_size": 64}
@@ -115,6 +116,15 @@ def test_timed_once_in_a_process(track):
     assert len(track.races) == 2
 
 
+def test_timed_again_where_determinism_is_asked_for(track):
+    assert taken() == "b"
+    with deterministic("error"):
+        track.racers["a"].seconds = 0.001
+        assert taken() == "a"
+    assert taken() == "b"
+    assert len(track.races) == 2
+
+
 def test_timed_once_on_a_machine(track):
     first = select_backend("auto", requirement())
     track.forget()
@@ -141,7 +151,7 @@ def test_another_process_was_first(track, monkeypatch):
         with monkeypatch.context() as other:
             other.setattr(select, "publish_race", publish)
             track.racers["a"].seconds, track.racers["b"].seconds = 0.001, 0.01
-            select._race_on.__wrapped__(requirement(), "cpu")
+            select._race_on.__wrapped__(requirement(), "cpu", 0)
         return publish(path, result)
 
     monkeypatch.setattr(select, "publish_race", second)

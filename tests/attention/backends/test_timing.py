@@ -1,5 +1,6 @@
 """Seconds by a clock, and a place apart from what is going on."""
 
+import gc
 import threading
 
 import pytest
@@ -70,6 +71,7 @@ def test_no_thread_is_left():
 @pytest.mark.gpu
 def test_events_time_the_device_and_memory_is_given_back():
     device = torch.device("cuda", torch.cuda.current_device())
+    gc.collect()  # what earlier tests left would else go, or not, meanwhile
     torch.cuda.empty_cache()
     reserved, state = torch.cuda.memory_reserved(), torch.cuda.get_rng_state()
     stream = torch.cuda.Stream()
@@ -77,10 +79,10 @@ def test_events_time_the_device_and_memory_is_given_back():
     def work():
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         torch.rand(2**26, device=device)
-        cycles = 10**7  # a few milliseconds on any clock from 0.5 to 5 GHz
+        cycles = 10**7  # 2 ms at 5 GHz, 29 ms at the 345 MHz of a card that was idle
         return device_seconds(lambda: torch.cuda._sleep(cycles), device, calls=3)
 
     with torch.cuda.stream(stream):
-        assert 3 * 2e-3 < run_apart(work, device) < 3 * 20e-3
-    assert torch.cuda.memory_reserved() == reserved
+        assert 3 * 2e-3 < run_apart(work, device) < 3 * 100e-3
+    assert torch.cuda.memory_reserved() <= reserved
     assert torch.equal(torch.cuda.get_rng_state(), state)

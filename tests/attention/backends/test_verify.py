@@ -87,6 +87,71 @@ def test_wrong_backends_are_found(backend, found):
     assert mismatch.startswith(f"differs from the reference in {found}")
 
 
+class OverflowingAten(FakeAten):
+    """exp(-lse) overflows in half a tile of keys that does not exist, and NaN gets into dQ."""
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, dout, q, k, v, out, lse, *args, **kwargs
+    ):
+        dq, dk, dv = super()._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, *args, **kwargs
+        )
+        if k.shape[2] % 128 == 64:
+            lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+            dq = dq + (0.0 * torch.exp(-lse.float())).unsqueeze(-1).to(dq.dtype)
+        return dq, dk, dv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [16, 128, 256])
+def test_an_overflow_at_low_scores_is_found(dtype, head_size):
+    backend = CuDNN(aten=OverflowingAten())
+    asked = requirement(dtype=dtype, qk_head_size=head_size, v_head_size=head_size)
+    mismatch = find_mismatch(backend, asked, CPU)
+    assert mismatch == (
+        "differs from the reference in dQ (relative error nan) "
+        "for 64 queries at 192 of 192 keys, scores about -120"
+    )
+
+
+class KeepingScores(Reference):
+    """Remembers what it is given and finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def forward(self, q, k, v, **settings):
+        attended = super().forward(q, k, v, **settings)
+        self.found.append([q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT, None])
+        return attended
+
+    def backward(self, dout, q, k, v, out, lse, **settings):
+        self.found[-1][1] = lse
+        return super().backward(dout, q, k, v, out, lse, **settings)
+
+
+@pytest.mark.parametrize(("head_size", "dtype"), [(8, torch.float32), (256, torch.float16)])
+def test_low_scores_are_low_and_as_spread_as_others(head_size, dtype):
+    backend = KeepingScores()
+    asked = requirement(dtype=dtype, qk_head_size=head_size, v_head_size=head_size, gqa_ratio=2)
+    assert find_mismatch(backend, asked, CPU) is None
+    scaled = [(scores.float() * head_size**-0.5, lse) for scores, lse in backend.found]
+    low = [(scores, lse) for scores, lse in scaled if scores.mean() < -100]
+    assert [tuple(scores.shape[2:]) for scores, _ in low] == [(64, 192)] * 2
+    for scores, lse in low:
+        assert -121 < scores.mean() < -119
+        assert 0.7 < scores.std(-1).mean() < 1.5
+        assert lse.max() < -95  # exp(88.8) is past float32
+
+
+def test_capped_scores_are_never_low():
+    backend = KeepingScores()
+    assert find_mismatch(backend, requirement(softcap=True), CPU) is None
+    # Scores of -120 under a cap have gradients of 0, next to which any rounding is large.
+    assert all(scores.mean() > -50 for scores, _ in backend.found)
+
+
 def test_a_refusal_of_the_kernel_is_told():
     refusing = AtenFlash(aten=FakeAten(grouped_heads=False))
     mismatch = find_mismatch(refusing, requirement(gqa_ratio=2), CPU)
