@@ -80,7 +80,7 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
 
     Autograd empties the stack of function modes before it calls Python, so a layer that is run
     again in backward would compute in float32 where it computed in float64 before. Each decoder
-    layer's and norm's `forward` is therefore wrapped, for the duration, to enter the mode by itself.
+    layer's and norm's `forward` is therefore wrapped, for the duration, to enter it by itself.
     """
     layers = [layer for layer in model.modules() if _may_run_again(layer)]
     before = [layer.__dict__.get("forward") for layer in layers]

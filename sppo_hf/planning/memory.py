@@ -234,7 +234,7 @@ class MemoryModel:
         own = end - start
         longest_start, longest_end = what.bounds[self._longest[chunk]]
         longest = longest_end - longest_start
-        block = min(max(what.kv_block_tokens, longest), max(start, own))
+        block = self._block_tokens(chunk)
         joined = block if block > longest else 0
         kv = self._layer_kv * (2 * block + joined + own)
         if not backward:
@@ -293,15 +293,16 @@ class MemoryModel:
     def logits_bytes(self, chunk: int) -> int:
         """Bytes while the loss of a chunk is computed.
 
-        A tile in the model's dtype, in float32, and its gradient; from the second tile on also the
-        head's gradient of one, beside the sum.
+        A tile in the model's dtype and in float32, its logarithms of probabilities and its
+        gradient; from the second tile on also the head's gradient of one, beside the sum.
         """
         what, shape = self._what, self._shape
         start, end = what.bounds[chunk]
         tokens = (end - start) * what.batch_rows
         tile = min(what.tile_tokens, tokens)
         float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
-        per_token = shape.vocab_size * (shape.dtype_bytes + 2 * float32_bytes)
+        narrow_bytes = shape.dtype_bytes if shape.dtype_bytes < float32_bytes else 0
+        per_token = shape.vocab_size * (narrow_bytes + 3 * float32_bytes)
         sums = what.training and (chunk > 0 or tokens > tile)
         head = self._vocabulary_bytes(self._parameter_bytes) if sums else 0
         return self._kept_logits + tile * per_token + head
@@ -311,8 +312,9 @@ class MemoryModel:
 
         The MLP holds about two intermediates in forward and four with their gradients in backward,
         beside two or four full-width tensors; attention holds q, its output and (in backward) their
-        gradients, and one layer's whole prefix of K/V (and dK/dV of one call) once more. A layer
-        that is recomputed has its whole frame rebuilt.
+        gradients, and one layer's whole prefix of K/V (and dK/dV of one call) once more. CUDA's
+        flash kernels (FlashAttention 2's and cuDNN's) write dK/dV for every query head before they
+        sum those that share a key head. A layer that is recomputed has its whole frame rebuilt.
         """
         what, shape = self._what, self._shape
         start, end = what.bounds[chunk]
@@ -326,12 +328,28 @@ class MemoryModel:
             mlp = copies * layer.mlp_width + full_width
             attention = (copies // 2) * (layer.q_elements + layer.attention_output_elements)
             joined = layer.kv_elements * (prefix * (2 if backward else 1))
+            if backward and self._kind == "cuda" and layer.num_heads > layer.num_kv_heads:
+                per_key = layer.q_elements + layer.attention_output_elements
+                joined += per_key * self._keys_of_a_call(chunk)
             size = (end - start) * max(mlp, attention + full_width) + joined
             rebuilt = 0
             if backward and any(mode.recompute for mode in modes):
                 rebuilt = self.frame_bytes(index, chunk, "whole")
             most = max(most, size * shape.dtype_bytes * what.batch_rows + rebuilt)
         return most
+
+    def _keys_of_a_call(self, chunk: int) -> int:
+        """The most keys that one call of an attention kernel is given."""
+        what = self._what
+        end = what.bounds[chunk][1]
+        return end if what.kv_tier == "device" else self._block_tokens(chunk)
+
+    def _block_tokens(self, chunk: int) -> int:
+        """Tokens of a block of streamed K/V: of at least one chunk, at most of all before."""
+        what = self._what
+        start, end = what.bounds[chunk]
+        longest_start, longest_end = what.bounds[self._longest[chunk]]
+        return min(max(what.kv_block_tokens, longest_end - longest_start), max(start, end - start))
 
 
 CAUSES: dict[Saved, str] = {"whole": "frames", "products": "products", "skeleton": "skeletons"}

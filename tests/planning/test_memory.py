@@ -55,7 +55,7 @@ def test_standing_bytes() -> None:
     assert [moments[0].device.weights for moments in both] == [SHAPE.weight_bytes] * 2
     assert [moments[-1].device.gradients for moments in both] == [2000, 0]
     assert [moments[-1].device.optimizer for moments in both] == [8000, 0]
-    assert both[0][0].device.logits_tile == 64 * 128_256 * (2 + 4 + 4)
+    assert both[0][0].device.logits_tile == 64 * 128_256 * (2 + 4 + 4 + 4)
     assert both[0][-1].device.logits_tile == 0, "the loss has its gradient in forward"
 
 
@@ -74,7 +74,7 @@ def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
     shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
     size = 128_256 * 4096 * 2
     moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128)))).moments
-    tile = 64 * 128_256 * (2 + 4 + 4)
+    tile = 64 * 128_256 * (2 + 4 + 4 + 4)
     # The head's of the first tile is the sum itself; the embedding's comes chunk by chunk.
     assert [m.device.logits_tile for m in moments[:2]] == [tile, tile + size]
     assert [m.device.workspace >= size for m in moments] == [False] * 3 + [True, False, True]
@@ -166,6 +166,29 @@ def test_total_is_the_sum_of_causes() -> None:
     tier = TierBytes(weights=1, kv=20, workspace=300)
     assert tier.total == 321
     assert dict(tier.items())["kv"] == 20
+
+
+def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
+    grouped = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    # As many key heads as query heads: their gradients are what the kernel writes.
+    single = ModelShape.from_config(llama_config(num_key_value_heads=32), dtype_bytes=2)
+
+    def workspace(shape: ModelShape, kind: str, **others: Any) -> int:
+        bounds = tuple((start, start + 512) for start in range(0, 64_512, 512))
+        moments = estimate(shape, decided(OFFLOAD, bounds, **others), device_kind=kind).moments
+        (found,) = [m for m in moments if m.name == "start of backward of chunk 126 of 126"]
+        return found.device.workspace
+
+    expanded = 2 * 32 * 128 * 2
+    joined = {kv_heads: 2 * 2 * kv_heads * 128 * 2 for kv_heads in (8, 32)}
+    difference = workspace(grouped, "cuda") - workspace(grouped, "cpu")
+    assert difference == 64_512 * expanded
+    assert workspace(single, "cuda") == workspace(single, "cpu")
+    saved = workspace(single, "cpu") - workspace(grouped, "cpu")
+    assert saved == 64_512 * (joined[32] - joined[8])
+    streamed = workspace(grouped, "cuda", kv_tier="host", kv_block_tokens=4096)
+    assert workspace(grouped, "cpu", kv_tier="host", kv_block_tokens=4096) < streamed
+    assert streamed < workspace(grouped, "cuda") - 50_000 * expanded
 
 
 def test_tile_fits_its_bytes() -> None:
