@@ -113,6 +113,40 @@ def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
     assert _leaving_bytes(engine) == 400
 
 
+def test_a_frame_that_closes_puts_one_wait_at_most_on_compute() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    tape, frames = engine.new_tape(leave_bytes=1000), []
+    for _ in range(5):
+        frames.append(_Frame(*(engine.start_offload(torch.rand(100)) for _ in range(7))))
+        before = device.compute.waits
+        tape.record(frames[-1])
+        assert device.compute.waits == before + 1
+        assert _leaving_bytes(engine) == 800
+    # Used in another order than they come back in: the first that is used is behind the others.
+    last = frames.pop()
+    tape.on_backward(last)
+    before = device.compute.waits
+    for handle in reversed(last.held):
+        engine.wait_for(handle)
+    assert device.compute.waits == before + 1
+
+
+def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    handles = [engine.start_offload(torch.rand(100)) for _ in range(8)]
+    engine.close_frame(leave_bytes=0)
+    for handle in handles:
+        engine.prefetch(handle)
+    handles += [engine.start_offload(torch.rand(100)) for _ in range(8)]
+    engine.close_frame()
+    before = device.compute.waits
+    handles.clear()
+    engine.close()
+    assert device.compute.waits == before + 2
+
+
 def test_frames_that_were_kept_are_passed_over() -> None:
     engine = _engine(_slow_device())
     tape = engine.new_tape(leave_bytes=0)
