@@ -98,6 +98,7 @@ class Engine:
             self.observer,
             plan,
             self.shape(),
+            device=call.device,
             took=self.take_stats,
             began_seconds=began,
             on_step=self.plans.step_done,
