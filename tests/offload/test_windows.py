@@ -70,6 +70,10 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
         tape.record(frames[-1])
         assert _leaving_bytes(engine) <= window_bytes
         device.advance(data.draw(DURATIONS) if passes else 0.0)
+    if data.draw(st.booleans()):
+        tape.start_backward()
+        assert 0 < tape.ahead_bytes <= max(fetch_bytes or 0, largest_bytes)
+        device.advance(data.draw(DURATIONS) if passes else 0.0)
     while frames:
         frame = frames.pop()
         tape.on_backward(frame)
