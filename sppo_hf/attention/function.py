@@ -155,8 +155,11 @@ def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> At
     attended: Attended | None = None
     if merging or not _is_whole(q_BNCH, call):
         out_dtype = sums_dtype if merging else q_BNCH.dtype
+        num_rows, num_heads, num_tokens, _ = q_BNCH.shape
+        # In memory BCNH, as kernels give their parts and the output projection takes the whole.
+        out_BCNH = q_BNCH.new_zeros(num_rows, num_tokens, num_heads, v_head_size, dtype=out_dtype)
         attended = Attended(
-            q_BNCH.new_zeros(*q_BNCH.shape[:3], v_head_size, dtype=out_dtype),
+            out_BCNH.transpose(1, 2),
             q_BNCH.new_full(q_BNCH.shape[:3], float("-inf"), dtype=sums_dtype),
         )
     for keys in call.kv.walk(call.chunk, blocks):

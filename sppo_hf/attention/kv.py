@@ -17,7 +17,7 @@ wait elsewhere. `KVStore` is what both are to attention. Knows nothing of layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -99,14 +99,12 @@ class LayerKV:
             chunk: Index of the chunk.
             k_BKCH: Its keys.
             v_BKCH: Its values.
-            keep: Copies a tensor to where it can stay; by default it is shared if dense.
+            keep: Copies a tensor to where it can stay. What it gives back as it is, and all
+                without it, is shared if dense.
         """
         start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
-        if keep is None:
-            self._keys[chunk] = (dense(k_BKCH), dense(v_BKCH))
-        else:
-            self._keys[chunk] = (keep("keys", k_BKCH), keep("values", v_BKCH))
+        self._keys[chunk] = (_kept("keys", k_BKCH, keep), _kept("values", v_BKCH, keep))
 
     def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
         """One block: everything is here."""
@@ -135,7 +133,7 @@ class LayerKV:
             vs.append(rows_of(v_BKCH, row)[:, :, inner])
         if len(ks) == 1:
             return ks[0], vs[0]
-        return torch.cat(ks, dim=2), torch.cat(vs, dim=2)
+        return join_tokens(ks), join_tokens(vs)
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
         """Add gradients of tokens `[start, start + T)` of `row` to the sums of their chunks."""
@@ -194,32 +192,51 @@ def rows_of(x: Tensor, row: int | None) -> Tensor:
     return x if row is None else x[row : row + 1]
 
 
+def join_tokens(parts_BKCH: Sequence[Tensor]) -> Tensor:
+    """One run of the tokens of all parts, BKTH, in the layout in which the parts lie.
+
+    A projection gives keys as views of BCKH memory. Joined as such they are whole pieces of memory,
+    which CUDA copies in wide words; along their third dim it would go element by element. Kernels
+    that want BCKH get what they want.
+    """
+    parts_BCKH = [part.transpose(1, 2) for part in parts_BKCH]
+    if all(part.is_contiguous() for part in parts_BCKH):
+        return torch.cat(parts_BCKH, dim=1).transpose(1, 2)
+    return torch.cat(list(parts_BKCH), dim=2)
+
+
+# What is copied keeps the order of its dims in memory, so that what is joined or added later lies
+# alike, and a gradient goes back into the projection as it lies.
+
+
 def dense(x: Tensor) -> Tensor:
     """`x` without gradient, in a storage of its own size.
 
     A view into a larger tensor (a fused q/k/v projection) would keep all of that alive.
     """
     x = x.detach()
-    return (
-        x
-        if x.untyped_storage().nbytes() <= _bytes(x)
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    return x if x.untyped_storage().nbytes() <= _bytes(x) else x.clone()
 
 
 def sum_copy(x: Tensor) -> Tensor:
     """A dense copy of `x` that gradients can be summed in."""
-    return x.to(sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
+    return x.to(sum_dtype(x), copy=True)
 
 
 def sum_zeros(x: Tensor) -> Tensor:
     """Zeros like `x` that gradients can be summed in."""
-    return torch.zeros(x.shape, dtype=sum_dtype(x), device=x.device)
+    return torch.zeros_like(x, dtype=sum_dtype(x))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
     """Dtype of gradient sums: float32, or that of `x` if wider."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _kept(kind: str, x: Tensor, keep: Keep | None) -> Tensor:
+    kept = x if keep is None else keep(kind, x)
+    # Where `keep` has copied, the tensor may well be a part of something larger: that is its place.
+    return dense(kept) if kept.data_ptr() == x.data_ptr() else kept
 
 
 def _bytes(x: Tensor) -> int:

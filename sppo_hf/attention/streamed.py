@@ -28,7 +28,16 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.blocks import Block, Bounds, cut_blocks
-from sppo_hf.attention.kv import Keep, Keys, dense, gone, rows_of, sum_dtype, sum_zeros
+from sppo_hf.attention.kv import (
+    Keep,
+    Keys,
+    dense,
+    gone,
+    join_tokens,
+    rows_of,
+    sum_dtype,
+    sum_zeros,
+)
 from sppo_hf.attention.mover import Handle, Mover
 from sppo_hf.attention.pieces import Piece, RowSpans, chunk_pieces
 
@@ -311,7 +320,7 @@ class StreamedKV:
             parts.append(self._stream.fetch(handles[-1]))
         if len(parts) == 1:
             return parts[0], handles
-        joined = torch.cat(parts, dim=2)
+        joined = join_tokens(parts)
         for handle in handles:
             self._stream.mover.evict(handle)
         return joined, []

@@ -101,9 +101,14 @@ class ForwardCall:
 
     def divisor(self, count: Tensor) -> Tensor:
         """What the summed loss is divided by, as Transformers does, shape `[]`."""
-        if self.num_items_in_batch is None:
+        number = self.num_items_in_batch
+        if number is None:
             return count
-        return torch.as_tensor(self.num_items_in_batch, device=count.device)
+        if not isinstance(number, Tensor):
+            # Filled on the device; a copy from the host would wait until all of forward has run.
+            return torch.full((), number, device=count.device)
+        # Pageable memory is read before the call returns, so this copy need not be waited for.
+        return number.to(count.device, non_blocking=number.device.type == "cpu")
 
     def micro_batch_rows(self, config: SPPOConfig) -> int:
         """Rows that go through the chunks together."""

@@ -98,6 +98,7 @@ class Engine:
             self.observer,
             plan,
             self.shape(),
+            device=call.device,
             took=self.take_stats,
             began_seconds=began,
             on_step=self.plans.step_done,
@@ -117,6 +118,7 @@ class Engine:
         self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
+        is_sharded = self.parts.is_sharded()
         loss = ChunkedLoss(
             self.head.logits,
             self.parts.head_parameters(),
@@ -124,7 +126,7 @@ class Engine:
             ignore_index=call.ignore_index,
             keep_logits=self.config.return_logits,
             fused=fused_tile(self.parts, self.head, call.device),
-            head_in_backward=self.parts.is_sharded(),
+            head_in_backward=is_sharded,
         )
         counts = labelled_chunks(layout, plan.bounds)
         groups = list(call.row_groups(self.config))
@@ -132,7 +134,10 @@ class Engine:
         totals: list[Tensor] = []
         for group in groups:
             labels_BT = call.shift_labels[group[0] : group[1]]
-            for chunk, hidden_BCD in self._hidden(call, layout, plan, watch, group):
+            # Not where a head runs before the layers' backward: its logits are at the peak.
+            backward_next = group == groups[-1] and not is_sharded
+            hidden = self._hidden(call, layout, plan, watch, group, backward_next=backward_next)
+            for chunk, hidden_BCD in hidden:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
                     final = (group, chunk) == last
@@ -172,6 +177,7 @@ class Engine:
         group: tuple[int, int],
         *,
         skip_padding: bool = True,
+        backward_next: bool = False,
     ) -> Any:
         """Yield (chunk, hidden states `[B, C, D]`) of a group of rows."""
         positions = call.positions()
@@ -194,6 +200,8 @@ class Engine:
             finally:
                 self.running = None
             if step is None:
+                if backward_next:  # the last chunk's loss is done, so its logits are gone
+                    sequence.start_backward()
                 return
             chunk, output = step
             self.head.output_class = type(output)

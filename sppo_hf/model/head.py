@@ -8,7 +8,7 @@ a family does after its last norm are the model's own code, not a copy of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,9 @@ class ModelHead:
         self._forward = original_forward
         self.output_class: type = BaseModelOutputWithPast
         """Class of what the base model returns; set it to what it really returned."""
+        self.plain: tuple[Hashable, bool] | None = None
+        """For `fused`: in which state of the model this was asked last, and whether logits were one
+        plain product."""
 
     def logits(self, hidden_BMD: Tensor) -> Tensor:
         """Logits `[B, M, V]` of hidden states `[B, M, D]`."""

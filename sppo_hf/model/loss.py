@@ -16,7 +16,7 @@ tokens; the engine gives such a model whole-sequence logits instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,23 @@ _HALF_SCALE = 1024.0
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states `[1, M, D]` to logits `[1, M, V]`; the model's own code."""
 
-TileKernel = Callable[..., "tuple[Tensor, Tensor, list[Tensor | None]] | None"]
+
+class TileKernel(Protocol):
+    """Does head and loss of some tokens at once, with their gradients."""
+
+    def most_tokens(self, tile_tokens: int) -> int:
+        """The tokens of a call that takes no more memory than a tile of `tile_tokens` does."""
+        ...
+
+    def __call__(
+        self,
+        hidden_MD: Tensor,
+        labels_M: Tensor,
+        trainable: Sequence[nn.Parameter],
+        ignore_index: int,
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Loss sum, gradient of the hidden states, gradients of `trainable`."""
+        ...
 
 
 class ChunkedLoss:
@@ -129,28 +145,30 @@ class ChunkedLoss:
         total: Tensor | None = None
         dhidden_MD = torch.empty_like(hidden_MD) if grad else None
         logits: list[Tensor] = []
-        for start in range(0, hidden_MD.shape[0], self._tile_tokens):
-            tile = slice(start, start + self._tile_tokens)
-            loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad)
+        fused = self._fused if grad and self.logits is None else None
+        tile_tokens = self._tile_tokens if fused is None else fused.most_tokens(self._tile_tokens)
+        for start in range(0, hidden_MD.shape[0], tile_tokens):
+            tile = slice(start, start + tile_tokens)
+            loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad, fused)
             total = loss if total is None else total + loss
             if dhidden_MD is not None and dtile is not None:
                 dhidden_MD[tile] = dtile
             if self.logits is not None:
                 logits.append(logits_MV.detach())
+            del logits_MV, dtile  # or they would live on beside the next tile's
         assert total is not None, "a chunk has at least one token"
         if self.logits is not None:
             self.logits.append(torch.cat(logits).view(*labels_BC.shape, -1))
         return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
 
     def _tile(
-        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool
+        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, fused: TileKernel | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        if self._fused is not None and self.logits is None and grad:
-            done = self._fused(hidden_MD, labels_M, self._trainable, self._ignore_index)
-            if done is not None:
-                loss, dhidden_MD, dweights = done
-                self._add_head_grads(dweights)
-                return loss, dhidden_MD, hidden_MD
+        if fused is not None:
+            args = (hidden_MD, labels_M, self._trainable, self._ignore_index)
+            loss, dhidden_MD, dweights = fused(*args)
+            self._add_head_grads(dweights)
+            return loss, dhidden_MD, hidden_MD
         with torch.set_grad_enabled(grad):
             leaf_MD = hidden_MD.detach().requires_grad_(grad)
             loss, logits_MV = self._tile_loss(leaf_MD, labels_M)

@@ -45,7 +45,7 @@ class PlanBook:
         self._parts = parts
         self._config = config
         self._room = room
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[int, int, bool, torch.device], Plan] = {}
         self._selections: dict[tuple[Requirement, int], Selection] = {}
         self._shape: ModelShape | None = None
         self._accumulates = False
@@ -68,7 +68,7 @@ class PlanBook:
             )
         training = torch.is_grad_enabled()
         self._notice_accumulation(training)
-        key = (batch_rows, total_tokens, training, device.type)
+        key = (batch_rows, total_tokens, training, device)
         if key not in self._plans:
             plan = self._make_plan(device, batch_rows, total_tokens, training=training)
             for warning in plan.warnings:
@@ -133,9 +133,9 @@ class PlanBook:
             key = next((key for key, plan in self._plans.items() if plan is before), None)
             if key is None:
                 continue
-            rows, tokens, training, kind = key
+            rows, tokens, training, device = key
             after = self._make_plan(
-                torch.device(kind),
+                device,
                 rows,
                 tokens,
                 training=training,
@@ -144,7 +144,7 @@ class PlanBook:
                 bounds=before.bounds,
             )
             self._plans[key] = after
-            self._room.prepare(torch.device(kind), after)
+            self._room.prepare(device, after)
             observer.on_correction(before, after, lesson.measured)
 
     def shape(self) -> ModelShape:

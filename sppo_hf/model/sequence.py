@@ -191,6 +191,10 @@ class Sequence:
         if self._stream is not None:
             self._stream.end_forward()
 
+    def start_backward(self) -> None:
+        """Bring back what backward needs first: little else runs on the device before it."""
+        self._tape.start_backward()
+
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:

@@ -45,11 +45,12 @@ class ClockMark:
 
 
 class CudaMark:
-    """An event in the current CUDA stream."""
+    """An event in the current CUDA stream of a device, which need not be the current device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record()
+        # Autograd's thread has the model's device as its current one, others have what is set.
+        self.event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
         """Whether the device has passed the event."""
@@ -65,14 +66,15 @@ class CudaMark:
 class Stopwatch:
     """The marks of one forward call and its backward."""
 
-    device_kind: str
-    """"cpu" or "cuda"."""
+    device: torch.device | str
+    """Where the work runs; without an index, on the current device of that kind."""
 
     _marks: list[tuple[Phase, int, Mark]] = field(default_factory=list)
 
     def enter(self, phase: Phase, chunk: int = 0) -> None:
         """Mark that a chunk begins, or that a phase ends."""
-        mark = CudaMark() if self.device_kind == "cuda" else ClockMark()
+        device = torch.device(self.device)
+        mark = CudaMark(device) if device.type == "cuda" else ClockMark()
         self._marks.append((phase, chunk, mark))
 
     def ready(self) -> bool:

@@ -88,6 +88,7 @@ class ForwardWatch:
         plan: Plan,
         shape: ModelShape,
         *,
+        device: torch.device,
         took: Callable[[], OffloadStats],
         began_seconds: float,
         on_step: Callable[[ForwardWatch], None],
@@ -98,6 +99,7 @@ class ForwardWatch:
             observer: Is told.
             plan: What runs.
             shape: For counting FLOPs.
+            device: Where the model is.
             took: Returns what was moved since it was last asked.
             began_seconds: `time.perf_counter()` when the call came in.
             on_step: Is told when a training step has been recorded.
@@ -111,7 +113,7 @@ class ForwardWatch:
         self._backward_began: float | None = None
         self._backward_ended = False
         self._on_step = on_step
-        self._stopwatch = Stopwatch(plan.device.kind)
+        self._stopwatch = Stopwatch(device)
         self._label = UnitLabel()
         self._stats = NOTHING_MOVED
 

@@ -21,7 +21,9 @@ that keeps it, and `tests/fakes` checks all of them with vector clocks.
    host has seen the copy done (polled, `Ticket.done`), or the compute stream has been made to wait
    for it (`Ticket.wait`). In both cases whatever the compute stream writes into that block later
    comes after the copy. No `record_stream` is needed, so memory returns at a place that the
-   program fixes and not at one that timing decides.
+   program fixes and not at one that timing decides. A lane is first in, first out: what is ordered
+   behind a copy, or has seen it done, is so for all copies before it in its lane. So one wait, for
+   the last of them, does for many; nobody waits for a later copy than the one that is needed.
 3. *Few sources wait at a time.* The host may enqueue a whole forward before the first copy ends;
    polling alone would then keep every source alive. So when a frame closes, the compute stream
    waits for the oldest copies until at most `leave_bytes` are on their way, and those sources are

@@ -98,11 +98,10 @@ class Cargo:
         """
         return self.out_ticket.ordered and (self.in_ticket is None or self.in_ticket.ordered)
 
-    def order(self) -> None:
-        """Let compute wait for the copies, so that `ordered` holds."""
-        self.out_ticket.wait()
-        if self.in_ticket is not None:
-            self.in_ticket.wait()
+    @property
+    def tickets(self) -> list[Ticket]:
+        """The copies; when compute stands behind them, `ordered` holds."""
+        return [self.out_ticket] if self.in_ticket is None else [self.out_ticket, self.in_ticket]
 
     def check_overwritten(self) -> None:
         """Notice that the source changed before its copy was ordered, or before its use."""
@@ -115,11 +114,6 @@ class Cargo:
         if self.on_device is None:  # else backward reads the source itself, so keep watching it
             self.watched = None
         self.source = None
-
-    def order_source(self) -> None:
-        """Let compute wait for the copy out, and free its source."""
-        self.out_ticket.wait()
-        self.drop_source()
 
     def evict(self) -> None:
         """Free the device bytes for backward; those on the host stay, and a source on its way."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +24,11 @@ from torch import Tensor
 
 class Ticket(Protocol):
     """One copy under way."""
+
+    @property
+    def number(self) -> int:
+        """Its place among the copier's copies in its direction, which end in this order."""
+        ...
 
     @property
     def ordered(self) -> bool:
@@ -41,8 +48,17 @@ class Ticket(Protocol):
         ...
 
 
+def wait_for_all(tickets: Iterable[Ticket]) -> None:
+    """Order the compute stream behind all of `tickets`, with one wait at most in a direction."""
+    for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
+        ticket.wait()
+
+
 class Copier(Protocol):
-    """Starts copies of flat byte tensors between one device and the host."""
+    """Starts copies of flat byte tensors between one device and the host.
+
+    Copies in one direction end in the order in which they were started.
+    """
 
     device: torch.device
 
@@ -62,6 +78,7 @@ class Copier(Protocol):
 class FinishedTicket:
     """The ticket of a copy that ended before `start` returned."""
 
+    number = 0
     ordered = True
 
     def done(self) -> bool:
@@ -195,15 +212,31 @@ class CudaRuntime:
         destination.copy_(source, non_blocking=True)
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A queue of copies, first in, first out: who is behind the n-th is behind all before it."""
+
+    stream: Stream | None
+    """None: copies go to the compute stream itself."""
+    issued: int = 0
+    """Copies enqueued so far; the last one has this number."""
+    behind: int = 0
+    """The last copy that compute stands behind, by a wait or by being its stream."""
+    seen: int = 0
+    """The last copy that the host has seen done."""
+
+
 class StreamTicket:
     """(copy, event) as one object; nobody outside waits on a raw event."""
 
-    __slots__ = ("_copier", "_event", "_ordered")
+    __slots__ = ("_copier", "_event", "lane", "number")
 
-    def __init__(self, copier: StreamCopier, event: StreamEvent, *, ordered: bool) -> None:
+    def __init__(self, copier: StreamCopier, lane: _Lane, event: StreamEvent) -> None:
+        self.number = lane.issued
+        """Its place in its lane."""
+        self.lane = lane
         self._copier = copier
         self._event = event
-        self._ordered = ordered
 
     @property
     def event(self) -> StreamEvent:
@@ -211,27 +244,31 @@ class StreamTicket:
         return self._event
 
     @property
+    def is_behind(self) -> bool:
+        """Whether compute was told to wait for this copy or a later one."""
+        return self.number <= self.lane.behind
+
+    @property
     def ordered(self) -> bool:
         """Whether compute was told to wait, or the host has just seen the copy done."""
-        return self._ordered or self.done()
+        return self.is_behind or self.done()
 
     def done(self) -> bool:
         """Whether the host has seen the copy done."""
-        if not self._event.query():
-            return False
-        self._ordered = True
-        return True
+        if self.number > self.lane.seen and self._event.query():
+            self.lane.seen = self.number
+        return self.number <= self.lane.seen
 
     def wait(self) -> None:
         """Let the compute stream wait for the copy, unless it is behind it already."""
-        if not self.ordered:
-            self._copier.order_compute_behind(self._event)
-            self._ordered = True
+        # What is behind it already may have been another stream than the current one.
+        if self.is_behind or not self.done():
+            self._copier.order_compute_behind(self)
 
     def finish(self) -> None:
         """Block the host until the copy has ended."""
         self._event.synchronize()
-        self._ordered = True
+        self.lane.seen = max(self.lane.seen, self.number)
 
 
 class StreamCopier:
@@ -245,8 +282,8 @@ class StreamCopier:
         self.device = runtime.device
         self._runtime = runtime
         self._compute = runtime.current_stream()
-        self._d2h_lane = runtime.new_stream() if own_streams else None
-        self._h2d_lane = runtime.new_stream() if own_streams else None
+        self._d2h_lane = _Lane(runtime.new_stream() if own_streams else None)
+        self._h2d_lane = _Lane(runtime.new_stream() if own_streams else None)
         self._stall_seconds = 0.0
         self._open_stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
 
@@ -276,36 +313,43 @@ class StreamCopier:
             self._stall_seconds += start.elapsed_time(end) / 1e3
         return self._stall_seconds
 
-    def order_compute_behind(self, event: StreamEvent) -> None:
-        """Let the compute stream wait for `event`, and time how long it stands still for it."""
+    def order_compute_behind(self, ticket: StreamTicket) -> None:
+        """Let the compute stream wait for the copy, and time how long it stands still for it."""
         compute = self._compute_stream()
+        if ticket.is_behind:
+            return
+        self.stall_seconds()  # or the events of a whole step would be alive at its end
         start, end = self._runtime.new_event(timed=True), self._runtime.new_event(timed=True)
         start.record(compute)
-        compute.wait_event(event)
+        compute.wait_event(ticket.event)
         end.record(compute)
         self._open_stalls.append((start, end))
+        ticket.lane.behind = ticket.number
 
     def _copy(
         self,
-        lane: Stream | None,
+        lane: _Lane,
         ready: StreamEvent,
         after: Ticket | None,
         destination: Tensor,
         source: Tensor,
     ) -> Ticket:
         done = self._runtime.new_event(timed=False)
-        if lane is None:
+        if lane.stream is None:
             self._runtime.copy_bytes(destination, source)
             done.record(self._compute)
-            return StreamTicket(self, done, ordered=True)
-        lane.wait_event(ready)
+            lane.issued += 1
+            lane.behind = lane.issued
+            return StreamTicket(self, lane, done)
+        lane.stream.wait_event(ready)
         if after is not None:
             assert isinstance(after, StreamTicket), "a copy waits for a ticket of its own copier"
-            lane.wait_event(after.event)
-        with self._runtime.use_stream(lane):
+            lane.stream.wait_event(after.event)
+        with self._runtime.use_stream(lane.stream):
             self._runtime.copy_bytes(destination, source)
-        done.record(lane)
-        return StreamTicket(self, done, ordered=False)
+        done.record(lane.stream)
+        lane.issued += 1
+        return StreamTicket(self, lane, done)
 
     def _compute_now(self) -> StreamEvent:
         event = self._runtime.new_event(timed=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from sppo_hf.offload.cargo import Cargo
+from sppo_hf.offload.lanes import wait_for_all
 
 
 class Leaving:
@@ -32,14 +33,18 @@ class Leaving:
         """Let compute wait for the oldest copies until at most `leave_bytes` are left.
 
         With None, until nothing but the frame that closes is left. Which copies are waited for
-        follows from sizes alone, not from time.
+        follows from sizes alone, not from time. One wait, for the last of them, does for all.
         """
+        going: list[Cargo] = []
         while self._queue:
             frame, _ = self._queue[0]
             enough = frame == self._frame if leave_bytes is None else self.num_bytes <= leave_bytes
             if enough:
                 break
-            self._pop().order_source()
+            going.append(self._pop())
+        wait_for_all(cargo.out_ticket for cargo in going)
+        for cargo in going:
+            cargo.drop_source()
         self._frame += 1
 
     def poll(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.cargo import Cargo, DiskStay, Owner
-from sppo_hf.offload.lanes import Copier
+from sppo_hf.offload.lanes import Copier, wait_for_all
 from sppo_hf.offload.leaving import Leaving
 from sppo_hf.offload.origins import Origins
 from sppo_hf.offload.pool import HostPool, Region
@@ -193,6 +193,5 @@ class Moves:
 
     def settle_limbo(self) -> None:
         """Free what was dropped under a copy, by letting compute wait for that copy."""
-        for cargo in self.limbo:
-            cargo.order()
+        wait_for_all(ticket for cargo in self.limbo for ticket in cargo.tickets)
         self.collect()

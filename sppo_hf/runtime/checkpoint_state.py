@@ -65,7 +65,7 @@ def save_state(
     place = place_of(model)
     target = Path(folder) / STATE_FOLDER
     names = _names(model)
-    state: dict[str, Any] = {f"rng/{place.dp_rank}/{place.pp_rank}": random_state()}
+    state: dict[str, Any] = {f"rng/{place.dp_rank}/{place.pp_rank}": random_state(model)}
     groups = []
     for number, optimizer in enumerate(map(unwrapped, optimizers)):
         groups.append(_whole_groups(optimizer, names, model, place))
@@ -195,15 +195,15 @@ def read_plain_state(folder: str | Path, number: int = 0) -> tuple[dict[str, Any
 # -- random numbers ---------------------------------------------------------------------------
 
 
-def random_state() -> dict[str, Any]:
-    """The state of this process's generators."""
+def random_state(model: nn.Module) -> dict[str, Any]:
+    """The state of this process's generators; on CUDA, of the device that `model` is on."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "cpu": torch.random.get_rng_state(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state(_cuda_device(model))
     return state
 
 
@@ -218,7 +218,14 @@ def load_random_state(folder: str | Path, model: nn.Module) -> None:
     np.random.set_state(state["numpy"])
     torch.random.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"], _cuda_device(model))
+
+
+def _cuda_device(model: nn.Module) -> torch.device:
+    """The device that `model` is on; the current one if it is on none."""
+    devices = {parameter.device for parameter in model.parameters()}
+    found = [device for device in devices if device.type == "cuda"]
+    return found[0] if len(found) == 1 else torch.device("cuda")
 
 
 # -- names and groups -------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class StagePlans:
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
-        shape = (rows, total_tokens, micro_batches, training, device.type)
+        shape = (rows, total_tokens, micro_batches, training, device)
         if shape not in self._shared:
             self._shared[shape] = self._share(total_tokens, device, micro_batches)
         key = (*shape, self._accumulates)

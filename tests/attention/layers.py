@@ -64,7 +64,9 @@ class Layers:
     def gradients(self, outs):
         """Of a weighted sum of all outputs."""
         torch.manual_seed(4)
-        loss = sum((out * torch.randn_like(out)).sum() for chunk in outs for out in chunk)
+        loss = sum(
+            (out * torch.randn(out.shape, dtype=out.dtype)).sum() for chunk in outs for out in chunk
+        )
         leaves = [x for layer in self.inputs for x in layer if x.requires_grad]
         leaves += [] if self.sinks is None else [self.sinks]
         return torch.autograd.grad(loss, leaves, allow_unused=True)

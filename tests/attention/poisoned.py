@@ -18,6 +18,7 @@ class Parcel:
     label: str
     away: np.ndarray | None
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     here: Tensor | None = None
 
@@ -36,8 +37,10 @@ class PoisoningMover:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), (
             "what is sent must not drag a larger storage along"
         )
-        away = tensor.contiguous().flatten().view(torch.uint8).numpy().copy()
-        self.parcels.append(Parcel(f"p{len(self.parcels)}", away, tensor.shape, tensor.dtype))
+        in_memory = tensor.as_strided((tensor.numel(),), (1,), 0)
+        away = in_memory.view(torch.uint8).numpy().copy()
+        label = f"p{len(self.parcels)}"
+        self.parcels.append(Parcel(label, away, tensor.shape, tensor.stride(), tensor.dtype))
         return self.parcels[-1]
 
     def prefetch(self, handle: Parcel) -> None:
@@ -45,7 +48,7 @@ class PoisoningMover:
         if handle.here is None:
             self.trace.append(f"prefetch {handle.label}")
             flat = torch.from_numpy(handle.away.copy()).view(handle.dtype)
-            handle.here = flat.view(handle.shape)
+            handle.here = flat.as_strided(handle.shape, handle.stride)
             self.peak_here_bytes = max(self.peak_here_bytes, self.here_bytes)
 
     def fetch(self, handle: Parcel) -> Tensor:

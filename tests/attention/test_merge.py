@@ -57,6 +57,15 @@ def test_weights_are_the_shares_of_the_softmax():
     assert merged.out_BNCH[0, 0, 0, 0].item() == pytest.approx(0.25 * 1.0 + 0.75 * 5.0)
 
 
+def test_a_mean_of_equal_outputs_is_that_output():
+    """Whatever the rounded weights: errors do not add up over many blocks."""
+    torch.manual_seed(0)
+    out, lse = torch.full((1, 2, 64, 3), 1 / 3), torch.randn(1, 2, 64)
+    for _ in range(200):
+        merge_into(out, lse, Attended(torch.full_like(out, 1 / 3), 3 * torch.randn(1, 2, 64)))
+    assert torch.equal(out, torch.full_like(out, 1 / 3))
+
+
 def test_rows_without_keys():
     inf = float("inf")
     merged = merge_partials(attended([-inf, -inf, 0.0], 0.0), attended([-inf, 2.0, -inf], 7.0))

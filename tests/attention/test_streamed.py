@@ -17,7 +17,7 @@ from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.attention.streamed import KVStream
 from sppo_hf.errors import SPPOError
-from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers
+from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers, N
 from tests.attention.poisoned import PoisoningMover
 
 
@@ -98,6 +98,31 @@ def layouts(draw):
 def test_any_chunks_blocks_windows_and_rows(layout):
     bounds, rows, block_tokens, window, sinks = layout
     assert_same(bounds, block_tokens=block_tokens, rows=rows, windows=(window, None), sinks=sinks)
+
+
+def test_a_block_of_several_chunks_lies_in_memory_as_they_do():
+    bounds = ((0, 3), (3, 5), (5, 9))
+    (store,), _, _ = streamed(bounds, layers=1, block_tokens=9)
+    whole = [torch.randn(B, 9, 3, 4), torch.randn(B, 9, 3, 5)]
+    for chunk, (start, end) in enumerate(bounds):
+        k, v = (x[:, start:end].clone().transpose(1, 2) for x in whole)
+        store.put(chunk, k, v)
+        blocks = store.blocks(chunk_pieces(start, end, None, window=None), window=None)
+        for keys in store.walk(chunk, blocks):
+            for got, want in zip(keys.run(0, end, None), whole, strict=True):
+                assert torch.equal(got.transpose(1, 2), want[:, :end])
+                assert got.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("rows", ["plain", "packed"])
+def test_merged_outputs_lie_in_memory_as_the_layer_wants_them(rows):
+    """The output projection reads all heads of a token at once."""
+    bounds = BOUNDS["uneven"]
+    stores, _, _ = streamed(bounds, layers=1, block_tokens=4, rows=ROWS[rows])
+    # The first chunks are read as one block, and their output is what the kernel gave.
+    for (out,) in Layers(bounds, stores, rows=ROWS[rows]).forward()[2:]:
+        assert out.shape[2] == N
+        assert out.is_contiguous()
 
 
 def _even(tokens, chunk):

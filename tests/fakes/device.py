@@ -69,9 +69,12 @@ class FakeStream:
         self.name = name
         self.ready_at = 0.0
         self.clock: Clock = {}
+        self.waits = 0
+        """Times that it was told to wait for an event."""
 
     def wait_event(self, event: FakeEvent) -> None:
         """Order later work behind `event`; one never recorded orders nothing, as on CUDA."""
+        self.waits += 1
         self.device.look_for_freed()
         self.ready_at = max(self.ready_at, event.time)
         _join(self.clock, event.clock)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from sppo_hf.model import stopwatch
 from sppo_hf.model.lessons import Teacher
@@ -90,7 +91,8 @@ class _Late:
     now = 0.0
     passed_until = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
         self.at = _Late.now
 
     def passed(self) -> bool:
@@ -115,3 +117,22 @@ def test_seconds_are_known_when_the_device_has_passed_the_last_mark(monkeypatch)
     _Late.passed_until = 25.0
     assert watch.seconds("forward", 2) == (1.0, 3.0)
     assert watch.seconds("backward", 2) == (9.0, 7.0), "what lies between the phases is neither's"
+
+
+def test_marks_are_put_into_the_stream_of_the_models_device(monkeypatch):
+    """Whatever the current device is: autograd's thread has another than the main thread."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    watch = Stopwatch(torch.device("cuda", 1))
+    watch.enter("forward", 0)
+    watch.enter("end")
+    assert recorded == ["stream of cuda:1"] * 2

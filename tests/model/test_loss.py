@@ -1,5 +1,7 @@
 """The tiled loss against cross-entropy on whole logits: values, gradients, tiles, scales."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,20 @@ def test_second_backward_is_a_clear_error():
     value.backward(retain_graph=True)
     with pytest.raises(SPPOError, match="backward ran twice"):
         value.backward()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_tile_of_logits_lives_at_a_time(grad):
+    head, hidden, labels = _problem(torch.bfloat16)
+    tiles = []
+
+    def watched(x):
+        assert not [tile for tile in tiles if tile() is not None], "an earlier tile's logits live"
+        logits = head(x)
+        tiles.append(weakref.ref(logits))
+        return logits
+
+    loss = ChunkedLoss(watched, list(head.parameters()), tile_tokens=2)
+    with torch.set_grad_enabled(grad):
+        loss.add(hidden, labels, last=True)
+    assert len(tiles) == 9

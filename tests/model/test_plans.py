@@ -1,9 +1,19 @@
 """Plans are made once per batch shape, and anew when gradients turn out to accumulate."""
 
+import pytest
+import torch
+
 from sppo_hf.config import SPPOConfig
+from sppo_hf.model import plans as plans_module
 from sppo_hf.model.convert import convert
+from sppo_hf.model.lessons import Lesson
 from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.plans import PlanBook
+from sppo_hf.model.room import OffloadRoom
+from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
+from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.measured import MeasuredStep
 
 
 class _Plans(StepObserver):
@@ -51,3 +61,29 @@ def test_few_gradients_change_no_plan():
         _step(model)
     (plan,) = seen
     assert plan.estimate.moments[-1].device.gradients < 0.01 * plan.estimate.device.total
+
+
+def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.MonkeyPatch):
+    """Of several devices of a kind the model's need not be the current one."""
+    asked: list[torch.device] = []
+    facts = plans_module.device_facts
+
+    def noted(device: torch.device, config: SPPOConfig):
+        asked.append(device)
+        return facts(device, config)
+
+    monkeypatch.setattr(plans_module, "device_facts", noted)
+    config = SPPOConfig(num_chunks=3, show_plan=False)
+    book = PlanBook(find_parts(build_tiny_model("llama")), config, OffloadRoom(config))
+    device = torch.device("cpu", 1)
+    plan = book.get(1, 20, device, StepObserver())
+    assert book.get(1, 20, device, StepObserver()) is plan
+    seconds = (1.0,) * 3
+    measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
+    lesson = Lesson(plan, measured, Correction(backward=2.0))
+    monkeypatch.setattr(book._teacher, "lessons", lambda: iter([lesson]))
+    book.correct(StepObserver())
+    assert asked == [device] * 2
+    assert book.get(1, 20, device, StepObserver()) is not plan
+    book.get(1, 20, torch.device("cpu", 2), StepObserver())
+    assert asked[2:] == [torch.device("cpu", 2)]

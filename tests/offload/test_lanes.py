@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo_hf.offload.lanes import CudaRuntime, HostCopier, StreamCopier
+from sppo_hf.offload.lanes import CudaRuntime, HostCopier, StreamCopier, wait_for_all
 from tests.fakes.device import FakeDevice, FakeEvent, FakeStream, RaceError
 
 SECONDS = 10.0
@@ -133,15 +133,74 @@ def test_a_change_of_the_compute_stream_keeps_the_order(device: FakeDevice) -> N
         device.kernel(reads=[back])
 
 
+def test_a_wait_for_one_copy_orders_all_before_it_and_none_after(device: FakeDevice) -> None:
+    copier = StreamCopier(device)
+    hosts = [_host() for _ in range(4)]
+    sources = [device.tensor(_bytes()) for _ in hosts]
+    tickets = [copier.start_d2h(*pair) for pair in zip(sources, hosts, strict=True)]
+    _, back = copier.start_h2d(hosts[0], tickets[0])
+    tickets[2].wait()
+    assert [ticket.ordered for ticket in tickets] == [True, True, True, False]
+    assert not back.ordered, "the other lane is a queue of its own"
+    assert not any(ticket.done() for ticket in tickets), "compute is told to wait, the host is not"
+    tickets[1].wait()
+    assert device.compute.waits == 1
+    del sources[:3]
+    device.look_for_freed()
+    wait_for_all([*tickets, back])
+    assert device.compute.waits == 3, "one for each lane"
+    assert back.ordered
+    device.finish()
+    assert tickets[3].done()
+    assert copier.stall_seconds() == pytest.approx(4 * SECONDS)
+
+
+def test_what_the_host_has_seen_of_a_lane_it_knows_of_all_before(device: FakeDevice) -> None:
+    copier = StreamCopier(device)
+    hosts = [_host() for _ in range(3)]
+    sources = [device.tensor(_bytes()) for _ in hosts]
+    tickets = [copier.start_d2h(*pair) for pair in zip(sources, hosts, strict=True)]
+    tickets[1].finish()
+    assert device.now == 2 * SECONDS
+    assert [ticket.done() for ticket in tickets] == [True, True, False]
+    del sources[:2]
+    device.look_for_freed()
+
+
+@pytest.mark.parametrize("own_streams", [True, False])
+def test_a_copy_that_another_stream_waited_for_is_ordered_for_the_new_one(
+    device: FakeDevice, own_streams: bool
+) -> None:
+    copier = StreamCopier(device, own_streams=own_streams)
+    back, into = copier.start_h2d(torch.ones(64, dtype=torch.uint8))
+    into.wait()
+    with device.use_stream(device.new_stream()):
+        into.wait()
+        device.kernel(reads=[back])
+
+
+def test_stalls_are_counted_as_they_pass(device: FakeDevice) -> None:
+    """Or the events of a whole step would be alive until somebody asks for its seconds."""
+    copier = StreamCopier(device)
+    for _ in range(100):
+        back, into = copier.start_h2d(_host())
+        into.wait()
+        assert len(copier._open_stalls) <= 2
+        del back
+        device.advance(SECONDS)
+    device.finish()
+    assert copier.stall_seconds() == pytest.approx(100 * SECONDS)
+
+
 class _NoWait(FakeStream):
     """A stream that forgets its waits, from the `skipped`-th on which the test names."""
 
     skipped = -1
-    waits = 0
+    calls = 0
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.waits += 1
-        if self.waits != self.skipped:
+        self.calls += 1
+        if self.calls != self.skipped:
             super().wait_event(event)
 
 

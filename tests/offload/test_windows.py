@@ -70,6 +70,10 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
         tape.record(frames[-1])
         assert _leaving_bytes(engine) <= window_bytes
         device.advance(data.draw(DURATIONS) if passes else 0.0)
+    if data.draw(st.booleans()):
+        tape.start_backward()
+        assert 0 < tape.ahead_bytes <= max(fetch_bytes or 0, largest_bytes)
+        device.advance(data.draw(DURATIONS) if passes else 0.0)
     while frames:
         frame = frames.pop()
         tape.on_backward(frame)
@@ -111,6 +115,40 @@ def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
     held.append(engine.start_offload(torch.rand(100)))
     tape.record(_Frame(held[-1]))
     assert _leaving_bytes(engine) == 400
+
+
+def test_a_frame_that_closes_puts_one_wait_at_most_on_compute() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    tape, frames = engine.new_tape(leave_bytes=1000), []
+    for _ in range(5):
+        frames.append(_Frame(*(engine.start_offload(torch.rand(100)) for _ in range(7))))
+        before = device.compute.waits
+        tape.record(frames[-1])
+        assert device.compute.waits == before + 1
+        assert _leaving_bytes(engine) == 800
+    # Used in another order than they come back in: the first that is used is behind the others.
+    last = frames.pop()
+    tape.on_backward(last)
+    before = device.compute.waits
+    for handle in reversed(last.held):
+        engine.wait_for(handle)
+    assert device.compute.waits == before + 1
+
+
+def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    handles = [engine.start_offload(torch.rand(100)) for _ in range(8)]
+    engine.close_frame(leave_bytes=0)
+    for handle in handles:
+        engine.prefetch(handle)
+    handles += [engine.start_offload(torch.rand(100)) for _ in range(8)]
+    engine.close_frame()
+    before = device.compute.waits
+    handles.clear()
+    engine.close()
+    assert device.compute.waits == before + 2
 
 
 def test_frames_that_were_kept_are_passed_over() -> None:

@@ -62,6 +62,19 @@ def test_a_unit_takes_as_long_as_its_launches() -> None:
     assert cost.backward_seconds(0, 0, 1) == 2.0
 
 
+def test_a_mode_that_keeps_python_busy_costs_that_of_short_chunks_alone() -> None:
+    calm, busy = (slow_cost(small_shape(), launch_seconds=s) for s in (0.0, 1.0))
+    short = [busy.recompute_seconds(0, 1, saved) for saved in ("skeleton", "products")]
+    # Forward and backward of a token take the device three launches, the rest waits for Python.
+    assert short == pytest.approx([max(1.0, 4.1 - 3), 8.4 - 3])
+    long = 10**7
+    for saved in ("skeleton", "products"):
+        assert calm.forward_seconds(0, 0, long) > 10
+        assert busy.recompute_seconds(0, long, saved) == pytest.approx(
+            calm.recompute_seconds(0, long, saved)
+        )
+
+
 def test_rows_multiply_bytes_and_work() -> None:
     one = slow_cost(small_shape())
     two = replace(one, batch_rows=2)

@@ -106,7 +106,7 @@ def run(task: dict[str, Any], out: Path) -> None:
     with saving(folder, place_of(model)):
         save_weights(model, folder, max_shard_size=task.get("max_shard_size", "50GB"))
         save_state(folder, model, [optimizer], [scheduler])
-    assert random_state()["cpu"].equal(torch.random.get_rng_state()), "saving draws no numbers"
+    assert random_state(model)["cpu"].equal(torch.random.get_rng_state()), "saving draws no numbers"
     gathered = gather_weights(model)
     assert bool(gathered) == (dist.get_rank() == 0), len(gathered)
     if gathered:

@@ -1,0 +1,172 @@
+"""The fused kernel of head and loss: used where it is exact, asked once, called seldom."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sppo_hf.model import fused
+from sppo_hf.model.fused import fused_tile
+from sppo_hf.model.head import ModelHead
+from sppo_hf.model.loss import ChunkedLoss
+from sppo_hf.model.structure import ModelParts, find_parts
+from sppo_hf.model.tiny import build_tiny_model
+
+CUDA = torch.device("cuda")
+KERNEL = "liger_kernel.ops.fused_linear_cross_entropy"
+
+
+class _Kernel(torch.autograd.Function):
+    """What Liger's function computes, on any device."""
+
+    calls: list[int] = []  # noqa: RUF012
+    """Tokens of each call."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        _, ignore_index, _, _, reduction = rest
+        _Kernel.calls.append(hidden.shape[0])
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        with torch.enable_grad():
+            logits = F.linear(leaves[0], leaves[1], bias)
+            loss = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
+        ctx.save_for_backward(*torch.autograd.grad(loss, leaves))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        return grads[0] * dhidden, grads[0] * dweight, *[None] * 7
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Stand-ins for Liger, for a model on the CPU; the list grows with each probe of a head."""
+    module = SimpleNamespace(LigerFusedLinearCrossEntropyFunction=_Kernel)
+    monkeypatch.setitem(sys.modules, KERNEL, module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    _Kernel.calls.clear()
+    seen: list[None] = []
+    probe = fused.is_plain_head
+
+    def noted(linear: nn.Linear, head: ModelHead) -> bool:
+        seen.append(None)
+        return probe(linear, head)
+
+    monkeypatch.setattr(fused, "is_plain_head", noted)
+    return seen
+
+
+def _model(family: str = "llama", **changes: Any) -> tuple[ModelParts, ModelHead]:
+    model = build_tiny_model(family, **changes).float().train()
+    return find_parts(model), ModelHead(find_parts(model), model.forward)
+
+
+def test_a_head_is_tried_once_and_draws_no_random_numbers(probes: list[None]) -> None:
+    parts, head = _model()
+    before = torch.get_rng_state()
+    assert fused_tile(parts, head, CUDA) is not None
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        parts.causal_lm.get_output_embeddings().weight.mul_(2.0)  # as an optimizer does
+    assert fused_tile(parts, head, CUDA) is not None
+    assert len(probes) == 1
+    assert fused_tile(parts, head, torch.device("cpu")) is None
+
+
+def test_a_head_that_caps_its_logits_is_not_plain_and_not_asked_again(probes: list[None]) -> None:
+    parts, head = _model("gemma2")
+    assert fused_tile(parts, head, CUDA) is None
+    assert fused_tile(parts, head, CUDA) is None
+    assert len(probes) == 1
+
+
+def test_another_head_is_tried_anew(probes: list[None]) -> None:
+    parts, head = _model()
+    model: Any = parts.causal_lm
+    assert fused_tile(parts, head, CUDA) is not None
+    model.lm_head = copy.deepcopy(model.lm_head)
+    assert fused_tile(parts, head, CUDA) is not None
+    assert len(probes) == 2
+    hook = model.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    assert fused_tile(parts, head, CUDA) is None, "the kernel would not run the hook"
+    hook.remove()
+    assert fused_tile(parts, head, CUDA) is not None
+    assert len(probes) == 4
+    model.eval()
+    assert fused_tile(parts, head, CUDA) is not None
+    assert len(probes) == 5, "a dropout before the head shows in training alone"
+
+
+def test_a_head_with_other_parameters_keeps_its_code(probes: list[None]) -> None:
+    """They may be neutral at first, and the kernel gives them no gradient."""
+    parts, head = _model()
+    parts.causal_lm.register_parameter("logit_scale", nn.Parameter(torch.ones(())))
+    assert fused_tile(parts, head, CUDA) is None
+    assert not probes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_dtypes_that_the_kernel_cannot_do_exactly_are_left_to_the_head(
+    probes: list[None], dtype: torch.dtype
+) -> None:
+    parts, head = _model()
+    parts.causal_lm.to(dtype)
+    assert fused_tile(parts, head, CUDA) is None
+    assert not probes
+
+
+def test_calls_are_few_and_take_no_more_memory_than_a_tile(probes: list[None]) -> None:
+    parts, head = _model(vocab_size=1000)
+    linear: Any = parts.causal_lm.get_output_embeddings()
+    vocab, width = linear.weight.shape
+    kernel = fused_tile(parts, head, CUDA)
+    assert kernel is not None
+    for tile_tokens in (1, 7, 64, 100, 512):
+        tokens = kernel.most_tokens(tile_tokens)
+        assert tokens >= tile_tokens
+        parts_of_a_call = -(-vocab // width)
+        part_tokens = -(-tokens // parts_of_a_call)
+        assert 1 << (part_tokens - 1).bit_length() <= tile_tokens, "as the kernel rounds it up"
+    hidden = torch.randn(1, 100, width, requires_grad=True)
+    labels = torch.randint(0, vocab, (1, 100))
+    labels[0, 3:9] = -100
+    losses = []
+    for used in (kernel, None):
+        loss = ChunkedLoss(head.logits, [linear.weight], tile_tokens=8, fused=used)
+        chunks = ((0, 60), (60, 100))
+        for start, end in chunks:
+            part = loss.add(hidden[:, start:end], labels[:, start:end], last=end == 100)
+            losses.append(part)
+        grads = torch.autograd.grad(losses[-2] + losses[-1], [hidden, linear.weight])
+        losses += grads
+    assert _Kernel.calls == [60, 40], "one call a chunk"
+    half = len(losses) // 2
+    for ours, plain in zip(losses[:half], losses[half:], strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list[None]) -> None:
+    parts, head = _model()
+    weight: Any = parts.causal_lm.get_output_embeddings().weight
+    kernel = fused_tile(parts, head, CUDA)
+    hidden, labels = torch.randn(1, 9, weight.shape[1]), torch.zeros(1, 9, dtype=torch.int64)
+    with torch.no_grad():
+        ChunkedLoss(head.logits, [weight], tile_tokens=4, fused=kernel).add(
+            hidden, labels, last=True
+        )
+    kept = ChunkedLoss(head.logits, [weight], tile_tokens=4, fused=kernel, keep_logits=True)
+    kept.add(hidden, labels, last=True)
+    assert kept.logits is not None
+    assert kept.logits[0].shape == (1, 9, weight.shape[0])
+    assert not _Kernel.calls
