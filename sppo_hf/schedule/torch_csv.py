@@ -22,16 +22,22 @@ TorchFormat = Literal["compute_only", "compute_comms"]
 
 _TRANSFERS: frozenset[Kind] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _REDUCTION = re.compile(r"([0-9]+)REDUCE_GRAD", re.ASCII)
-# Gathering and freeing of sharded parameters, which torch's own lowering adds around a stage.
-_SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD)", re.ASCII)
+# What torch's own lowering adds: gathering and freeing of sharded parameters around a stage, and
+# (from 2.15 on) places at which sends and reductions have to have ended.
+_ADDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|WAIT_REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)", re.ASCII)
 
 
-def to_torch_csv(schedule: Schedule, format: TorchFormat = "compute_only") -> str:
+def to_torch_csv(
+    schedule: Schedule, format: TorchFormat = "compute_only", *, waits: bool = False
+) -> str:
     """Writes a schedule as CSV.
 
     Args:
         schedule: what is not in the format (copies to the host and back, say) is left out.
         format: "compute_only", or "compute_comms" for one with sends and receives.
+        waits: whether to write where sends and reductions must have ended, which torch asks for in
+            "compute_comms" from 2.15 on and has no word for before: a reduction before what comes
+            after it, sends at the end, when every receiver has got as far.
 
     Raises:
         ScheduleError: sends are asked for and there are none between several ranks; or an action is
@@ -40,8 +46,8 @@ def to_torch_csv(schedule: Schedule, format: TorchFormat = "compute_only") -> st
     kinds = COMPUTE_KINDS - {"R"}
     if format == "compute_comms":
         kinds |= _TRANSFERS | {"REDUCE_GRAD"}
-        sends = any(action.kind in _TRANSFERS for rank in schedule.ranks for action in rank)
-        if schedule.num_ranks > 1 and not sends:
+        sent = any(action.kind in _TRANSFERS for rank in schedule.ranks for action in rank)
+        if schedule.num_ranks > 1 and not sent:
             raise ScheduleError(
                 "This schedule has no sends, and 'compute_comms' is a format with them. Remedy: "
                 "lower it with add_transfers, or write it as 'compute_only'."
@@ -49,15 +55,25 @@ def to_torch_csv(schedule: Schedule, format: TorchFormat = "compute_only") -> st
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for rank in schedule.ranks:
-        writer.writerow([_cell(action) for action in rank if action.kind in kinds])
+        cells: list[str] = []
+        sends: list[str] = []
+        for action in rank:
+            if action.kind in kinds:
+                cells.append(_cell(action))
+                if waits and action.kind == "REDUCE_GRAD":
+                    cells.append(f"{action.stage}WAIT_REDUCE_GRAD")
+                elif waits and action.kind in ("SEND_F", "SEND_B"):
+                    sends.append(f"{action.stage}WAIT_{action.kind}{action.unit}")
+        writer.writerow([*cells, *sends])
     return out.getvalue()
 
 
 def from_torch_csv(text: str, *, num_chunks: int = 1) -> Schedule:
     """Reads a schedule from CSV.
 
-    Empty cells (idle steps) and gathering and freeing of sharded parameters are left out. A
-    reduction gets the unit of the last backward of its stage before it.
+    Empty cells (idle steps), gathering and freeing of sharded parameters, and waits for the end of
+    a send or a reduction are left out. A reduction gets the unit of the last backward of its stage
+    before it.
 
     Args:
         text: the CSV's contents.
@@ -71,7 +87,7 @@ def from_torch_csv(text: str, *, num_chunks: int = 1) -> Schedule:
     for rank, row in enumerate(csv.reader(io.StringIO(text))):
         actions: list[Action] = []
         for step, cell in enumerate(cell.strip() for cell in row):
-            if cell and not _SHARDING.fullmatch(cell):
+            if cell and not _ADDED.fullmatch(cell):
                 try:
                     actions.append(_action(cell, actions))
                 except ScheduleError as error:

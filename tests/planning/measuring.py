@@ -161,7 +161,13 @@ def counted_flops() -> Iterator[FlopCounterMode]:
             return 2 * a[0] * a[1] * b[1]
         return 2 * a[-2] * a[-1] * b[-1]
 
-    products = {torch.ops.aten._grouped_mm: grouped}
+    def none(*_: Any, **__: Any) -> int:
+        return 0
+
+    # From 2.15 on it sees one, and counts a backward of it that is none.
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    fused = (getattr(torch.ops.aten, name) for name in (attention, f"{attention}_backward"))
+    products = {torch.ops.aten._grouped_mm: grouped, **dict.fromkeys(fused, none)}
     with FlopCounterMode(display=False, custom_mapping=products) as counter:
         yield counter
 

@@ -1,6 +1,7 @@
 """CSV of torch.distributed.pipelining: torch's own loader, validator and simulator take ours."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,21 +15,35 @@ from sppo_hf.schedule.validate import validate
 from tests.schedule.sizes import FEW
 
 
+def torch_waits() -> bool:
+    """Whether the installed torch wants sends and reductions to be waited for."""
+    from torch.distributed.pipelining import schedules
+
+    return hasattr(schedules, "WAIT_REDUCE_GRAD")
+
+
+def is_send(action: str) -> bool:
+    return "SEND" in action and "WAIT" not in action
+
+
 def load_with_torch(schedule: Schedule, format: TorchFormat, path: Path) -> Any:
     """Let torch read a schedule as it reads its own, without processes."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    path.write_text(to_torch_csv(schedule, format))
-    # Making one properly takes a process group and real stages; these are what loading looks at.
-    torchs = _PipelineScheduleRuntime.__new__(_PipelineScheduleRuntime)
-    vars(torchs).update(
-        pp_group_size=schedule.num_ranks,
-        _num_stages=schedule.num_stages,
-        _n_microbatches=schedule.num_units,
-        _stages=[],
-        pipeline_order={},
-        _defer_pp_recv=False,
+    path.write_text(to_torch_csv(schedule, format, waits=torch_waits()))
+    # Real stages take a process group; these are what making a schedule and loading look at.
+    stage = SimpleNamespace(
+        num_stages=schedule.num_stages,
+        group_size=schedule.num_ranks,
+        group_rank=0,
+        stage_index=0,
+        is_first=True,
+        is_last=False,
+        has_backward=True,
     )
+    stages: Any = [stage]
+    torchs = _PipelineScheduleRuntime(stages, schedule.num_units)
+    torchs._stages = []
     torchs._load_csv(path, format=format)
     return torchs
 
@@ -46,7 +61,7 @@ def test_torch_validates_and_lowers_exported_compute(name: str, tmp_path: Path) 
         # Torch has put its own sends in.
         sends = [str(a) for rank in torchs.pipeline_order_with_comms.values() for a in rank]
         ours = [str(a) for rank in add_transfers(schedule).ranks for a in rank]
-        assert sum("SEND" in text for text in sends) == sum("SEND" in text for text in ours)
+        assert sum(map(is_send, sends)) == sum(map(is_send, ours))
 
 
 @pytest.mark.fake
@@ -56,8 +71,13 @@ def test_torch_runs_exported_sends_and_receives_without_deadlock(name: str, tmp_
         if found == name:
             # Torch's simulator waits at each receive, which ours only starts.
             schedule = add_transfers(generate(name, size), receives_ahead=0)
-            torchs = load_with_torch(schedule, "compute_comms", tmp_path / "schedule.csv")
+            path = tmp_path / "schedule.csv"
+            torchs = load_with_torch(schedule, "compute_comms", path)
             assert torchs._simulate()
+            # Torch's simulator knows no reductions, its loader does.
+            reduced = add_reductions(schedule)
+            load_with_torch(reduced, "compute_comms", path)
+            assert from_torch_csv(path.read_text(), num_chunks=schedule.num_chunks) == reduced
 
 
 @pytest.mark.fake
@@ -116,6 +136,18 @@ def test_the_csv_of_a_small_schedule() -> None:
     assert to_torch_csv(schedule, "compute_comms") == (
         "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
     )
+
+
+def test_newer_torch_is_told_where_sends_and_reductions_end() -> None:
+    schedule = lower(generate("1f1b", Size(2, 1)), leaves=lambda stage, unit: False, reduce=True)
+    written = to_torch_csv(schedule, "compute_comms", waits=True)
+    assert written == (
+        "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0WAIT_SEND_F0\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1WAIT_SEND_B0\n"
+    )
+    without = to_torch_csv(schedule, "compute_comms")
+    assert from_torch_csv(written) == from_torch_csv(without)
+    assert to_torch_csv(schedule, waits=True) == to_torch_csv(schedule)
 
 
 def test_what_torch_has_no_word_for_is_refused() -> None:

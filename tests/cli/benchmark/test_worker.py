@@ -64,7 +64,8 @@ def test_out_of_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [row.status for row in rows] == ["killed", "out of memory"]
     assert rows[-1].reason == "device: CUDA out of memory"
     assert rows[-1].numbers.host_loaded_bytes == 7
-    assert rows[-1].environment["versions"]["torch"] == torch.__version__
+    # A build's version may have more behind it than the package's.
+    assert torch.__version__.startswith(rows[-1].environment["versions"]["torch"])
 
 
 def test_other_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
