@@ -131,6 +131,7 @@ def attention_forward(
         softcap=softcap is not None,
         window=attention_mask.window is not None,
         gqa_ratio=query.shape[1] // key.shape[1],
+        varied=call.rows is not None,
     )
     window = attention_mask.window
     out, call.link = chunk_attention(

@@ -123,6 +123,9 @@ class Requirement:
     gqa_ratio: int = 1
     """Query heads per key/value head."""
 
+    varied: bool = False
+    """Rows are packed or padded: lengths differ from batch to batch. A wish, which "auto" heeds."""
+
     def __str__(self) -> str:
         """The requirement in words, for reasons and errors."""
         sizes = f"head size {self.qk_head_size}"
@@ -135,6 +138,8 @@ class Requirement:
             features.append("sliding window")
         if self.softcap:
             features.append("soft-capped scores")
+        if self.varied:
+            features.append("varied lengths")
         device = self.device_type.upper()
         return ", ".join([device, str(self.dtype).removeprefix("torch."), *features])
 
@@ -171,6 +176,9 @@ class Backend(ABC):
     """
 
     name: str
+
+    plans_each_shape: bool = False
+    """Whether a kernel is built, which takes long, for every shape that has not come before."""
 
     @abstractmethod
     def reason_unsupported(self, requirement: Requirement) -> str | None:

@@ -32,6 +32,7 @@ class CuDNN(RectangleBackend):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
 
     name = "cudnn"
+    plans_each_shape = True
 
     def __init__(
         self, *, grouped_heads: bool = True, equal_head_sizes: bool = False, aten: Any = None

@@ -138,7 +138,9 @@ def _select_automatically(requirement: Requirement) -> Selection:
     if raced is not None:
         return raced
     passed_over: list[str] = []
-    for name in AUTO_ORDER.get(requirement.device_type, ()):
+    order = AUTO_ORDER.get(requirement.device_type, ())
+    # False comes before True.
+    for name in sorted(order, key=lambda name: _stumbles(name, requirement)):
         found = find_backend(name, requirement)
         if isinstance(found, Backend):
             because = "; ".join([*passed_over, "reference not needed"])
@@ -160,10 +162,12 @@ def _select_fastest(requirement: Requirement) -> Selection | None:
     kind = requirement.device_type
     if kind not in RACED_DEVICE_TYPES or (kind == "cuda" and not torch.cuda.is_available()):
         return None
-    result = _race_on(requirement, _device_name(requirement), determinism())
+    result = _race_on(_alike(requirement), _device_name(requirement), determinism())
     if result is None:
         return None
     for lap in result.ranking():
+        if _stumbles(lap.name, requirement):
+            continue
         found = find_backend(lap.name, requirement)
         if isinstance(found, Backend):
             left_out = [f"{name} {reason}" for name, reason in result.left_out.items()]
@@ -172,6 +176,16 @@ def _select_fastest(requirement: Requirement) -> Selection | None:
         # Another process timed it, and in this one it is wrong.
         logger.warning("attention backend %s won a race, but it %s", lap.name, found)
     return None
+
+
+def _stumbles(name: str, requirement: Requirement) -> bool:
+    """Whether a race, whose shapes do not change, flatters a backend."""
+    return requirement.varied and BACKENDS[name][0]().plans_each_shape
+
+
+def _alike(requirement: Requirement) -> Requirement:
+    """The requirement as far as it decides what a backend can do, and how fast it is."""
+    return replace(requirement, varied=False)
 
 
 @functools.cache
@@ -211,7 +225,7 @@ def find_backend(name: str, requirement: Requirement) -> Backend | str:
         The backend, or words that follow its name ("is not installed (package flash-attn)"). On
         CUDA the first call with a requirement compares it with the reference.
     """
-    return _find_on(name, requirement, _device_name(requirement), determinism())
+    return _find_on(name, _alike(requirement), _device_name(requirement), determinism())
 
 
 def _device_name(requirement: Requirement) -> str:

@@ -95,6 +95,23 @@ def test_auto_takes_the_first_that_is_right(verdicts, caplog):
     assert tried == ["flash_attention_2"] * 2 + ["aten_flash"]
 
 
+def test_auto_takes_what_builds_a_kernel_for_every_shape_last_where_lengths_vary(verdicts):
+    table, tried = verdicts
+    half = {"device_type": "cuda", "dtype": torch.float16}
+    for wrong in ("flash_attention_2", "aten_flash"):
+        table[wrong] = "is wrong"
+    assert select_backend("auto", requirement(**half)).backend.name == "cudnn"
+    varied = select_backend("auto", requirement(**half, varied=True))
+    assert varied.backend.name == "efficient"
+    assert "varied lengths" in varied.reason
+    assert tried.count("cudnn") == 1, "what is right for equal lengths is so for others"
+    table["efficient"] = "is wrong"
+    select._find_on.cache_clear()
+    assert select_backend("auto", requirement(**half, varied=True)).backend.name == "cudnn"
+    # By name it is the user's choice.
+    assert select_backend("cudnn", requirement(**half, varied=True)).backend.name == "cudnn"
+
+
 def test_checking_happens_once_per_requirement(verdicts):
     _, tried = verdicts
     asked = requirement(device_type="cuda", dtype=torch.bfloat16)

@@ -78,6 +78,13 @@ def test_the_fastest_wins_and_the_reason_has_the_numbers(track):
     )
 
 
+def test_where_lengths_vary_the_fastest_that_builds_nothing_for_a_shape_wins(track):
+    track.racers["b"].plans_each_shape = True
+    assert taken() == "b"
+    assert taken(requirement(varied=True)) == "a"
+    assert len(track.races) == 1, "the race is the same"
+
+
 def test_equal_ones_keep_the_listed_order(track):
     track.racers["a"].seconds = 0.0101
     assert taken() == "a"
