@@ -76,7 +76,7 @@ def _batch(drawn: Draw) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(drawn=draws())
 def test_any_batch_is_exact(drawn: Draw) -> None:
     config = SPPOConfig(

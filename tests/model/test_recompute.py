@@ -130,7 +130,7 @@ def test_any_mix_of_modes_is_exact(drawn: Draw) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(drawn=draws())
 def test_any_mix_of_modes_is_exact_many_times(drawn: Draw) -> None:
     _assert_any_plan_is_exact(drawn)
