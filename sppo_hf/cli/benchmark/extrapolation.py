@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.results import Numbers, Row
 from sppo_hf.planning.flops import peak_flops
 
@@ -56,22 +57,9 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
             "nothing can be extrapolated; measure more steps",
             environment=two.environment,
         )
-    peak = peak_flops(str(two.environment.get("device_name", "")))
-    return Row(
-        status="extrapolated",
-        job=one.job.replace(layers=None),
-        reason=f"extrapolated to {num_layers} layers from 1 and 2",
-        numbers=Numbers(
-            median_step_seconds=seconds,
-            tokens_per_second=one.job.total_tokens / seconds,
-            model_flops=model_flops,
-            model_tflops=model_flops / seconds / 1e12,
-            mfu=None if peak is None else model_flops / seconds / peak,
-            device_allocated_bytes=whole_bytes(lambda n: n.device_allocated_bytes),
-            host_peak_bytes=whole_bytes(lambda n: n.host_peak_bytes),
-            kernel=two.numbers.kernel,
-        ),
-        environment=two.environment,
+    reason = f"extrapolated to {num_layers} layers from 1 and 2"
+    return _extrapolated(
+        two, one.job.replace(layers=None), reason, seconds, model_flops, whole_bytes
     )
 
 
@@ -114,20 +102,42 @@ def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_fl
             return None
         return round(low + (high - low) / (second - first) * (total_tokens - first))
 
-    peak = peak_flops(str(longer.environment.get("device_name", "")))
+    reason = f"extrapolated to {total_tokens:,} tokens from {first:,} and {second:,}"
+    return _extrapolated(longer, job, reason, seconds, model_flops, whole_bytes)
+
+
+def _extrapolated(
+    largest: Row,
+    job: Job,
+    reason: str,
+    seconds: float,
+    model_flops: float,
+    whole_bytes: Callable[[Callable[[Numbers], int | None]], int | None],
+) -> Row:
+    """The row of a job that was not run.
+
+    Args:
+        largest: the largest row that was: it has the kernel and the environment.
+        job: what was asked for.
+        reason: from what it was extrapolated.
+        seconds: of a step.
+        model_flops: FLOPs of a step.
+        whole_bytes: extrapolates a number of bytes that rows have.
+    """
+    peak = peak_flops(str(largest.environment.get("device_name", "")))
     return Row(
         status="extrapolated",
         job=job,
-        reason=f"extrapolated to {total_tokens:,} tokens from {first:,} and {second:,}",
+        reason=reason,
         numbers=Numbers(
             median_step_seconds=seconds,
-            tokens_per_second=total_tokens / seconds,
+            tokens_per_second=job.total_tokens / seconds,
             model_flops=model_flops,
             model_tflops=model_flops / seconds / 1e12,
             mfu=None if peak is None else model_flops / seconds / peak,
             device_allocated_bytes=whole_bytes(lambda n: n.device_allocated_bytes),
             host_peak_bytes=whole_bytes(lambda n: n.host_peak_bytes),
-            kernel=longer.numbers.kernel,
+            kernel=largest.numbers.kernel,
         ),
-        environment=longer.environment,
+        environment=largest.environment,
     )

@@ -84,7 +84,7 @@ def test_a_worker_ends_with_the_benchmark_however_that_ends(tmp_path: Path) -> N
     worker = (
         "import os, time; from sppo_hf.cli.benchmark.worker import end_with_parent;"
         f"end_with_parent(); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()));"
-        "time.sleep(60)"
+        "time.sleep(120)"
     )
     script = f"""
 from pathlib import Path
@@ -102,7 +102,7 @@ run_in_process(
     finally:
         driver.kill()
         driver.wait()
-    wait_for(lambda: not alive(pid))
+    wait_for(lambda: not alive(pid), seconds=30)  # long before it would end by itself
 
 
 def text_of(path: Path) -> str:
