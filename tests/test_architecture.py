@@ -1,9 +1,8 @@
-"""The house rules that a linter cannot state: who may import what, sizes, docstrings, the tree."""
+"""The house rules that a linter cannot state: who may import what, docstrings."""
 
 import ast
 import contextlib
 import logging
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ PACKAGE = ROOT / "sppo_hf"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TORCH_FREE = ("errors", "rules", "config", "schedule", "planning")
 KNOWS_DISTRIBUTED = ("runtime", "integrations")
-MOST_LINES = 400
 
 
 def name_of(path: Path) -> str:
@@ -99,71 +97,3 @@ def test_every_public_name_can_be_had() -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [name_of(p) for p in MODULES if not ast.get_docstring(ast.parse(p.read_text()))]
     assert not silent
-
-
-def test_files_stay_readable() -> None:
-    sizes = {
-        path.relative_to(ROOT): path.read_text().count("\n")
-        for folder in ("sppo_hf", "tests", "recipes")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert len(sizes) >= len(MODULES)
-    assert not {path: lines for path, lines in sizes.items() if lines > MOST_LINES}
-
-
-def tree_entries(markdown: str) -> dict[str, str]:
-    """Read the tree out of a README: the fenced block with a line for `sppo_hf/`.
-
-    A line is a name, folders ending in "/", then what it is for. Depth is told by the name's
-    column, so both indentation and drawn branches will do.
-
-    Returns:
-        Path from the repository's root (folders ending in "/") to what is said of it.
-    """
-    blocks = markdown.split("```")[1::2]
-    block = next((b for b in blocks if re.search(r"^[│├└─\s]*sppo_hf/", b, re.MULTILINE)), "")
-    entries: dict[str, str] = {}
-    folders: list[tuple[int, str]] = []
-    for line in block.splitlines()[1:]:
-        bare = line.lstrip("│├└─ \u00a0")
-        if not bare.strip():
-            continue
-        column = len(line) - len(bare)
-        name, _, said = bare.partition(" ")
-        while folders and folders[-1][0] >= column:
-            folders.pop()
-        path = (folders[-1][1] if folders else "") + name
-        if name.endswith("/"):
-            folders.append((column, path))
-        assert path not in entries, f"the tree lists {path} twice"
-        entries[path] = said.strip()
-    return entries
-
-
-def test_tree_reader_reads_both_styles() -> None:
-    said = {"sppo_hf/": "the package", "sppo_hf/model/": "room", "sppo_hf/model/loop.py": "loop"}
-    said["recipes/run.py"] = "a recipe"
-    drawn = (
-        "sppo_hf/  the package\n├── model/  room\n│   └── loop.py loop\nrecipes/run.py  a recipe"
-    )
-    plain = "sppo_hf/  the package\n  model/  room\n    loop.py  loop\nrecipes/run.py  a recipe"
-    for block in (drawn, plain):
-        assert tree_entries(f"words\n```sh\nls\n```\nmore\n```text\n{block}\n```\n") == said
-
-
-def test_readme_tree_matches_the_disk() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("README.md is not written yet")
-    entries = tree_entries(readme.read_text())
-    on_disk = {
-        str(path.relative_to(ROOT))
-        for folder in ("sppo_hf", "recipes")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    # A folder's own line speaks for its __init__.py.
-    wanted = {path.removesuffix("__init__.py") for path in on_disk}
-    assert sorted(wanted - set(entries)) == [], "on the disk, but not in the README's tree"
-    absent = [path for path in entries if not (ROOT / path).exists()]
-    assert absent == [], "in the README's tree, but not on the disk"
-    assert [path for path, said in entries.items() if not said] == [], "listed without a word"
