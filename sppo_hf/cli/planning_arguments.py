@@ -48,7 +48,6 @@ class Partition(StrEnum):
 
     flops = "flops"
     even = "even"
-    ramp = "ramp"
 
 
 class Mode(StrEnum):

@@ -19,15 +19,6 @@ from sppo_hf.planning.reader import text_config
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
 
-_DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
-
 
 @cache
 def shipped_models() -> dict[str, Path]:
@@ -117,21 +108,6 @@ def weight_dtype(config: object) -> str:
             if value is not None:
                 return str(value).removeprefix("torch.")
     return "float32"
-
-
-def weight_dtype_bytes(config: object) -> int:
-    """Returns the bytes of one weight of that dtype.
-
-    Raises:
-        ConfigError: it is none that models are stored in.
-    """
-    name = weight_dtype(config)
-    if name not in _DTYPE_BYTES:
-        raise ConfigError(
-            f"the configuration's dtype is {name!r}; known are {', '.join(_DTYPE_BYTES)}. Name the "
-            "dtype to train in yourself"
-        )
-    return _DTYPE_BYTES[name]
 
 
 def _namespace(fields: dict[str, Any]) -> SimpleNamespace:

@@ -17,14 +17,13 @@ from sppo_hf.planning.partition import (
     auto_bounds,
     balanced_bounds,
     even_bounds,
-    ramp_bounds,
 )
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule
 from sppo_hf.schedule.generate import INTERLEAVED
 
-Cut = Literal["even", "flops", "bounded", "ramp"]
+Cut = Literal["even", "flops", "bounded"]
 """How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs as far as no chunk is much longer
-or shorter than the mean, so that no frame is; equal FLOPs but for the ends."""
+or shorter than the mean, so that no frame is."""
 
 
 class Layout(NamedTuple):
@@ -68,7 +67,7 @@ class SearchSpace:
     virtual: tuple[int, ...] = (2, 4)
     """Stages of a rank, for schedules that put several on one."""
 
-    partitions: tuple[Cut, ...] = ("flops", "ramp")
+    partitions: tuple[Cut, ...] = ("flops",)
     """How sequences are cut."""
 
     frames: tuple[tuple[Saved, OffloadRule], ...] = (
@@ -126,12 +125,12 @@ class SearchSpace:
         self, stages: int, replicas: int, num_chunks: int, num_layers: int
     ) -> Iterator[Layout]:
         # A single chunk is cut in no way, and a single stage is run by no schedule.
-        cuts: list[Cut] = [cut for cut in self.partitions if _makes_sense(cut, stages, num_chunks)]
+        cuts = self.partitions if num_chunks > 1 else self.partitions[:1]
         for schedule in self.schedules if stages > 1 else self.schedules[:1]:
             for virtual in self.virtual if schedule in INTERLEAVED and stages > 1 else (1,):
                 if stages * virtual > num_layers:
                     continue
-                for partition in cuts or self.partitions[:1]:
+                for partition in cuts:
                     for saved, offload in self.frames:
                         for kv_tier in self.kv_tiers:
                             yield Layout(
@@ -154,12 +153,4 @@ def bounds_of(curve: PrefixCost, total_tokens: int, num_chunks: int, partition: 
     if partition == "bounded":
         mean = total_tokens // num_chunks
         return auto_bounds(curve, total_tokens, target_tokens=mean, partition="flops")
-    cut = ramp_bounds if partition == "ramp" else balanced_bounds
-    return cut(curve, total_tokens, num_chunks)
-
-
-def _makes_sense(partition: Cut, stages: int, num_chunks: int) -> bool:
-    """A ramp needs chunks to rise and fall over, and is for filling a pipeline."""
-    if partition == "ramp":
-        return num_chunks >= 3 and stages > 1
-    return num_chunks > 1
+    return balanced_bounds(curve, total_tokens, num_chunks)

@@ -21,9 +21,6 @@ Bounds = tuple[tuple[int, int], ...]
 # its K/V; 8K is the middle. A CPU is busy with far fewer rows, and there memory is the point.
 TARGET_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
-# Chunks at each end over which "ramp" rises and falls.
-_RAMP_CHUNKS = 3
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixCost:
@@ -116,10 +113,7 @@ def chunk_bounds(
         )
     if config.partition == "even":
         return even_bounds(total_tokens, config.num_chunks)
-    cost = PrefixCost.of(shape)
-    if config.partition == "ramp":
-        return ramp_bounds(cost, total_tokens, config.num_chunks)
-    return balanced_bounds(cost, total_tokens, config.num_chunks)
+    return balanced_bounds(PrefixCost.of(shape), total_tokens, config.num_chunks)
 
 
 def even_bounds(total_tokens: int, num_chunks: int) -> Bounds:
@@ -149,37 +143,6 @@ def balanced_bounds(
     return _pairs(_rounded(ends, total_tokens, round_to_tokens))
 
 
-def ramp_bounds(
-    cost: PrefixCost,
-    total_tokens: int,
-    num_chunks: int,
-    *,
-    round_to_tokens: int | None = None,
-) -> Bounds:
-    """Cuts like `balanced_bounds`, but with less work in the first and the last chunks.
-
-    A pipeline fills with its first chunks and drains with its last ones, and what idles meanwhile
-    is as long as they are (SPPO splits those chunks again for the same reason). Work rises in equal
-    steps over the first three chunks (a third of the chunks, if there are fewer than nine) and
-    falls so over the last: 1/4, 2/4, 3/4 of a middle chunk's.
-
-    Args:
-        cost: F, as in `balanced_bounds`.
-        total_tokens: S.
-        num_chunks: N, at most S.
-        round_to_tokens: multiple that bounds are rounded to; None picks one by chunk length.
-    """
-    steps = min(_RAMP_CHUNKS, num_chunks // 3)
-    work = [
-        min(1.0, (i + 1) / (steps + 1), (num_chunks - i) / (steps + 1)) for i in range(num_chunks)
-    ]
-    whole = cost.upto(total_tokens) / sum(work)
-    ends = [cost.tokens_for(whole * sum(work[: i + 1])) for i in range(num_chunks)]
-    if round_to_tokens is None:
-        round_to_tokens = rounding_tokens(total_tokens, num_chunks)
-    return _pairs(_rounded(ends, total_tokens, round_to_tokens))
-
-
 def auto_bounds(
     cost: PrefixCost, total_tokens: int, *, target_tokens: int, partition: str
 ) -> Bounds:
@@ -192,8 +155,6 @@ def auto_bounds(
     num_chunks = max(1, (total_tokens + target_tokens // 2) // target_tokens)
     if num_chunks == 1 or partition == "even":
         return even_bounds(total_tokens, num_chunks)
-    if partition == "ramp":
-        return ramp_bounds(cost, total_tokens, num_chunks)
     shortest, longest = target_tokens // 4, target_tokens * 2
 
     def ends_at(quota: float) -> list[float]:

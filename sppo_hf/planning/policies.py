@@ -28,13 +28,14 @@ def sppo_modes(
 
     `alpha_i = min(1, BW * T_chunk / A_i)` with T_chunk the mean forward time of a chunk; layers are
     whole, so alpha is rounded to the nearest of them. The last chunk stays, as does what is not
-    offloaded.
+    offloaded. The copies' speed is that of both directions at once, as in a pipeline, whose
+    forwards and backwards take turns; plans for a pipeline count on the same.
     """
     num_layers = cost.shape.num_layers
     layers = range(num_layers)
     sizes = [sum(cost.frame_bytes(i, end - start, saved) for i in layers) for start, end in bounds]
     forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
-    threshold_bytes = forward / len(bounds) / cost.d2h_seconds(1.0)
+    threshold_bytes = forward / len(bounds) / cost.d2h_seconds(1.0, both=True)
     keep, away = mode_of(saved, "device"), mode_of(saved, tier)
     modes: list[tuple[FrameMode, ...]] = []
     for ratio in sppo_ratios(sizes, threshold_bytes):

@@ -6,11 +6,10 @@ Knows nothing of configs or devices by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.modes import KEEP
 from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds
 from sppo_hf.planning.policies import uniform_modes
@@ -20,10 +19,7 @@ from sppo_hf.planning.solve import (
     FirstLimit,
     Solution,
     compute_seconds,
-    fits,
-    least_memory,
     solve,
-    with_kv,
 )
 
 TARGET_TOKENS = (2048, 4096, 8192, 16_384)
@@ -125,7 +121,7 @@ def chunk_cuts(
     Args:
         cost: of the model.
         total_tokens: length of the rows.
-        partition: "flops", "even" or "ramp".
+        partition: "flops" or "even".
         cut: bounds for a target in tokens; `auto_bounds` with `partition` when None.
     """
     prefix = PrefixCost.of(cost.shape)
@@ -144,37 +140,6 @@ def chunk_cuts(
             yield bounds
 
 
-def longest_sequence(
-    cost: StageCost, batch: Batch, budgets: Budgets, choices: Choices, *, device_kind: str = "cuda"
-) -> int:
-    """Returns the longest row, in tokens (a multiple of 1,024), that fits the budgets; 0 if none.
-
-    Asks only whether bytes fit, not how fast that is: smallest frames, as far away as allowed.
-    """
-
-    def possible(tokens: int) -> bool:
-        return any(
-            fits(
-                estimate(
-                    cost.shape,
-                    least_memory(
-                        cost,
-                        with_kv(base, kv_tier, cost.shape, budgets, device_kind),
-                        budgets,
-                        choices,
-                        device_kind,
-                    ),
-                    device_kind=device_kind,
-                ),
-                budgets,
-            )
-            for base in _coarse(cost, batch, tokens)
-            for kv_tier in choices.kv_tiers
-        )
-
-    return longest(possible)
-
-
 def longest(possible: Callable[[int], bool]) -> int:
     """Returns the largest number of tokens (a multiple of 1,024) that is possible; 0 if none.
 
@@ -191,10 +156,3 @@ def longest(possible: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if possible(middle * step) else (low, middle)
     return low * step
-
-
-def _coarse(cost: StageCost, batch: Batch, total_tokens: int) -> Iterator[Decisions]:
-    prefix = PrefixCost.of(cost.shape)
-    for target in {max(t, total_tokens // _MOST_CHUNKS) for t in TARGET_TOKENS[:2]}:
-        bounds = auto_bounds(prefix, total_tokens, target_tokens=target, partition="even")
-        yield replace(batch.decisions(bounds, cost.shape.num_layers))

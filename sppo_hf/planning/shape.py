@@ -294,25 +294,13 @@ class ModelShape:
             layer: its index. Under LoRA the first layer saves less than the others.
             saved: "skeleton" as `skeleton_bytes_per_token`; "products" the skeleton and the outputs
                 of the matrix products that backward needs and that are worth keeping; "whole" all
-                that autograd saves, each piece of memory once, without `chunk_shared_bytes`.
+                that autograd saves, each piece of memory once; without the rotary tables,
+                which all layers of a chunk share.
         """
         work = self.work(layer)
         if saved == "whole":
             return work.whole_bytes
         return work.products_bytes if saved == "products" else work.skeleton_bytes
-
-    @property
-    def chunk_shared_bytes_per_token(self) -> int:
-        """What all layers of a chunk save together: cosines and sines of the rotary embedding.
-
-        In the residual stream's dtype, one table per head size; a few hundred bytes.
-        """
-        sizes = {
-            layer.latent.rope_size if layer.latent else layer.qk_head_size
-            for layer in self.layers
-            if layer.traits.rotary and not layer.traits.own_tables
-        }
-        return 2 * sum(sizes) * self._parameter_bytes
 
     @property
     def _parameter_bytes(self) -> int:

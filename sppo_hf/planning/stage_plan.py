@@ -16,7 +16,6 @@ from sppo_hf.planning.partition import (
     balanced_bounds,
     chunk_bounds,
     even_bounds,
-    ramp_bounds,
 )
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
@@ -59,8 +58,7 @@ def pipeline_bounds(
     number = min(wanted, most)
     if config.partition == "even":
         return even_bounds(total_tokens, number)
-    cut = ramp_bounds if config.partition == "ramp" else balanced_bounds
-    return cut(PrefixCost.of(shape), total_tokens, number)
+    return balanced_bounds(PrefixCost.of(shape), total_tokens, number)
 
 
 def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:

@@ -54,11 +54,6 @@ class PipelineMesh:
         """Whether this rank begins its pipeline."""
         return self.pp_rank == 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank ends its pipeline."""
-        return self.pp_rank == self.pp_size - 1
-
     def world_rank(self, pp_rank: int) -> int:
         """The rank, of all, of a rank of this pipeline."""
         return self.dp_rank * self.pp_size + pp_rank

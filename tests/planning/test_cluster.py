@@ -53,7 +53,7 @@ def test_the_best_are_the_fastest_of_all_that_fit() -> None:
 
 EVERYTHING = SearchSpace(
     schedules=("1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"),
-    partitions=("even", "flops", "bounded", "ramp"),
+    partitions=("even", "flops", "bounded"),
     kv_tiers=("device", "host"),
 )
 

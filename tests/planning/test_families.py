@@ -107,16 +107,6 @@ def test_frame_bytes_under_autocast(family: str) -> None:
     assert _whole_frames(shape) == _about(measured)
 
 
-def test_what_layers_share_is_the_rotary_tables() -> None:
-    torch = pytest.importorskip("torch")
-    from tests.planning.measuring import build, saved_bytes
-
-    model, _ = build("llama", torch.bfloat16)
-    _, shared = saved_bytes(model)
-    shape = ModelShape.from_config(model.config, dtype_bytes=2)
-    assert shape.chunk_shared_bytes_per_token == shared
-
-
 def _whole_frames(shape: ModelShape) -> dict[int, int]:
     return {layer: shape.frame_bytes_per_token(layer) for layer in range(shape.num_layers)}
 

@@ -10,12 +10,13 @@ from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.modes import Saved, mode_of
 from sppo_hf.planning.partition import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
-from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stage import COMPUTE
 from sppo_hf.planning.stage import lower as lower_stage
 from sppo_hf.planning.stage_bytes import StageBytes
+from sppo_hf.planning.stage_plan import stage_shape
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
@@ -54,6 +55,16 @@ def made(
         **changes,  # pyright: ignore[reportArgumentType]
     )
     return schedule, costs
+
+
+def test_a_stage_offloads_by_the_papers_rule_what_its_rank_will() -> None:
+    _, costs = made("seq1f1b", Size(2, 1, 8), offload="sppo")
+    layers = costs.stages[0]
+    alone = replace(COST, shape=stage_shape(SHAPE, layers, last=False))
+    ranks = [sum(mode.offload for mode in row) for row in sppo_modes(alone, bounds_of(8))]
+    planned = [round(ratio * len(layers)) for ratio in costs.ratios[0]]
+    assert ranks == planned
+    assert 0 < sum(planned) < 8 * len(layers)
 
 
 @pytest.mark.parametrize("saved", ["whole", "skeleton"])

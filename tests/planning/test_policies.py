@@ -52,7 +52,7 @@ def test_sppo_moves_what_one_chunk_can_copy() -> None:
     bounds = falling_bounds(6)
     modes = sppo_modes(cost, bounds)
     forward = sum(cost.forward_seconds(i, *chunk) for i in range(40) for chunk in bounds)
-    threshold = forward / len(bounds) / cost.d2h_seconds(1)
+    threshold = forward / len(bounds) / cost.d2h_seconds(1, both=True)
     counts = [row.count(OFFLOAD) for row in modes]
     assert counts[-1] == 0
     assert 0 < counts[0] < 40

@@ -1,20 +1,53 @@
 """The paper's figures, as printed and as corrected."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.planning.policy import (
-    activations_by_chunk,
-    full_offload_peak,
-    sppo_peak,
-    sppo_ratios,
-)
+from sppo_hf.planning.policy import sppo_ratios
 
 FIGURE = (4.0, 3.0, 2.0, 1.0)
 # 65B, 128K tokens, N = 8, in GB; M_th = 4.3 GB.
 LARGE = (10.59, 7.1, 5.7, 5.0, 4.4, 4.0, 3.3, 2.87)
 LARGE_THRESHOLD = 4.3
+
+
+def activations_by_chunk(
+    activation_bytes: Sequence[float], ratios: Sequence[float]
+) -> tuple[float, ...]:
+    """Returns the activation bytes on the device at the end of each chunk's forward.
+
+    `M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1)`: what left of chunk i - 1 is gone when chunk i ends.
+    """
+    held: list[float] = []
+    for chunk, size in enumerate(activation_bytes):
+        before = held[-1] - ratios[chunk - 1] * activation_bytes[chunk - 1] if chunk else 0.0
+        held.append(before + size)
+    return tuple(held)
+
+
+def full_offload_peak(activation_bytes: Sequence[float]) -> float:
+    """Returns the peak when every chunk is offloaded whole: two neighbours are there at once.
+
+    A chunk's bytes go when its whole copy has ended, which happens while the next one computes.
+    """
+    following = [*activation_bytes[1:], 0.0]
+    return max(a + b for a, b in zip(activation_bytes, following, strict=True))
+
+
+def sppo_peak(activation_bytes: Sequence[float], threshold_bytes: float) -> float:
+    """Returns the peak of the rule in closed form: `A_k + sum_(j<k) (A_j - M_th)`.
+
+    k is the last chunk with `A_k > M_th` (the paper's printed formula drops the sum). Holds for
+    activations that fall from chunk to chunk, as balanced chunks' do.
+    """
+    over = [i for i, size in enumerate(activation_bytes) if size > threshold_bytes]
+    if not over:
+        return max(activation_bytes)
+    kept = sum(activation_bytes[j] - threshold_bytes for j in range(over[-1]))
+    return activation_bytes[over[-1]] + kept
 
 
 def test_worked_figure() -> None:

@@ -11,7 +11,6 @@ from sppo_hf.planning.search import (
     Batch,
     chunk_cuts,
     longest,
-    longest_sequence,
     solve_chunks,
 )
 from sppo_hf.planning.solve import Choices, FirstLimit, Solution, solve
@@ -85,20 +84,3 @@ def test_a_cut_that_does_not_fit_gives_way() -> None:
 @pytest.mark.parametrize("most", [0, 1, 5, 1000, 4097])
 def test_longest_finds_the_last_that_is_possible(most: int) -> None:
     assert longest(lambda tokens: tokens <= most * 1024) == most * 1024
-
-
-def test_longest_sequence_grows_with_what_there_is() -> None:
-    cost = slow_cost(small_shape())
-    device = 800 * MIB  # of which CUDA's context takes 600
-    at_home = longest_sequence(
-        cost, BATCH, Budgets(device=device, host=0), Choices(tiers=("device",))
-    )
-    with_host = longest_sequence(cost, BATCH, Budgets(device=device, host=None), Choices())
-    streamed = longest_sequence(
-        cost,
-        BATCH,
-        Budgets(device=device, host=None),
-        Choices(kv_tiers=("device", "host")),
-    )
-    assert 0 < at_home < with_host < streamed
-    assert longest_sequence(cost, BATCH, Budgets(device=10, host=None), Choices()) == 0

@@ -45,7 +45,6 @@ def test_llama_8b_by_hand() -> None:
     # attention alone, the last product the next layer.
     kept = (2 * 4096 + 2 * 14_336) * 2
     assert shape.frame_bytes_per_token(0, "products") == 2 * 4096 * 2 + 32 * 4 + kept
-    assert shape.chunk_shared_bytes_per_token == 2 * 128 * 2
 
 
 def test_recomputation_leaves_out_the_last_product() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.partition import Bounds, PrefixCost, chunk_bounds, ramp_bounds
+from sppo_hf.planning.partition import Bounds, chunk_bounds
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.stage_plan import pipeline_bounds, shared_budgets, stage_shape
 from tests.planning.shapes import tiny_shape
@@ -76,9 +76,6 @@ def test_partitions_keep_their_form() -> None:
     by_work = lengths(bounds(4096, stages=4))
     assert len(by_work) == 16
     assert by_work[0] > by_work[-1], "later chunks attend to more, so they are shorter"
-    ramp = bounds(4096, stages=4, partition="ramp")
-    assert ramp == ramp_bounds(PrefixCost.of(SHAPE), 4096, 16)
-    assert lengths(ramp) != by_work
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:

@@ -242,7 +242,6 @@ def place(pp_size: int) -> dict[str, Any]:
         "dp_rank": mesh.dp_rank,
         "dp_size": mesh.dp_size,
         "is_first": mesh.is_first,
-        "is_last": mesh.is_last,
         "pipeline": ranks(mesh.pipeline),
         "control": ranks(mesh.control),
         "replicas": ranks(mesh.replicas),

@@ -42,7 +42,7 @@ def test_settings_that_must_be_shared_have_a_number():
             {"pp_size": 4},
             {"pp_size": 2, "num_chunks": 4},
             {"pp_size": 2, "chunk_lengths": (3, 4)},
-            {"pp_size": 2, "partition": "ramp"},
+            {"pp_size": 2, "partition": "even"},
             {"pp_size": 2, "pp_schedule": "gpipe"},
         )
     }

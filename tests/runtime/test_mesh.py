@@ -40,4 +40,3 @@ def test_ranks_of_a_pipeline_are_neighbours() -> None:
     mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=cpu, links={}, **groups)
     assert [mesh.world_rank(rank) for rank in range(3)] == [3, 4, 5]
     assert not mesh.is_first
-    assert not mesh.is_last
