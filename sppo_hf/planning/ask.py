@@ -282,7 +282,7 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     limit = next(over_budget(predicted, plan.budgets), None)
     seconds = None
     if limit is None:
-        seconds = play(decisions, cost, predicted, policy=name).step_seconds
+        seconds = play(decisions, cost, policy=name).step_seconds
     tokens = plan.batch_rows * plan.total_tokens
     policy, frames = name.split(", frames ")
     return PolicyResult(

@@ -344,7 +344,7 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
     for other in over_budget(estimates[best], task.budgets):
         if other.tier in named_budgets(task.config):
             raise BudgetError(limit_text(other, task.budgets, task.total_tokens))
-    return play(plans[best], cost, estimates[best], policy="least memory")
+    return play(plans[best], cost, policy="least memory")
 
 
 def _base(task: _Task) -> Decisions:
@@ -366,8 +366,7 @@ def _cuts(task: _Task, cost: StageCost) -> list[Bounds]:
 
 
 def _predict(cost: StageCost, decisions: Decisions, *, policy: str) -> Prediction:
-    predicted = estimate(cost.shape, decisions)
-    played = play(decisions, cost, predicted, policy=policy)
+    played = play(decisions, cost, policy=policy)
     return predict(decisions, cost, played.timeline, policy=policy)
 
 

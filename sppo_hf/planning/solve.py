@@ -26,7 +26,6 @@ from sppo_hf.planning.least import (
 )
 from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
-from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
 from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
@@ -42,13 +41,10 @@ _MOST_FRAMES_AHEAD = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan that fits, with what it is predicted to take."""
+    """A plan that fits, and when what happens in it."""
 
     decisions: Decisions
     """What is done."""
-
-    estimate: MemoryEstimate
-    """What it holds."""
 
     timeline: Timeline
     """When what happens, simulated."""
@@ -106,7 +102,7 @@ def solve(
             predicted = estimate(cost.shape, decisions, device_kind=device_kind)
             if not fits(predicted, budgets):
                 continue
-            solution = play(decisions, cost, predicted, policy=name, bound_seconds=bound)
+            solution = play(decisions, cost, policy=name, bound_seconds=bound)
             if best is None or solution.step_seconds < best.step_seconds:
                 best = solution
     if best is not None:
@@ -117,7 +113,6 @@ def solve(
 def play(
     decisions: Decisions,
     cost: StageCost,
-    predicted: MemoryEstimate,
     *,
     policy: str,
     bound_seconds: float = 0.0,
@@ -125,7 +120,6 @@ def play(
     """Returns the solution that `decisions` are, simulated."""
     return Solution(
         decisions=decisions,
-        estimate=predicted,
         timeline=lower(decisions, cost).simulate(),
         policy=policy,
         bound_seconds=bound_seconds,

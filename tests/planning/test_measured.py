@@ -11,7 +11,6 @@ from sppo_hf.planning.comparison import comparison_table
 from sppo_hf.planning.cost import Correction, StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.modes import OFFLOAD
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.solve import play
@@ -22,7 +21,7 @@ WHAT = decided(falling_bounds(6), OFFLOAD, leave_bytes=2**20, fetch_bytes=2**20)
 
 
 def predicted(cost: StageCost, what: Decisions = WHAT) -> Prediction:
-    solution = play(what, cost, estimate(cost.shape, what), policy="set")
+    solution = play(what, cost, policy="set")
     return predict(what, cost, solution.timeline, policy="set")
 
 
