@@ -93,7 +93,12 @@ def device_versions(device: torch.device) -> dict[str, str]:
     versions = {"torch": torch.__version__}
     if device.type == "cuda":
         toolkit = torch.version.cuda or getattr(torch.version, "hip", None)
-        return {**versions, "cuda": toolkit or "unknown", "driver": nvidia_driver_version()}
+        return {
+            **versions,
+            "cuda": toolkit or "unknown",
+            "cudnn": str(torch.backends.cudnn.version()),
+            "driver": nvidia_driver_version(),
+        }
     return {**versions, "threads": str(torch.get_num_threads())}
 
 
@@ -103,8 +108,13 @@ def device_numa_node(device: torch.device) -> int | None:
         return None
     # By the bus, because the numbers of devices change with CUDA_VISIBLE_DEVICES.
     properties: Any = torch.cuda.get_device_properties(device)
-    domain, bus = properties.pci_domain_id, properties.pci_bus_id
-    return pci_numa_node(f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0")
+    # Not every build of PyTorch tells.
+    domain, bus, slot = (
+        getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
+    )
+    if domain is None or bus is None or slot is None:
+        return None
+    return pci_numa_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
 def model_shape(parts: ModelParts) -> ModelShape:

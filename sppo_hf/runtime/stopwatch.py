@@ -48,13 +48,14 @@ class Stopwatch:
     def seconds(self, work: Callable[[], object]) -> float:
         """Median seconds of one call of `work`, after calls that warm it up.
 
-        Work that takes more than a third of `most_seconds` is so long that its first call's extra
-        time does not show, so it is not repeated.
+        The first call is never the measurement, however long it takes: it may build kernels, which
+        takes up to a hundred times what they then do. Work whose second call takes more than a
+        third of `most_seconds` is not repeated.
         """
         spent = self._sample(work, 1)
-        if 3 * spent > self._most_seconds:
-            return spent
         single = self._sample(work, 1)
+        if 3 * single > self._most_seconds:
+            return single
         spent += single
         wanted = math.ceil(_LEAST_SAMPLE_SECONDS / max(single, 1e-9))
         calls = min(max(1, wanted), _MOST_CALLS)

@@ -25,10 +25,12 @@ def test_versions_of_a_processor_count_its_threads() -> None:
 
 def test_versions_of_cuda_name_toolkit_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(facts, "nvidia_driver_version", lambda: "580.95.05")
     assert facts.device_versions(GPU) == {
         "torch": torch.__version__,
         "cuda": "13.0",
+        "cudnn": "91900",
         "driver": "580.95.05",
     }
 

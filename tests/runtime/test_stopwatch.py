@@ -34,10 +34,10 @@ def test_no_sample_is_begun_past_the_limit() -> None:
     assert clock.now == pytest.approx(1.2), "the sample that crosses the limit is the last"
 
 
-def test_long_work_runs_once() -> None:
+def test_long_work_is_timed_once_and_never_by_its_first_call() -> None:
     clock = FakeClock()
-    assert clock.watch(most_seconds=1.0).seconds(clock.work(0.5, 9.0)) == 0.5
-    assert clock.calls == 1
+    assert clock.watch(most_seconds=1.0).seconds(clock.work(9.0, 0.5)) == 0.5
+    assert clock.calls == 2
 
 
 def test_a_curve_divides_amounts_by_seconds() -> None:
@@ -58,10 +58,10 @@ def test_a_curve_stops_before_its_budget_is_exceeded() -> None:
     def work_of(tokens: int) -> tuple[Callable[[], None], float]:
         return clock.work(float(tokens)), 3.0 * tokens
 
-    curve = clock.watch().curve([1, 2, 4, 8], work_of, budget_seconds=12)
-    # 1 + 2 seconds, then 4 more; two calls of 8 would end at 23.
+    curve = clock.watch().curve([1, 2, 4, 8], work_of, budget_seconds=24)
+    # Two calls of 1 and of 2 seconds, then two of 4; two calls of 8 would end at 30.
     assert [tokens for tokens, _ in curve.points] == [1, 2, 4]
-    assert clock.now == 7
+    assert clock.now == 14
     first_only = clock.watch().curve([100, 200], work_of, budget_seconds=1)
     assert [tokens for tokens, _ in first_only.points] == [100]
 

@@ -256,7 +256,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_forward(q_BNCH: Tensor, v_head_size: int) -> Attended:
     """Output 0 and log-sum-exp -inf for every row: what queries that see no key get."""
-    out_BNCH = q_BNCH.new_zeros(*q_BNCH.shape[:3], v_head_size)
+    num_rows, num_heads, num_tokens, _ = q_BNCH.shape
+    # In memory [B, C, N, H], as projections give queries and take outputs.
+    out_BNCH = q_BNCH.new_zeros(num_rows, num_tokens, num_heads, v_head_size).transpose(1, 2)
     lse_BNC = q_BNCH.new_full(
         q_BNCH.shape[:3], float("-inf"), dtype=accumulation_dtype(q_BNCH.dtype)
     )

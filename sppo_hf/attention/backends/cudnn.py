@@ -5,6 +5,17 @@ Not covered: soft-capped scores, float32, and single queries or keys, which go t
 PyTorch itself keeps one key from cuDNN, and with one query some releases of cuDNN raise in backward
 and others are wrong.
 
+[Note: what cuDNN's backward is given]
+Whole tiles of keys: on Hopper some releases (9.17 to 9.30 at least) give NaN in dQ where half of a
+tile of 128 keys is empty, no mask is used and scores are low. Keys behind the last whole tile of an
+unmasked rectangle go to flash attention instead. Chunks' bounds are multiples of 128 tokens, so
+this costs a call only where a user set others.
+
+Fixed strides: PyTorch builds a plan for each shape and strides of queries, keys and values, but
+keeps those of the output and its gradient out of the key (2.11), so these must always be laid out
+alike. A single row's batch stride counts as well, and for a prefix it differs from chunk to chunk
+though nobody steps over it; it is made to follow from the other strides.
+
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 """
 
@@ -16,11 +27,13 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.aligned import cuda_half_reason
+from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.base import (
     Attended,
     CausalBand,
     Gradients,
     Requirement,
+    accumulation_dtype,
     determinism,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds
@@ -35,13 +48,19 @@ class CuDNN(RectangleBackend):
     plans_each_shape = True
 
     def __init__(
-        self, *, grouped_heads: bool = True, equal_head_sizes: bool = False, aten: Any = None
+        self,
+        *,
+        grouped_heads: bool = True,
+        equal_head_sizes: bool = False,
+        key_tile: int = 128,
+        aten: Any = None,
     ) -> None:
         """Make one.
 
         Args:
             grouped_heads: let the kernel handle fewer key heads than query heads.
             equal_head_sizes: pad values to the head size of the keys, or the other way round.
+            key_tile: unmasked backward gets multiples of so many keys.
             aten: namespace of the two operators; None for PyTorch's own.
         """
         needs = KernelNeeds(
@@ -49,8 +68,10 @@ class CuDNN(RectangleBackend):
         )
         super().__init__(needs)
         self._aten = torch.ops.aten if aten is None else aten
+        self._key_tile = key_tile
         self._lse_rank = 4
         self._reference = Reference()
+        self._flash = AtenFlash(aten=aten)
 
     def reason_unsupported(self, requirement: Requirement) -> str | None:
         """CUDA, 16 bits, head sizes up to 256, no soft cap, no demand for determinism."""
@@ -74,8 +95,9 @@ class CuDNN(RectangleBackend):
         if _is_single(q_BNCH, k_BKTH):
             band = _band(k_BKTH, causal=causal)
             return self._reference.forward(q_BNCH, k_BKTH, v_BKTH, band=band, scale=scale)
+        q, k, v = (_one_row(x) for x in (q_BNCH, k_BKTH, v_BKTH))
         out_BNCH, lse, *_ = self._aten._scaled_dot_product_cudnn_attention(
-            q_BNCH, k_BKTH, v_BKTH, None, True, 0.0, causal, False, scale=scale
+            q, k, v, None, True, 0.0, causal, False, scale=scale
         )
         # PyTorch's versions differ in whether a unit dim is left; backward wants the same.
         self._lse_rank = lse.dim()
@@ -98,17 +120,60 @@ class CuDNN(RectangleBackend):
             return self._reference.backward(
                 dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended, band=band, scale=scale
             )
+        num_keys = k_BKTH.shape[2]
+        rest = 0 if causal else num_keys % self._key_tile
+        if not rest:
+            args = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended)
+            return self._tiled_backward(*args, causal=causal, scale=scale)
+        # See [Note: what cuDNN's backward is given].
+        whole = num_keys - rest
+        last = self._flash.backward(
+            dout_BNCH,
+            q_BNCH,
+            k_BKTH[:, :, whole:],
+            v_BKTH[:, :, whole:],
+            *attended,
+            band=CausalBand(rest),  # every row stands behind all of these keys
+            scale=scale,
+        )
+        if not whole:
+            return last
+        first = self._tiled_backward(
+            dout_BNCH,
+            q_BNCH,
+            k_BKTH[:, :, :whole],
+            v_BKTH[:, :, :whole],
+            attended,
+            causal=False,
+            scale=scale,
+        )
+        dk_BKTH, dv_BKTH = (torch.cat(x, dim=2) for x in zip(first[1:], last[1:], strict=True))
+        sums_dtype = accumulation_dtype(q_BNCH.dtype)
+        return Gradients(first.dq_BNCH.to(sums_dtype) + last.dq_BNCH, dk_BKTH, dv_BKTH)
+
+    def _tiled_backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        attended: Attended,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """The kernel's backward; unmasked only over whole tiles of keys."""
+        q_BNCH, k_BKTH, v_BKTH = (_one_row(x) for x in (q_BNCH, k_BKTH, v_BKTH))
         lse = attended.lse_BNC.contiguous()
         # The seed is read only under dropout.
         seed = torch.zeros((), dtype=torch.int64, device=q_BNCH.device)
         return Gradients(
             *self._aten._scaled_dot_product_cudnn_attention_backward(
-                # Gradients that are expanded views have strides of 0, which the graph rejects.
-                dout_BNCH.contiguous(),
+                _by_token(dout_BNCH),
                 q_BNCH,
                 k_BKTH,
                 v_BKTH,
-                attended.out_BNCH.contiguous(),
+                _by_token(attended.out_BNCH),
                 lse.unsqueeze(-1) if self._lse_rank == 4 else lse,
                 seed,
                 seed,
@@ -122,6 +187,20 @@ class CuDNN(RectangleBackend):
                 scale=scale,
             )
         )
+
+
+def _one_row(x_BNCH: Tensor) -> Tensor:
+    """The same tensor; the batch stride of a single row follows from its other strides."""
+    return x_BNCH.squeeze(0).unsqueeze(0) if x_BNCH.shape[0] == 1 else x_BNCH
+
+
+def _by_token(x_BNCH: Tensor) -> Tensor:
+    """The same values, laid out as [B, C, N, H] without gaps; a copy only where they are not."""
+    x_BCNH = x_BNCH.transpose(1, 2).contiguous()
+    _, num_tokens, num_heads, head_size = x_BCNH.shape
+    # Where a dim is 1, `contiguous` leaves whatever stride it has.
+    strides = (num_tokens * num_heads * head_size, num_heads * head_size, head_size, 1)
+    return x_BCNH.as_strided(x_BCNH.shape, strides).transpose(1, 2)
 
 
 def _is_single(q_BNCH: Tensor, k_BKTH: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Which of several backends is the fastest here: a short race over one representative chunk.
 
-Costs at most `BUDGET_SECONDS` and one call beyond, once per device, versions and requirement: the
-result is a value that `planning/race_store.py` keeps. Knows nothing of how candidates are found, or
+Costs one call of each backend, which builds and warms up its kernels, and at most `BUDGET_SECONDS`
+of timed calls and one beyond, once per device, versions and requirement: the result is a value that
+`planning/race_store.py` keeps. Knows nothing of how candidates are found, or
 of what becomes of the order.
 
 [Note: ranks may attend differently]
@@ -36,7 +37,9 @@ from sppo_hf.planning.race_store import Lap, RaceResult
 logger = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 1.2
-"""No further call is begun past this, warm-up and compilation included."""
+"""No further timed call is begun once timed calls have taken this long.
+
+What building kernels takes does not count: the slowest to build may be the fastest."""
 
 CHUNK_TOKENS = 4096
 PREFIX_TOKENS = 32768
@@ -76,6 +79,7 @@ def race_key(
     if device.type != "cuda":
         return processor_name(), key
     key["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None) or "unknown"
+    key["cudnn"] = torch.backends.cudnn.version()
     key["driver"] = nvidia_driver_version()
     return torch.cuda.get_device_properties(device).name, key
 
@@ -127,12 +131,12 @@ def race(
         load: what they do; None for the `representative` one.
         timer: seconds of one call; None times on the device.
         clock: seconds that pass on the host.
-        budget_seconds: for all together. The first that works is always timed, by its first call
-            if there is no time for another; the others only with a warm kernel.
+        budget_seconds: for the timed calls of all together. The first that works is always timed.
 
     Returns:
         A lap for each that finished; the others with the reason in `left_out`. A backend that
-        raises, out of memory or otherwise, is logged and left out.
+        raises, out of memory or otherwise, is logged and left out. The result is not a lasting one
+        if memory or time was lacking.
     """
     if load is None:
         free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
@@ -141,24 +145,19 @@ def race(
     laps: list[Lap] = []
     left_out: dict[str, str] = {}
     transient = False
-    began = clock()
+    left_seconds = budget_seconds
     tensors: MadeWorkload | None = None
     flops = load.forward_flops + load.backward_flops
-
-    def is_late() -> bool:
-        return clock() - began >= budget_seconds
-
     for backend in backends:
-        if is_late() and laps:
+        if left_seconds <= 0 and laps:
             left_out[backend.name] = _NO_TIME
+            transient = True
             continue
         try:
             tensors = tensors or load.make(device)
-            first, again = _run(tensors, backend, seconds_of, is_late)
-            if not again and laps:
-                left_out[backend.name] = _NO_TIME
-                continue
-            seconds = statistics.median(again or [first])
+            samples, took_seconds = _run(tensors, backend, seconds_of, clock, left_seconds)
+            left_seconds -= took_seconds
+            seconds = statistics.median(samples)
             laps.append(Lap(backend.name, seconds, flops / seconds))
         # Kernels fail with whatever exception they like; none may stop a training that has others.
         except Exception as error:
@@ -171,16 +170,24 @@ def race(
 
 
 def _run(
-    tensors: MadeWorkload, backend: Backend, seconds_of: Timer, is_late: Callable[[], bool]
-) -> tuple[float, list[float]]:
-    """Seconds of a first forward and backward, which warms up, and of those after it."""
+    tensors: MadeWorkload,
+    backend: Backend,
+    seconds_of: Timer,
+    clock: Clock,
+    budget_seconds: float,
+) -> tuple[list[float], float]:
+    """Seconds of forward and backward, at least once, and what timing them took.
+
+    One call goes before that is not timed: kernels are built in it.
+    """
 
     def step() -> None:
         attended = tensors.forward(backend)
         tensors.backward(backend, attended)
 
-    first = seconds_of(step)
-    again: list[float] = []
-    while len(again) < _SAMPLES and not is_late():
-        again.append(seconds_of(step))
-    return first, again
+    seconds_of(step)
+    began = clock()
+    samples = [seconds_of(step)]
+    while len(samples) < _SAMPLES and clock() - began < budget_seconds:
+        samples.append(seconds_of(step))
+    return samples, clock() - began

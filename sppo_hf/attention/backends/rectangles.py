@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,16 +193,27 @@ class RectangleBackend(Backend):
         assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
         num_rows = q_BNCH.shape[2]
         rectangles = cut_band(band, num_rows, k_BKTH.shape[2], tile_rows=self._tile_rows)
-        out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
         if not q_BNCH.shape[0]:
-            return Attended(out_BNCH, lse_BNC)
+            return empty_forward(q_BNCH, v_BKTH.shape[3])
         if len(rectangles) == 1 and rectangles[0].rows == slice(0, num_rows):
             part = self._forward_rectangle(rectangles[0], q_BNCH, k_BKTH, v_BKTH, scale)
             return Attended(part.out_BNCH.to(q_BNCH.dtype), part.lse_BNC)
-        out_BNCH = out_BNCH.to(accumulation_dtype(q_BNCH.dtype))
-        for rectangle in rectangles:
+        rows = _Filling([rectangle.rows for rectangle in rectangles], num_rows)
+        sums_dtype = accumulation_dtype(q_BNCH.dtype)
+        out_dtype = sums_dtype if rows.overlap else q_BNCH.dtype
+        out_BNCH = _empty_by_token(q_BNCH, v_BKTH.shape[3], out_dtype)
+        lse_BNC = q_BNCH.new_empty(q_BNCH.shape[:3], dtype=sums_dtype)
+        for gap in rows.gaps:
+            out_BNCH[:, :, gap] = 0.0
+            lse_BNC[:, :, gap] = float("-inf")
+        for rectangle, first in zip(rectangles, rows.first, strict=True):
             part = self._forward_rectangle(rectangle, q_BNCH, k_BKTH, v_BKTH, scale)
-            merge_into(out_BNCH[:, :, rectangle.rows], lse_BNC[:, :, rectangle.rows], part)
+            out, lse = out_BNCH[:, :, rectangle.rows], lse_BNC[:, :, rectangle.rows]
+            if first:
+                out.copy_(part.out_BNCH)
+                lse.copy_(part.lse_BNC)
+            else:
+                merge_into(out, lse, part)
         return Attended(out_BNCH.to(q_BNCH.dtype), lse_BNC)
 
     @torch.no_grad()
@@ -224,22 +234,25 @@ class RectangleBackend(Backend):
         assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         rectangles = cut_band(band, q_BNCH.shape[2], k_BKTH.shape[2], tile_rows=self._tile_rows)
+        rows = _Filling([rectangle.rows for rectangle in rectangles], q_BNCH.shape[2])
+        keys = _Filling([rectangle.keys for rectangle in rectangles], k_BKTH.shape[2])
         # Only rectangles that overlap sum over the same keys; else what the kernel gives is enough.
-        keys_dtype = sums_dtype if self.widens or _overlap(rectangles) else k_BKTH.dtype
+        keys_dtype = sums_dtype if self.widens or keys.overlap else k_BKTH.dtype
         merged = Attended(out_BNCH, lse_BNC)
-        dq_BNCH = torch.zeros(q_BNCH.shape, dtype=sums_dtype, device=q_BNCH.device)
-        dk_BKTH = torch.zeros(k_BKTH.shape, dtype=keys_dtype, device=k_BKTH.device)
-        dv_BKTH = torch.zeros(v_BKTH.shape, dtype=keys_dtype, device=v_BKTH.device)
+        dq_BNCH = _empty_by_token(q_BNCH, q_BNCH.shape[3], sums_dtype)
+        dk_BKTH, dv_BKTH = (torch.empty_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
         if not q_BNCH.shape[0]:
             rectangles = []
-        for rectangle in rectangles:
-            rows, keys = rectangle.rows, rectangle.keys
+        for sums, filling in ((dq_BNCH, rows), (dk_BKTH, keys), (dv_BKTH, keys)):
+            for gap in filling.gaps:
+                sums[:, :, gap] = 0.0
+        for rectangle, *first in zip(rectangles, rows.first, keys.first, strict=False):
             grads = self._backward_rectangle(
                 rectangle, dout_BNCH, q_BNCH, k_BKTH, v_BKTH, merged, scale
             )
-            dq_BNCH[:, :, rows] += grads.dq_BNCH
-            dk_BKTH[:, :, keys] += grads.dk_BKTH
-            dv_BKTH[:, :, keys] += grads.dv_BKTH
+            _write(dq_BNCH[:, :, rectangle.rows], grads.dq_BNCH, first=first[0])
+            _write(dk_BKTH[:, :, rectangle.keys], grads.dk_BKTH, first=first[1])
+            _write(dv_BKTH[:, :, rectangle.keys], grads.dv_BKTH, first=first[1])
         return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
 
     def _forward_rectangle(
@@ -287,7 +300,41 @@ def _turn(x: Tensor, form: Form) -> Tensor:
     return x.flip(2) if form is Form.EDGE else x
 
 
-def _overlap(rectangles: list[Rectangle]) -> bool:
-    """True if some key is in more than one rectangle."""
-    ranges = sorted((rectangle.key_start, rectangle.key_stop) for rectangle in rectangles)
-    return any(left[1] > right[0] for left, right in itertools.pairwise(ranges))
+class _Filling:
+    """How parts that may overlap fill a run of tokens without zeros to begin with.
+
+    A part that meets no part before it is written, any other is added; what no written part covers
+    must be blanked first. Over tens of thousands of tokens a pass for zeros and one to add to them
+    cost more than the part itself takes to be written.
+    """
+
+    def __init__(self, parts: Sequence[slice], num_tokens: int) -> None:
+        """Plan the parts, half-open ranges in tokens, in the order in which they come."""
+        written: list[slice] = []
+        self.first: list[bool] = []
+        """Of each part: whether it is written rather than added."""
+        for part in parts:
+            new = all(part.stop <= other.start or other.stop <= part.start for other in written)
+            self.first.append(new)
+            written += [part] if new else []
+        self.overlap = not all(self.first)
+        """Whether any part is added."""
+        self.gaps: list[slice] = []
+        """Tokens that no written part covers."""
+        end = 0
+        for part in [*sorted(written, key=lambda x: x.start), slice(num_tokens, num_tokens)]:
+            self.gaps += [slice(end, part.start)] if part.start > end else []
+            end = part.stop
+
+
+def _write(sums: Tensor, part: Tensor, *, first: bool) -> None:
+    if first:
+        sums.copy_(part)
+    else:
+        sums += part
+
+
+def _empty_by_token(q_BNCH: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
+    """Memory for `[B, N, C, H]` that lies as projections give and take it: `[B, C, N, H]`."""
+    num_rows, num_heads, num_tokens, _ = q_BNCH.shape
+    return q_BNCH.new_empty(num_rows, num_tokens, num_heads, head_size, dtype=dtype).transpose(1, 2)
