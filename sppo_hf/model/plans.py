@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.shape import ModelShape
 
 logger = logging.getLogger(__name__)
+
+# Rows of more lengths than this are taken to have a new length with every batch.
+_FEW_LENGTHS = 3
 
 # Gradients below this share of the device's peak change no plan.
 _FEW_GRADIENTS = 0.01
@@ -47,6 +51,8 @@ class PlanBook:
         self._room = room
         self._plans: dict[tuple[int, int, bool, torch.device], Plan] = {}
         self._selections: dict[tuple[Requirement, int], Selection] = {}
+        self._lengths: set[int] = set()
+        """Tokens of the rows that training has seen, until they are taken to vary."""
         self._shape: ModelShape | None = None
         self._accumulates = False
         self._warned: set[str] = set()
@@ -68,6 +74,8 @@ class PlanBook:
             )
         training = torch.is_grad_enabled()
         self._notice_accumulation(training)
+        if training and len(self._lengths) <= _FEW_LENGTHS:
+            self._lengths.add(total_tokens)
         key = (batch_rows, total_tokens, training, device)
         if key not in self._plans:
             plan = self._make_plan(device, batch_rows, total_tokens, training=training)
@@ -156,12 +164,16 @@ class PlanBook:
     def choose_backend(self, requirement: Requirement) -> Backend:
         """The backend for a layer's requirement.
 
+        Once rows turn out to have many lengths, "auto" prefers one that builds nothing per shape.
+
         Raises:
             ConfigError: If the configured one is not installed or cannot do it.
         """
         return self._select(requirement).backend
 
     def _select(self, requirement: Requirement) -> Selection:
+        if len(self._lengths) > _FEW_LENGTHS:
+            requirement = replace(requirement, varied=True)
         key = requirement, determinism()
         if key not in self._selections:
             selection = select_backend(self._config.attention_backend, requirement)

@@ -60,3 +60,19 @@ def test_layers_ask_again_once_determinism_is_asked_for(monkeypatch):
     with deterministic("error"):
         model(input_ids=ids, labels=ids)
     assert len(asked) == 2
+
+
+def test_rows_of_many_lengths_ask_for_what_builds_nothing_per_shape(monkeypatch):
+    asked = _choose_by_window(monkeypatch)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False))
+    for tokens in (8, 9, 10, 8, 9, 10):
+        ids = torch.randint(0, 97, (1, tokens))
+        model(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():  # evaluation sets may have any lengths
+        for tokens in (11, 12, 13):
+            model(input_ids=ids[:, :1].expand(1, tokens), labels=ids[:, :1].expand(1, tokens))
+    assert [requirement.varied for requirement in asked] == [False]
+    ids = torch.randint(0, 97, (1, 14))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert [requirement.varied for requirement in asked] == [False, True]
