@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
+    EXPANDABLE_SEGMENTS,
+    expand_segments,
+    forget_expanded_segments,
     free_disk_bytes,
     free_host_memory_bytes,
     has_expandable_segments,
@@ -29,6 +33,25 @@ from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.plan import DeviceFacts, Plan
 from sppo_hf.planning.profile_store import load_profile, profile_for
 from sppo_hf.planning.shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+
+def use_expandable_segments(device: torch.device) -> None:
+    """Let PyTorch's CUDA allocator map what it takes from now on in pages, which leave no holes.
+
+    What the environment says of the allocator stays. Called before the first plan, when weights are
+    there but nothing that comes and goes in a step is.
+    """
+    if device.type != "cuda" or not expand_segments(os.environ):
+        return
+    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    try:
+        # The environment is read once, long ago; children of this process still read it.
+        tell(EXPANDABLE_SEGMENTS)
+    except (TypeError, RuntimeError) as error:
+        forget_expanded_segments(os.environ)
+        logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 
 
 def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:

@@ -17,7 +17,12 @@ from sppo_hf.attention.backends.base import Backend, Requirement, determinism
 from sppo_hf.attention.backends.select import Selection, select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
-from sppo_hf.model.facts import device_facts, dtype_name, model_shape
+from sppo_hf.model.facts import (
+    device_facts,
+    dtype_name,
+    model_shape,
+    use_expandable_segments,
+)
 from sppo_hf.model.lessons import Teacher
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.room import OffloadRoom
@@ -113,6 +118,7 @@ class PlanBook:
         **learned: Any,
     ) -> Plan:
         shape = self.shape()
+        use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
         return make_plan(
             self._config,

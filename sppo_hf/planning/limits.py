@@ -115,7 +115,7 @@ def hole_warnings(
     if predicted.device.total > _FULL * budget:
         yield (
             f"{HOLES:.0%} of the device's memory are left to holes in PyTorch's allocator; to use "
-            "them, set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts"
+            "them, add expandable_segments:True to PYTORCH_ALLOC_CONF, or leave that unset"
         )
 
 

@@ -80,14 +80,28 @@ def control_group_limit_bytes(root: Path = _ROOT) -> int | None:
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def expand_segments(variables: MutableMapping[str, str]) -> None:
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+"""The setting of PyTorch's CUDA allocator with which it maps memory in pages."""
+
+
+def expand_segments(variables: MutableMapping[str, str]) -> bool:
     """Asks PyTorch's CUDA allocator for expandable segments, unless it was told anything already.
 
     Args:
         variables: of the environment; PyTorch reads them when CUDA is first used.
+
+    Returns:
+        Whether it was told nothing before.
     """
-    if not any(name in variables for name in _ALLOCATOR_VARIABLES):
-        variables[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if any(name in variables for name in _ALLOCATOR_VARIABLES):
+        return False
+    variables[_ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS
+    return True
+
+
+def forget_expanded_segments(variables: MutableMapping[str, str]) -> None:
+    """Undoes `expand_segments`, where the allocator turned out not to follow."""
+    del variables[_ALLOCATOR_VARIABLES[0]]
 
 
 def has_expandable_segments(variables: Mapping[str, str]) -> bool:

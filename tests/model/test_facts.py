@@ -7,6 +7,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model import facts
+from sppo_hf.planning.machine import has_expandable_segments
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
 
@@ -79,3 +80,32 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
     assert found(116) == 25
     pinned["allocated_bytes.current"] = 25 * gib
     assert found(16) == 25, "the others have as much"
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_the_allocator_is_asked_for_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    told: list[str] = []
+
+    def tell(setting: str) -> None:
+        told.append(setting)
+        if not follows:
+            raise RuntimeError("not on this platform")
+
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(facts.os, "environ", environment)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", tell)
+    facts.use_expandable_segments(CPU)
+    assert environment == {}
+    facts.use_expandable_segments(GPU)
+    assert told == ["expandable_segments:True"]
+    assert has_expandable_segments(environment) is follows
+
+
+def test_what_the_environment_says_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    monkeypatch.setattr(facts.os, "environ", environment)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    facts.use_expandable_segments(GPU)
+    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}

@@ -124,8 +124,9 @@ class Requirement:
     """Query heads per key/value head."""
 
     varied: bool = False
-    """Rows are packed, padded or of many lengths, so shapes differ from batch to batch. A wish, which
-    "auto" heeds."""
+    """Rows are packed, padded or of many lengths, so shapes differ from batch to batch.
+
+    A wish, which "auto" heeds."""
 
     def __str__(self) -> str:
         """The requirement in words, for reasons and errors."""
