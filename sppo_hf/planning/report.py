@@ -126,6 +126,7 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
     table.add_row("device", plan.device.name, speeds_known(plan))
     table.add_row("attention", plan.backend_name, plan.backend_reason)
     if plan.training:
+        _add_adapters(table, plan)
         _add_modes(table, plan, layers=layers)
     if plan.kv_tier != "device":
         blocks = f"in blocks of {format_tokens(plan.kv_block_tokens)}"
@@ -159,6 +160,24 @@ def render_plan(plan: Plan, model_name: str, width: int = 100) -> str:
     console = Console(file=sink, width=width, color_system=None, force_terminal=False)
     console.print(plan_table(plan, model_name))
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()).strip("\n")
+
+
+def _add_adapters(table: Table, plan: Plan) -> None:
+    """Says so where adapters are wider than the model, as PEFT makes them unless told otherwise.
+
+    Each of their products then casts the layer's activations up and back, and keeps the copies. On
+    a CPU 16 bits are no faster.
+    """
+    shape = None if plan.cost is None else plan.cost.shape
+    if plan.device.kind == "cpu" or shape is None or shape.lora is None:
+        return
+    if shape.lora.dtype_bytes > shape.dtype_bytes:
+        table.add_row(
+            "adapters",
+            f"{8 * shape.lora.dtype_bytes} bits",
+            f"with get_peft_model(..., autocast_adapter_dtype=False) they have the model's "
+            f"{8 * shape.dtype_bytes} and cost less time and memory",
+        )
 
 
 def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.chunk_groups import group_chunks
+from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.report import (
@@ -161,3 +162,23 @@ def test_measured_speeds_are_not_called_estimates() -> None:
     text = render_plan(plan(device=measured, config=SPPOConfig(num_chunks=2)), "m")
     assert "speeds were measured" in text
     assert "estimates" not in text
+
+
+@pytest.mark.parametrize(("adapter_bytes", "said"), [(4, True), (2, False)])
+def test_adapters_wider_than_the_model_are_named(adapter_bytes: int, said: bool) -> None:
+    lora = LoraShape(rank=16, dtype_bytes=adapter_bytes)
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=lora)
+    for device, speaks in ((SOLVED, said), (replace(SOLVED, kind="cpu"), False)):
+        made = make_plan(
+            SPPOConfig(num_chunks=2, offload="none", recompute="full"),
+            shape,
+            device=device,
+            backend_name="cudnn",
+            backend_reason="",
+            batch_rows=1,
+            total_tokens=8192,
+            training=True,
+        )
+        text = " ".join(render_plan(made, "m").split())
+        assert ("adapters 32 bits" in text) is speaks
+        assert ("autocast_adapter_dtype=False" in text) is speaks
