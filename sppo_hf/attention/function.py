@@ -15,6 +15,7 @@ through all layers before the chunk before it starts, and memory falls chunk by 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,10 +23,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sppo_hf.attention.backends.base import Attended, Backend, CausalBand, accumulation_dtype
+from sppo_hf.attention.backends.base import (
+    Attended,
+    Backend,
+    CausalBand,
+    Documents,
+    DocumentsBackend,
+    accumulation_dtype,
+)
 from sppo_hf.attention.kv import Keep, Keys, KVStore
 from sppo_hf.attention.merge import merge_into
-from sppo_hf.attention.pieces import Piece
+from sppo_hf.attention.pieces import Piece, side_by_side
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
 # keys, H head size. `out` has the values' head size.
@@ -163,9 +171,9 @@ def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> At
             q_BNCH.new_full(q_BNCH.shape[:3], float("-inf"), dtype=sums_dtype),
         )
     for keys in call.kv.walk(call.chunk, blocks):
-        for piece in keys.block.cut(call.pieces):
-            rows, tokens = _where(piece, call)
-            part = _piece_forward(q_BNCH[rows, :, tokens], piece, keys, call)
+        for pieces in _calls(keys, call, len(q_BNCH)):
+            rows, tokens = _where(pieces, call)
+            part = _forward(q_BNCH[rows, :, tokens], pieces, keys, call)
             if attended is None:
                 attended = part
             elif merging:
@@ -194,11 +202,11 @@ def _attend_backward(
     elif not _is_whole(q_BNCH, call):
         dq_BNCH = torch.zeros_like(q_BNCH)
     for keys in call.kv.walk_back(call.chunk, blocks):
-        for piece in keys.block.cut(call.pieces):
-            rows, tokens = _where(piece, call)
+        for pieces in _calls(keys, call, len(q_BNCH)):
+            rows, tokens = _where(pieces, call)
             attended = Attended(out_BNCH[rows, :, tokens], lse_BNC[rows, :, tokens])
             dout, q = dout_BNCH[rows, :, tokens], q_BNCH[rows, :, tokens]
-            dq = _piece_backward(dout, q, attended, piece, keys, call, needs_kv)
+            dq = _backward(dout, q, attended, pieces, keys, call, needs_kv)
             if dq_BNCH is None:
                 dq_BNCH = dq
             elif merging:
@@ -209,45 +217,71 @@ def _attend_backward(
     return dq_BNCH.to(q_BNCH.dtype)
 
 
-def _piece_forward(q_BNCH: Tensor, piece: Piece, keys: Keys, call: AttentionCall) -> Attended:
-    k_BKTH, v_BKTH = keys.run(piece.k_start, piece.k_end, piece.row)
-    return call.backend.forward(
-        q_BNCH, k_BKTH, v_BKTH, band=_band(piece, call), scale=call.scale, softcap=call.softcap
+def _calls(keys: Keys, call: AttentionCall, num_rows: int) -> Iterator[tuple[Piece, ...]]:
+    """The backend's calls over these keys: the pieces of each."""
+    pieces = keys.block.cut(call.pieces)
+    for run in side_by_side(pieces):
+        # A kernel for documents takes tokens without rows.
+        if call.backend.documents_at_once and (num_rows == 1 or run[0].row is not None):
+            yield run
+        else:
+            yield from ((piece,) for piece in run)
+
+
+def _forward(
+    q_BNCH: Tensor, pieces: tuple[Piece, ...], keys: Keys, call: AttentionCall
+) -> Attended:
+    k_BKTH, v_BKTH = keys.run(pieces[0].k_start, pieces[-1].k_end, pieces[0].row)
+    backend, scores = call.backend, {"scale": call.scale, "softcap": call.softcap}
+    if len(pieces) == 1:
+        band = _band(pieces[0], call)
+        return backend.forward(q_BNCH, k_BKTH, v_BKTH, band=band, **scores)
+    assert isinstance(backend, DocumentsBackend), f"{backend.name} takes one document at a time"
+    return backend.forward_documents(
+        q_BNCH, k_BKTH, v_BKTH, documents=_documents(pieces), window=call.window, **scores
     )
 
 
-def _piece_backward(
+def _backward(
     dout_BNCH: Tensor,
     q_BNCH: Tensor,
     attended: Attended,
-    piece: Piece,
+    pieces: tuple[Piece, ...],
     keys: Keys,
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:
-    k_BKTH, v_BKTH = keys.run(piece.k_start, piece.k_end, piece.row)
-    dq_BNCH, dk_BKTH, dv_BKTH = call.backend.backward(
-        dout_BNCH,
-        q_BNCH,
-        k_BKTH,
-        v_BKTH,
-        *attended,
-        band=_band(piece, call),
-        scale=call.scale,
-        softcap=call.softcap,
-    )
+    k_BKTH, v_BKTH = keys.run(pieces[0].k_start, pieces[-1].k_end, pieces[0].row)
+    backend, scores = call.backend, {"scale": call.scale, "softcap": call.softcap}
+    tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended)
+    if len(pieces) == 1:
+        grads = backend.backward(*tensors, band=_band(pieces[0], call), **scores)
+    else:
+        assert isinstance(backend, DocumentsBackend), f"{backend.name} takes one document at a time"
+        documents = _documents(pieces)
+        grads = backend.backward_documents(
+            *tensors, documents=documents, window=call.window, **scores
+        )
     if needs_kv:
-        keys.add_gradient(piece.k_start, dk_BKTH, dv_BKTH, piece.row)
-    return dq_BNCH
+        keys.add_gradient(pieces[0].k_start, grads.dk_BKTH, grads.dv_BKTH, pieces[0].row)
+    return grads.dq_BNCH
 
 
 def _band(piece: Piece, call: AttentionCall) -> CausalBand:
     return CausalBand(q_start=piece.q_start - piece.k_start, window=call.window)
 
 
-def _where(piece: Piece, call: AttentionCall) -> tuple[slice, slice]:
-    rows = slice(None) if piece.row is None else slice(piece.row, piece.row + 1)
-    return rows, slice(piece.q_start - call.chunk_start, piece.q_end - call.chunk_start)
+def _documents(pieces: tuple[Piece, ...]) -> Documents:
+    return Documents(
+        tuple(piece.q_end - piece.q_start for piece in pieces),
+        tuple(piece.k_end - piece.k_start for piece in pieces),
+    )
+
+
+def _where(pieces: tuple[Piece, ...], call: AttentionCall) -> tuple[slice, slice]:
+    row, start = pieces[0].row, call.chunk_start
+    rows = slice(None) if row is None else slice(row, row + 1)
+    return rows, slice(pieces[0].q_start - start, pieces[-1].q_end - start)
 
 
 def _is_whole(q_BNCH: Tensor, call: AttentionCall) -> bool:

@@ -11,6 +11,7 @@ layout (`sppo_hf.model.layout`) refuses those.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -64,6 +65,29 @@ def chunk_pieces(
     for row, spans in enumerate(rows[:1] if same else rows):
         pieces += _row_pieces(None if same else row, spans, start, end, window)
     return tuple(pieces)
+
+
+def side_by_side(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, ...]]:
+    """Group the pieces that a kernel for documents of any length can do in one call.
+
+    Yields:
+        Runs of pieces of one row whose queries and whose keys follow each other, and each of which
+        ends at its last query's own key. Any other piece is a run of its own.
+    """
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and not _follows(run[-1], piece):
+            yield tuple(run)
+            run = []
+        run.append(piece)
+    if run:
+        yield tuple(run)
+
+
+def _follows(one: Piece, other: Piece) -> bool:
+    ends_alike = one.q_end == one.k_end and other.q_end == other.k_end
+    adjacent = one.q_end == other.q_start and one.k_end == other.k_start
+    return one.row == other.row and ends_alike and adjacent
 
 
 def _row_pieces(

@@ -6,11 +6,13 @@ import weakref
 import pytest
 import torch
 
+from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.base import Requirement
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.attention.function import AttentionCall, chunk_attention
 from sppo_hf.attention.kv import LayerKV
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
+from tests.attention.backends.fake_kernels import FakeAten
 
 B, N, K, H, HV, T = 2, 4, 2, 8, 6, 13
 BOUNDS = {
@@ -47,14 +49,15 @@ def _dense(q, k, v, sinks, rows, window, scale):
     return (p[..., :T] @ v).transpose(1, 2)
 
 
-def _chunked(q, k, v, sinks, rows, window, scale, bounds, counters):
+def _usual():
+    sizes = {"qk_head_size": H, "v_head_size": HV, "gqa_ratio": N // K}
+    asked = Requirement(device_type="cpu", dtype=torch.float64, **sizes)
+    return select_backend("auto", asked).backend
+
+
+def _chunked(q, k, v, sinks, rows, window, scale, bounds, counters, backend=None):
     kv, link, outs = LayerKV(bounds), None, []
-    backend = select_backend(
-        "auto",
-        Requirement(
-            device_type="cpu", dtype=q.dtype, qk_head_size=H, v_head_size=HV, gqa_ratio=N // K
-        ),
-    ).backend
+    backend = backend or _usual()
     for chunk, (start, end) in enumerate(bounds):
         call = AttentionCall(
             kv=kv,
@@ -78,7 +81,47 @@ ROWS = {
     "plain": None,
     "padded": (RowSpans(((0, T),), 9), RowSpans(((0, T),), T)),
     "packed": (RowSpans(((0, 4), (4, T)), T), RowSpans(((0, 1), (1, 7), (7, T)), T)),
+    "packed alike": (RowSpans(((0, 4), (4, 5), (5, T)), T),) * 2,
 }
+
+
+class Counting(FakeAten):
+    """Counts its calls, and those of them that are for several documents."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = self.documents = 0
+
+    def _flash_attention_forward(self, q, *args, **kwargs):
+        if q.dim() == 3:  # which runs the fake once more for each document
+            self.documents += 1
+            self.forwards -= len(args[2]) - 1
+        self.forwards += 1
+        return super()._flash_attention_forward(q, *args, **kwargs)
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_documents_at_once_are_what_they_are_one_by_one(bounds, rows, window):
+    inputs = _inputs(sinks=True)
+    weights = torch.randn(B, T, N, HV, dtype=torch.float64)
+    found = []
+    for at_once in (True, False):
+        backend = AtenFlash(documents_at_once=at_once, aten=Counting())
+        out, _ = _chunked(*inputs, ROWS[rows], window, 0.3, BOUNDS[bounds], {}, backend)
+        found.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_of_a_row_are_one_call():
+    rows = ROWS["packed"]
+    for at_once, forwards, documents in ((True, 2, 2), (False, 5, 0)):
+        aten = Counting()
+        backend = AtenFlash(documents_at_once=at_once, aten=aten)
+        _chunked(*_inputs(False), rows, None, 0.3, BOUNDS["one"], {}, backend)
+        assert (aten.forwards, aten.documents) == (forwards, documents)
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.pieces import RowSpans, chunk_pieces
+from sppo_hf.attention.pieces import RowSpans, chunk_pieces, side_by_side
 
 
 def _visible(spans: RowSpans, query: int, key: int, window: int | None) -> bool:
@@ -69,3 +69,25 @@ def test_plain_rows_are_one_piece_cut_at_the_window():
 def test_rows_that_are_alike_share_one_piece():
     spans = RowSpans(((0, 4), (4, 9)), 9)
     assert all(piece.row is None for piece in chunk_pieces(0, 9, (spans, spans), window=None))
+
+
+@given(_problems())
+def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
+    rows, start, end, window = problem
+    pieces = chunk_pieces(start, end, rows, window=window)
+    runs = list(side_by_side(pieces))
+    assert tuple(piece for run in runs for piece in run) == pieces
+    for run in runs:
+        if len(run) > 1:
+            assert len({piece.row for piece in run}) == 1
+            assert all(piece.q_end == piece.k_end for piece in run)
+            queries = sum(piece.q_end - piece.q_start for piece in run)
+            keys = sum(piece.k_end - piece.k_start for piece in run)
+            assert queries == run[-1].q_end - run[0].q_start
+            assert keys == run[-1].k_end - run[0].k_start
+
+
+def test_documents_are_one_run_and_padding_is_its_own():
+    spans = RowSpans(((0, 4), (4, 6), (6, 12)), 9)
+    pieces = chunk_pieces(2, 12, (spans,), window=None)
+    assert [len(run) for run in side_by_side(pieces)] == [3, 1]

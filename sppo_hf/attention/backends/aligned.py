@@ -2,8 +2,9 @@
 
 Flash-attention kernels take more keys than queries, let the last query see the last key, and know
 windows and grouped heads. A band then is one call, without merging. Only padded queries, which
-stand behind the last key, need a second one. As in `rectangles`, a subclass gives the two kernel
-calls, so the index arithmetic is tested on the CPU with a made-up kernel.
+stand behind the last key, need a second one. Packed documents are one call too, if the kernel takes
+where each begins. As in `rectangles`, a subclass gives the kernel calls, so the index arithmetic is
+tested on the CPU with a made-up kernel.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 """
@@ -11,16 +12,19 @@ Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens,
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.base import (
     Attended,
-    Backend,
     CausalBand,
+    Documents,
+    DocumentsBackend,
     Gradients,
     accumulation_dtype,
     empty_forward,
@@ -102,10 +106,43 @@ def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCa
     return calls
 
 
-class AlignedBackend(Backend):
+class Offsets(NamedTuple):
+    """Where documents begin, as kernels for variable lengths take it."""
+
+    cu_q: Tensor
+    """First query of each document, and their number: int32, `[documents + 1]`."""
+
+    cu_k: Tensor
+    """The same of keys."""
+
+    max_q: int
+    """Queries of the longest document."""
+
+    max_k: int
+    """Keys of the longest document."""
+
+    @classmethod
+    def of(cls, documents: Documents, device: torch.device) -> Offsets:
+        """The offsets on a device; layer after layer asks for the same."""
+        return _offsets(documents, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets(documents: Documents, device: torch.device) -> Offsets:
+    def sums(lengths: tuple[int, ...]) -> Tensor:
+        made = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        # From pinned memory, or the host would wait for the device.
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+    lengths = documents.num_queries, documents.num_keys
+    return Offsets(*map(sums, lengths), *map(max, lengths))
+
+
+class AlignedBackend(DocumentsBackend):
     """Backend on a kernel that aligns masks at the bottom right.
 
-    The kernel calls get tensors as [B, tokens, heads, H], and heads as `needs` demands them.
+    The kernel calls get tensors as [B, tokens, heads, H], and heads as `needs` demands them; given
+    `offsets`, as [tokens, heads, H] and the log-sum-exp as [N, C].
     """
 
     needs: KernelNeeds
@@ -120,6 +157,7 @@ class AlignedBackend(Backend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend; returns `out_BCNH` and `lse_BNC`."""
 
@@ -136,6 +174,7 @@ class AlignedBackend(Backend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of `kernel_forward` given merged values; same layout as the inputs."""
 
@@ -223,6 +262,56 @@ class AlignedBackend(Backend):
             dv_BKTH[:, :, call.keys] += part.dv_BKTH
         return Gradients(dq_BNCH, dk_BKTH, dv_BKTH)
 
+    @torch.no_grad()
+    def forward_documents(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        documents: Documents,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Attended:
+        """See `DocumentsBackend.forward_documents`."""
+        kernel = functools.partial(
+            self._dense_forward,
+            reach=Reach(None if window is None else window - 1, 0),
+            scale=scale,
+            softcap=softcap,
+            offsets=Offsets.of(documents, q_BNCH.device),
+        )
+        return adapted_forward(kernel, q_BNCH, k_BKTH, v_BKTH, needs=self.needs, unmasked=False)
+
+    @torch.no_grad()
+    def backward_documents(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        documents: Documents,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        """See `DocumentsBackend.backward_documents`."""
+        kernel = functools.partial(
+            self._dense_backward,
+            reach=Reach(None if window is None else window - 1, 0),
+            scale=scale,
+            softcap=softcap,
+            offsets=Offsets.of(documents, q_BNCH.device),
+        )
+        attended = Attended(out_BNCH, lse_BNC)
+        return adapted_backward(
+            kernel, dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended, needs=self.needs, unmasked=False
+        )
+
     def _dense_forward(
         self,
         q_BNCH: Tensor,
@@ -232,16 +321,18 @@ class AlignedBackend(Backend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> Attended:
         """`kernel_forward` on tensors with heads before tokens."""
         out_BCNH, lse_BNC = self.kernel_forward(
-            q_BNCH.transpose(1, 2),
-            k_BKTH.transpose(1, 2),
-            v_BKTH.transpose(1, 2),
+            *(_by_token(x, offsets) for x in (q_BNCH, k_BKTH, v_BKTH)),
             reach=reach,
             scale=scale,
             softcap=softcap,
+            offsets=offsets,
         )
+        if offsets is not None:
+            out_BCNH, lse_BNC = out_BCNH.unsqueeze(0), lse_BNC.unsqueeze(0)
         return Attended(out_BCNH.transpose(1, 2), lse_BNC)
 
     def _dense_backward(
@@ -255,21 +346,29 @@ class AlignedBackend(Backend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> Gradients:
         """`kernel_backward` on tensors with heads before tokens."""
         # Kernels step through the log-sum-exp by its shape, whatever its strides are.
+        lse = attended.lse_BNC.contiguous()
+        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)
         grads = self.kernel_backward(
-            dout_BNCH.transpose(1, 2),
-            q_BNCH.transpose(1, 2),
-            k_BKTH.transpose(1, 2),
-            v_BKTH.transpose(1, 2),
-            attended.out_BNCH.transpose(1, 2),
-            attended.lse_BNC.contiguous(),
+            *(_by_token(x, offsets) for x in tensors),
+            lse if offsets is None else lse.squeeze(0),
             reach=reach,
             scale=scale,
             softcap=softcap,
+            offsets=offsets,
         )
+        if offsets is not None:
+            grads = tuple(grad.unsqueeze(0) for grad in grads)
         return Gradients(*(grad.transpose(1, 2) for grad in grads))
+
+
+def _by_token(x_BNCH: Tensor, offsets: Offsets | None) -> Tensor:
+    """Tokens before heads, as kernels take them; without the batch where there are offsets."""
+    x_BCNH = x_BNCH.transpose(1, 2)
+    return x_BCNH if offsets is None else x_BCNH.squeeze(0)
 
 
 def cuda_half_reason(

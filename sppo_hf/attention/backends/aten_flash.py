@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.aligned import AlignedBackend, Reach, cuda_half_reason
+from sppo_hf.attention.backends.aligned import (
+    AlignedBackend,
+    Offsets,
+    Reach,
+    cuda_half_reason,
+)
 from sppo_hf.attention.backends.base import Requirement
 from sppo_hf.attention.backends.heads import KernelNeeds
 
@@ -22,14 +27,18 @@ class AtenFlash(AlignedBackend):
 
     name = "aten_flash"
 
-    def __init__(self, *, grouped_heads: bool = True, aten: Any = None) -> None:
+    def __init__(
+        self, *, grouped_heads: bool = True, documents_at_once: bool = True, aten: Any = None
+    ) -> None:
         """Make one.
 
         Args:
             grouped_heads: let the kernel handle fewer key heads than query heads.
+            documents_at_once: let the kernel handle packed documents in one call.
             aten: namespace of the two operators; None for PyTorch's own.
         """
         self.needs = KernelNeeds(grouped_heads=grouped_heads, head_multiple=8)
+        self.documents_at_once = documents_at_once
         self._aten = torch.ops.aten if aten is None else aten
 
     def reason_unsupported(self, requirement: Requirement) -> str | None:
@@ -51,6 +60,7 @@ class AtenFlash(AlignedBackend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AlignedBackend.kernel_forward`."""
         assert softcap is None, "aten_flash was chosen although scores are soft-capped"
@@ -58,10 +68,7 @@ class AtenFlash(AlignedBackend):
             q_BCNH,
             k_BTKH,
             v_BTKH,
-            None,
-            None,
-            q_BCNH.shape[1],
-            k_BTKH.shape[1],
+            *_lengths(q_BCNH, k_BTKH, offsets),
             0.0,
             reach.causal,
             False,
@@ -83,6 +90,7 @@ class AtenFlash(AlignedBackend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AlignedBackend.kernel_backward`."""
         # The state of the random generator is read only under dropout.
@@ -94,10 +102,7 @@ class AtenFlash(AlignedBackend):
             v_BTKH,
             out_BCNH,
             lse_BNC,
-            None,
-            None,
-            q_BCNH.shape[1],
-            k_BTKH.shape[1],
+            *_lengths(q_BCNH, k_BTKH, offsets),
             0.0,
             reach.causal,
             random_state,
@@ -107,3 +112,10 @@ class AtenFlash(AlignedBackend):
             window_size_right=reach.right,
         )
         return dq_BCNH, dk_BTKH, dv_BTKH
+
+
+def _lengths(
+    q_BCNH: Tensor, k_BTKH: Tensor, offsets: Offsets | None
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Offsets of queries and keys, and how many there are, as both operators take them."""
+    return (None, None, q_BCNH.shape[1], k_BTKH.shape[1]) if offsets is None else tuple(offsets)

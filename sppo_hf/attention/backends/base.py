@@ -16,6 +16,7 @@ afterwards. So every backward here takes the merged `(out, lse)` and returns the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +97,28 @@ class TrimmedBand(NamedTuple):
     def empty(self) -> bool:
         """True if no row sees any key."""
         return self.row_stop == self.row_start
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Documents side by side in one row, in tokens.
+
+    A document's queries see its own keys and no other's; its last query stands at its last key, so
+    a document that began in an earlier chunk has more keys than queries.
+    """
+
+    num_queries: tuple[int, ...]
+    """Of each document; they sum to the queries at hand."""
+
+    num_keys: tuple[int, ...]
+    """Of each document; they sum to the keys at hand."""
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, CausalBand]]:
+        """Of each document: its queries, its keys, and which of these they see (no window)."""
+        row = key = 0
+        for rows, keys in zip(self.num_queries, self.num_keys, strict=True):
+            yield slice(row, row + rows), slice(key, key + keys), CausalBand(keys - rows)
+            row, key = row + rows, key + keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +202,9 @@ class Backend(ABC):
 
     name: str
 
+    documents_at_once: bool = False
+    """Whether `forward_documents` and `backward_documents` are there."""
+
     plans_each_shape: bool = False
     """Whether a kernel is built, which takes long, for every shape that has not come before."""
 
@@ -241,6 +267,51 @@ class Backend(ABC):
         Returns:
             Gradients of queries, keys and values; the queries' is this part's summand.
         """
+
+
+class DocumentsBackend(Backend):
+    """A backend that does all documents of a row in one call, where `documents_at_once` says so."""
+
+    @abstractmethod
+    def forward_documents(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        documents: Documents,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Attended:
+        """Attend, document by document; one row.
+
+        Args:
+            q_BNCH: queries of all documents, one after the other.
+            k_BKTH: keys of all documents.
+            v_BKTH: values of all documents.
+            documents: where each begins and ends.
+            window: keys a query sees, its own included; None for all of its document so far.
+            scale: as in `forward`.
+            softcap: as in `forward`.
+        """
+
+    @abstractmethod
+    def backward_documents(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        documents: Documents,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        """Gradient of `forward_documents`, as `backward` is of `forward`."""
 
 
 def determinism() -> int:

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.aligned import AlignedBackend, Reach, cuda_half_reason
+from sppo_hf.attention.backends.aligned import (
+    AlignedBackend,
+    Offsets,
+    Reach,
+    cuda_half_reason,
+)
 from sppo_hf.attention.backends.base import Requirement
 from sppo_hf.attention.backends.heads import KernelNeeds
 
@@ -39,6 +44,7 @@ class _FlashAttention(AlignedBackend):
         *,
         grouped_heads: bool = True,
         equal_head_sizes: bool = True,
+        documents_at_once: bool = True,
         interface: Any = None,
     ) -> None:
         """Make one; the package is imported at the first call.
@@ -46,11 +52,13 @@ class _FlashAttention(AlignedBackend):
         Args:
             grouped_heads: let the kernel handle fewer key heads than query heads.
             equal_head_sizes: pad values to the head size of the keys, or the other way round.
+            documents_at_once: let the kernel handle packed documents in one call.
             interface: module with the kernel functions; None for the installed package's.
         """
         self.needs = KernelNeeds(
             grouped_heads=grouped_heads, head_multiple=8, equal_head_sizes=equal_head_sizes
         )
+        self.documents_at_once = documents_at_once
         self._interface = interface
 
     def reason_unsupported(self, requirement: Requirement) -> str | None:
@@ -94,10 +102,12 @@ class _FlashAttention(AlignedBackend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AlignedBackend.kernel_forward`."""
         tensors = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH}
-        out_BCNH, lse_BNC, *_ = self._call_forward(tensors, _settings(reach, scale, softcap))
+        settings = _settings(reach, scale, softcap, offsets)
+        out_BCNH, lse_BNC, *_ = self._call_forward(tensors, settings)
         return out_BCNH, lse_BNC
 
     def kernel_backward(
@@ -112,6 +122,7 @@ class _FlashAttention(AlignedBackend):
         reach: Reach,
         scale: float,
         softcap: float | None,
+        offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AlignedBackend.kernel_backward`."""
         tensors = {
@@ -122,7 +133,7 @@ class _FlashAttention(AlignedBackend):
             "out": out_BCNH.contiguous(),
             "softmax_lse": lse_BNC,
         }
-        return self._call_backward(tensors, _settings(reach, scale, softcap))
+        return self._call_backward(tensors, _settings(reach, scale, softcap, offsets))
 
 
 class FlashAttention2(_FlashAttention):
@@ -134,14 +145,18 @@ class FlashAttention2(_FlashAttention):
 
     def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
         extra = {"dropout_p": 0.0, "return_softmax": False, "alibi_slopes": None}
-        return _call(self.interface._flash_attn_forward, tensors | settings | extra)
+        varlen = "varlen_" if _OFFSETS[0] in settings else ""
+        function = getattr(self.interface, f"_flash_attn_{varlen}forward")
+        return _call(function, tensors | settings | extra)
 
     def _call_backward(
         self, tensors: dict[str, Tensor], settings: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = _empty_gradients(tensors)
         extra = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": _deterministic()}
-        _call(self.interface._flash_attn_backward, tensors | grads | settings | extra)
+        varlen = "varlen_" if _OFFSETS[0] in settings else ""
+        function = getattr(self.interface, f"_flash_attn_{varlen}backward")
+        _call(function, tensors | grads | settings | extra)
         return grads["dq"], grads["dk"], grads["dv"]
 
 
@@ -183,9 +198,15 @@ class FlashAttention4(_FlashAttention):
         return _call(self.interface._flash_attn_bwd, rest | _none_sides(settings) | extra)
 
 
-def _settings(reach: Reach, scale: float, softcap: float | None) -> dict[str, Any]:
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def _settings(
+    reach: Reach, scale: float, softcap: float | None, offsets: Offsets | None
+) -> dict[str, Any]:
     """Arguments that say the mask and the scores, in the packages' words."""
-    return {
+    lengths = {} if offsets is None else dict(zip(_OFFSETS, offsets, strict=True))
+    return lengths | {
         "softmax_scale": scale,
         "causal": reach.causal,
         "window_size_left": _UNLIMITED if reach.left is None else reach.left,
@@ -231,6 +252,8 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         arguments["window_size"] = tuple(arguments.pop(side) for side in sides)
     for name in [name for name in arguments if name not in known]:
         value = arguments.pop(name)
+        if name in _OFFSETS[2:]:
+            continue  # what a release does not ask for it works out itself
         if not any(value is silent or value == silent for silent in _SILENT.get(name, ())):
             raise TypeError(f"this release's {_name(function)} does not know {name}={value!r}")
     # Older releases list every argument without defaults; those about caches and the like are off.

@@ -55,15 +55,24 @@ def _head_variants(make: Callable[..., Backend], *, native_sizes: bool) -> tuple
     )
 
 
+def _with_documents(variants: tuple[Factory, ...]) -> tuple[Factory, ...]:
+    """Each variant with packed documents left to the kernel, then without."""
+    return tuple(
+        functools.partial(make, documents_at_once=at_once)
+        for make in variants
+        for at_once in (True, False)
+    )
+
+
 BACKENDS: dict[str, tuple[Factory, ...]] = {
     "reference": (Reference,),
     "cpu_flash": (CPUFlash,),
-    "aten_flash": (AtenFlash, functools.partial(AtenFlash, grouped_heads=False)),
+    "aten_flash": _with_documents((AtenFlash, functools.partial(AtenFlash, grouped_heads=False))),
     "cudnn": _head_variants(CuDNN, native_sizes=True),
     "efficient": (Efficient,),
-    "flash_attention_2": _head_variants(FlashAttention2, native_sizes=False),
-    "flash_attention_3": _head_variants(FlashAttention3, native_sizes=False),
-    "flash_attention_4": _head_variants(FlashAttention4, native_sizes=True),
+    "flash_attention_2": _with_documents(_head_variants(FlashAttention2, native_sizes=False)),
+    "flash_attention_3": _with_documents(_head_variants(FlashAttention3, native_sizes=False)),
+    "flash_attention_4": _with_documents(_head_variants(FlashAttention4, native_sizes=True)),
 }
 """Variants of every backend by name, the preferred one first."""
 

@@ -19,12 +19,20 @@ Random inputs have scores about 0 and never show it, so two cases shift all scor
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.base import Attended, Backend, CausalBand, Requirement
+from sppo_hf.attention.backends.base import (
+    Attended,
+    Backend,
+    CausalBand,
+    Documents,
+    DocumentsBackend,
+    Requirement,
+)
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.merge import merge_partials
 
@@ -54,9 +62,21 @@ class _Case:
     num_keys: int
     band: CausalBand
     low_scores: bool = False
+    documents: Documents | None = None
+    """In one call, one row; the band then says nothing but the window."""
+
+    @property
+    def num_batch_rows(self) -> int:
+        """Rows of the batch."""
+        return 2 if self.documents is None else 1
 
     def __str__(self) -> str:
         """The case in words."""
+        if self.documents is not None:
+            queries = ", ".join(map(str, self.documents.num_queries))
+            return f"documents of {queries} queries" + (
+                f", window {self.band.window}" if self.band.window else ""
+            )
         return (
             f"{self.num_rows} queries at {self.band.q_start} of {self.num_keys} keys"
             + (f", window {self.band.window}" if self.band.window else "")
@@ -75,7 +95,10 @@ def find_mismatch(backend: Backend, requirement: Requirement, device: torch.devi
     Returns:
         None if they agree, else in a few words what differs or which exception came.
     """
-    for number, case in enumerate(_cases(requirement)):
+    cases = _cases(requirement)
+    if isinstance(backend, DocumentsBackend) and backend.documents_at_once:
+        cases += _document_cases(requirement)
+    for number, case in enumerate(cases):
         try:
             found = _compare(backend, requirement, device, case, seed=number)
         # Kernels report what they cannot do with whatever exception they like; all mean "no".
@@ -102,6 +125,64 @@ def _cases(requirement: Requirement) -> list[_Case]:
     return cases + [_Case(64, 192, CausalBand(start), low_scores=True) for start in (192, 128)]
 
 
+def _document_cases(requirement: Requirement) -> list[_Case]:
+    """Packed rows: a document that began earlier, short ones, one of a single token."""
+    documents = Documents((40, 1, 77, 9), (170, 1, 77, 9))
+    rows, keys = sum(documents.num_queries), sum(documents.num_keys)
+    windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
+    return [_Case(rows, keys, CausalBand(0, w), documents=documents) for w in windows]
+
+
+def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, case: _Case, **scores: Any) -> Any:
+    """The case by a backend; documents at once where it can, else one by one."""
+    if case.documents is None:
+        return backend.forward(q, k, v, band=case.band, **scores)
+    if isinstance(backend, DocumentsBackend):
+        given = {"documents": case.documents, "window": case.band.window}
+        return backend.forward_documents(q, k, v, **given, **scores)
+    parts = [
+        backend.forward(
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            band=replace(band, window=case.band.window),
+            **scores,
+        )
+        for rows, keys, band in case.documents
+    ]
+    return Attended(*(torch.cat(x, dim=2) for x in zip(*parts, strict=True)))
+
+
+def _backward(
+    backend: Backend,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    case: _Case,
+    **scores: Any,
+) -> Any:
+    """Gradient of `_forward`."""
+    if case.documents is None:
+        return backend.backward(dout, q, k, v, out, lse, band=case.band, **scores)
+    if isinstance(backend, DocumentsBackend):
+        given = {"documents": case.documents, "window": case.band.window}
+        return backend.backward_documents(dout, q, k, v, out, lse, **given, **scores)
+    parts = [
+        backend.backward(
+            *(x[:, :, rows] for x in (dout, q)),
+            *(x[:, :, keys] for x in (k, v)),
+            *(x[:, :, rows] for x in (out, lse)),
+            band=replace(band, window=case.band.window),
+            **scores,
+        )
+        for rows, keys, band in case.documents
+    ]
+    return tuple(torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+
+
 def _compare(
     backend: Backend, requirement: Requirement, device: torch.device, case: _Case, *, seed: int
 ) -> str | None:
@@ -111,7 +192,9 @@ def _compare(
 
     def random(heads: int, tokens: int, size: int) -> Tensor:
         """Queries, keys, ... as models lay them out: a transposed [B, tokens, heads, H]."""
-        x = torch.randn(2, tokens, heads, size, generator=generator, dtype=torch.float32)
+        x = torch.randn(
+            case.num_batch_rows, tokens, heads, size, generator=generator, dtype=torch.float32
+        )
         return x.to(device=device, dtype=requirement.dtype).transpose(1, 2)
 
     heads = _KV_HEADS * requirement.gqa_ratio
@@ -127,28 +210,18 @@ def _compare(
 
     # In float64, since float32 products may be rounded to tf32 on the user's wish.
     exact = Reference()
-    actual = backend.forward(q, k, v, band=case.band, scale=scale, softcap=softcap)
-    expected = exact.forward(
-        q.double(), k.double(), v.double(), band=case.band, scale=scale, softcap=softcap
-    )
+    scores = {"scale": scale, "softcap": softcap}
+    actual = _forward(backend, q, k, v, case, **scores)
+    expected = _forward(exact, q.double(), k.double(), v.double(), case, **scores)
     seen = expected.lse_BNC > float("-inf")
     if not torch.equal(actual.lse_BNC > float("-inf"), seen):
         return "the rows that see no key"
     # Values merged with keys elsewhere: backward must use what it is given.
     merged = merge_partials(expected, Attended(other_out, expected.lse_BNC + 0.5))
     out, lse = merged.out_BNCH.to(requirement.dtype), merged.lse_BNC.to(actual.lse_BNC.dtype)
-    grads = backend.backward(dout, q, k, v, out, lse, band=case.band, scale=scale, softcap=softcap)
-    expected_grads = exact.backward(
-        dout.double(),
-        q.double(),
-        k.double(),
-        v.double(),
-        out.double(),
-        lse.double(),
-        band=case.band,
-        scale=scale,
-        softcap=softcap,
-    )
+    grads = _backward(backend, dout, q, k, v, out, lse, case, **scores)
+    tensors = (x.double() for x in (dout, q, k, v, out, lse))
+    expected_grads = _backward(exact, *tensors, case, **scores)
     names = ("output", "log-sum-exp", "dQ", "dK", "dV")
     ours = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
     theirs = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)

@@ -70,6 +70,36 @@ def _swap(*tensors):
     return [x.transpose(1, 2) for x in tensors]
 
 
+def _documents(cu_q, cu_k, max_q, max_k, queries, keys):
+    """Slices of each document; offsets as kernels insist on them."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert (cu_q[0], cu_k[0]) == (0, 0)
+    assert (cu_q[-1], cu_k[-1]) == (queries, keys)
+    assert (cu_q.diff().max(), cu_k.diff().max()) == (max_q, max_k)
+    ends = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:], strict=False)
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in ends]
+
+
+def _each_forward(one, q, k, v, cu_q, cu_k, max_q, max_k):
+    """`one` document after the other, [tokens, heads, H]; log-sum-exp [heads, tokens]."""
+    parts = []
+    for rows, keys in _documents(cu_q, cu_k, max_q, max_k, len(q), len(k)):
+        out, lse = one(q[None, rows], k[None, keys], v[None, keys])
+        parts.append((out[0], lse[0]))
+    outs, sums = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(sums, dim=1)
+
+
+def _each_backward(one, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k):
+    """Gradients, [tokens, heads, H]."""
+    assert lse.shape == (q.shape[1], len(q))
+    parts = []
+    for rows, keys in _documents(cu_q, cu_k, max_q, max_k, len(q), len(k)):
+        given = (dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows])
+        parts.append([grad[0] for grad in one(*given, lse[None, :, rows].contiguous())])
+    return [torch.cat(grads) for grads in zip(*parts, strict=True)]
+
+
 class FakeAten:
     """Stands in for `torch.ops.aten`."""
 
@@ -91,24 +121,46 @@ class FakeAten:
         self, q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
         scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        assert (cum_q, cum_k, dropout_p, return_debug_mask) == (None, None, 0.0, False)
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        rest = (torch.zeros(2), torch.zeros(()), torch.zeros(0))
+        if cum_q is not None:
+
+            def one(q, k, v):
+                lengths = (None, None, q.shape[1], k.shape[1], 0.0, is_causal, False)
+                window = {"window_size_left": window_size_left, "window_size_right": 0}
+                return self._flash_attention_forward(q, k, v, *lengths, scale=scale, **window)[:2]
+
+            return *_each_forward(one, q, k, v, cum_q, cum_k, max_q, max_k), *rest
+        assert cum_k is None
         assert (max_q, max_k) == (q.shape[1], k.shape[1])
         left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
         seen = _bottom_right(max_q, max_k, is_causal, left, right)
         q, k, v = _swap(q, k, v)
         self._check_heads(q, k, v, grouped=self.grouped_heads, equal_sizes=True)
         out, lse = _attend(q, k, v, seen, scale)
-        return out.transpose(1, 2), lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
+        return out.transpose(1, 2), lse, *rest
 
     def _flash_attention_backward(
         self, dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal,
         rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        assert (cum_q, cum_k, dropout_p) == (None, None, 0.0)
-        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        assert dropout_p == 0.0
         assert lse.is_contiguous()
         assert isinstance(rng_state, Tensor)
         assert isinstance(unused, Tensor)
+        if cum_q is not None:
+
+            def one(dout, q, k, v, out, lse):
+                lengths = (None, None, q.shape[1], k.shape[1], 0.0, is_causal, rng_state, unused)
+                window = {"window_size_left": window_size_left, "window_size_right": 0}
+                return self._flash_attention_backward(
+                    dout, q, k, v, out, lse, *lengths, scale=scale, **window
+                )
+
+            lengths = (cum_q, cum_k, max_q, max_k)
+            return tuple(_each_backward(one, dout, q, k, v, out, lse, *lengths))
+        assert cum_k is None
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
         left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
         seen = _bottom_right(max_q, max_k, is_causal, left, right)
         dout, q, k, v, out = _swap(dout, q, k, v, out)
@@ -211,6 +263,31 @@ class FakeFlash2:
         for buffer, grad in zip((dq, dk, dv), grads, strict=True):
             buffer.copy_(grad)
 
+    @staticmethod
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
+        block_table,
+    ):  # fmt: skip
+        assert (dropout_p, alibi_slopes, return_softmax, block_table) == (0.0, None, False, None)
+        mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return *_each_forward(lambda *x: _flash_forward(*x, *mask), q, k, v, *lengths), None, None
+
+    @staticmethod
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert (dropout_p, alibi_slopes, rng_state, zero_tensors) == (0.0, None, None, False)
+        mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        given = (dout, q, k, v, out, softmax_lse)
+        grads = _each_backward(lambda *x: _flash_backward(*x, *mask), *given, *lengths)
+        for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+            buffer.copy_(grad)
+
 
 class FakeFlash2Old:
     """flash-attn before 2.7: a window is one argument."""
@@ -241,20 +318,28 @@ class FakeFlash3:
     def _flash_attn_forward(
         q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False,
         window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
+        cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
     ):  # fmt: skip
-        sides = (window_size_left, window_size_right)
-        return *_flash_forward(q, k, v, softmax_scale, causal, *sides, softcap), None, None
+        mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
+        if cu_seqlens_q is None:
+            return *_flash_forward(q, k, v, *mask), None, None
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return *_each_forward(lambda *x: _flash_forward(*x, *mask), q, k, v, *lengths), None, None
 
     @staticmethod
     def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, dq=None, dk=None, dv=None,
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, dq=None, dk=None, dv=None,
         softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
         softcap=0.0, deterministic=False, sm_margin=0,
     ):  # fmt: skip
-        sides = (window_size_left, window_size_right)
-        grads = _flash_backward(
-            dout, q, k, v, out, softmax_lse, softmax_scale, is_causal, *sides, softcap
-        )
+        mask = (softmax_scale, is_causal, window_size_left, window_size_right, softcap)
+        given = (dout, q, k, v, out, softmax_lse)
+        if cu_seqlens_q is None:
+            grads = _flash_backward(*given, *mask)
+        else:
+            lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            grads = _each_backward(lambda *x: _flash_backward(*x, *mask), *given, *lengths)
         for buffer, grad in zip((dq, dk, dv), grads, strict=True):
             buffer.copy_(grad)
 
@@ -264,22 +349,31 @@ class FakeFlash4:
 
     @staticmethod
     def _flash_attn_fwd(
-        q, k, v, cu_seqlens_q=None, softmax_scale=None, causal=False, softcap=None,
-        window_size_left=None, window_size_right=None, return_lse=False,
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, softmax_scale=None, causal=False,
+        softcap=None, window_size_left=None, window_size_right=None, return_lse=False,
     ):  # fmt: skip
         assert return_lse
         sides = (-1 if x is None else x for x in (window_size_left, window_size_right))
-        return _flash_forward(q, k, v, softmax_scale, causal, *sides, softcap)
+        mask = (softmax_scale, causal, *sides, softcap)
+        if cu_seqlens_q is None:
+            return _flash_forward(q, k, v, *mask)
+        longest = (x.diff().max() for x in (cu_seqlens_q, cu_seqlens_k))
+        lengths = (cu_seqlens_q, cu_seqlens_k, *longest)
+        return _each_forward(lambda *x: _flash_forward(*x, *mask), q, k, v, *lengths)
 
     @staticmethod
     def _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-        window_size_left=None, window_size_right=None, deterministic=False,
+        window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        deterministic=False,
     ):  # fmt: skip
         sides = (-1 if x is None else x for x in (window_size_left, window_size_right))
-        return tuple(
-            _flash_backward(dout, q, k, v, out, lse, softmax_scale, causal, *sides, softcap)
-        )
+        mask, given = (softmax_scale, causal, *sides, softcap), (dout, q, k, v, out, lse)
+        if cu_seqlens_q is None:
+            return tuple(_flash_backward(*given, *mask))
+        longest = (x.diff().max() for x in (cu_seqlens_q, cu_seqlens_k))
+        lengths = (cu_seqlens_q, cu_seqlens_k, *longest)
+        return tuple(_each_backward(lambda *x: _flash_backward(*x, *mask), *given, *lengths))
 
 
 class FakeFlash4Early(FakeFlash4):

@@ -1,0 +1,94 @@
+"""Packed documents in one call, on made-up kernels; the real ones are verified on a GPU."""
+
+import pytest
+import torch
+
+from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.base import Documents, Requirement
+from sppo_hf.attention.backends.flash_attn import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+)
+from sppo_hf.attention.backends.verify import find_mismatch
+from tests.attention.backends.fake_kernels import (
+    FakeAten,
+    FakeFlash2,
+    FakeFlash3,
+    FakeFlash4,
+    FakeFlash4Early,
+)
+from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve
+
+BACKENDS = [
+    AtenFlash(aten=FakeAten()),
+    AtenFlash(grouped_heads=False, aten=FakeAten(grouped_heads=False)),
+    FlashAttention2(interface=FakeFlash2),
+    FlashAttention3(interface=FakeFlash3),
+    FlashAttention4(interface=FakeFlash4),
+]
+DOCUMENTS = [
+    Documents((7,), (7,)),
+    Documents((3, 1, 5), (3, 1, 5)),
+    Documents((4, 6, 1), (9, 6, 1)),  # the first began in an earlier chunk
+]
+CPU = torch.device("cpu")
+
+
+def seen_by(documents: Documents, window: int | None) -> torch.Tensor:
+    """[queries, keys]: each query sees its document's keys up to its own."""
+    seen = torch.zeros(sum(documents.num_queries), sum(documents.num_keys), dtype=torch.bool)
+    for rows, keys, band in documents:
+        part = seen[rows, keys]
+        own = torch.arange(len(part)).unsqueeze(1) + band.q_start
+        key = torch.arange(part.shape[1])
+        part |= (key <= own) & (key > own - (window or seen.numel()))
+    return seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
+@pytest.mark.parametrize("window", [None, 2])
+def test_one_call_equals_the_oracle(backend, documents, window):
+    rows, keys = sum(documents.num_queries), sum(documents.num_keys)
+    q, k, v, dout = make_problem(rows=rows, keys=keys, batch=1)
+    expected = solve(Problem(q, k, v, dout), seen_by(documents, window), scale=0.4)
+    given = {"documents": documents, "window": window, "scale": 0.4}
+    attended = backend.forward_documents(q, k, v, **given)
+    grads = backend.backward_documents(dout, q, k, v, *attended, **given)
+    assert_equal(Answer(*attended, *grads), expected, 1e-10)
+
+
+def requirement(**changes):
+    sizes = {"qk_head_size": 16, "v_head_size": 16, "window": True, "gqa_ratio": 2}
+    return Requirement(device_type="cpu", dtype=torch.float32, **sizes | changes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_kernels_are_checked_with_documents(backend):
+    assert find_mismatch(backend, requirement(), CPU) is None
+
+
+class Blurred(FakeAten):
+    """Takes documents for one."""
+
+    def _flash_attention_forward(self, q, k, v, cum_q, cum_k, *args, **kwargs):
+        if cum_q is None:
+            return super()._flash_attention_forward(q, k, v, cum_q, cum_k, *args, **kwargs)
+        lengths = (None, None, len(q), len(k), *args[2:])
+        found = super()._flash_attention_forward(q[None], k[None], v[None], *lengths, **kwargs)
+        return found[0][0], found[1][0], *found[2:]
+
+
+def test_a_kernel_that_lets_documents_see_each_other_is_found():
+    wrong = AtenFlash(aten=Blurred())
+    assert "documents of 40, 1, 77, 9 queries" in (find_mismatch(wrong, requirement(), CPU) or "")
+    one_by_one = AtenFlash(documents_at_once=False, aten=Blurred())
+    assert find_mismatch(one_by_one, requirement(), CPU) is None
+
+
+def test_a_release_without_documents_says_so():
+    early = FlashAttention4(interface=FakeFlash4Early)
+    found = find_mismatch(early, requirement(window=False), CPU)
+    assert found is not None
+    assert "does not know cu_seqlens" in found
