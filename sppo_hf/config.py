@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import textwrap
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from os import PathLike, fspath
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, cast
 import yaml
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.reading import MOST_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
 from sppo_hf.rules import (
     Rule,
     budget,
@@ -181,12 +182,18 @@ class SPPOConfig:
         """Read a config from a YAML file of `name: value` lines; an empty file is all defaults.
 
         Raises:
-            ConfigError: the file cannot be read, is not YAML, is not a mapping, says a setting
-                twice, or holds a setting that is refused. The message names the file.
+            ConfigError: the file cannot be read, is no regular file, has more than 128 KiB, is not
+                YAML, is not a mapping, says a setting twice, or holds a setting that is refused.
+                The message names the file.
         """
-        text = _read_text(path)
+        text = read_text(
+            path,
+            what="settings file",
+            most_bytes=MOST_SETTINGS_BYTES,
+            remedy="give the path of a YAML file with one 'name: value' per line",
+        )
         try:
-            settings: object = yaml.load(text, Loader=_OnceLoader)
+            settings = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"{fspath(path)} is not readable as YAML: {' '.join(str(error).split())}. "
@@ -199,7 +206,8 @@ class SPPOConfig:
 
     def to_yaml(self, path: str | PathLike[str]) -> None:
         """Write all settings to a YAML file that `from_yaml` reads back to an equal config."""
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+        with Path(path).open("w", encoding="utf-8") as file:
+            write_yaml(self.to_dict(), file)
 
     def replace(self, **changes: Any) -> "SPPOConfig":
         """Return a copy with some settings changed, checked anew.
@@ -311,37 +319,11 @@ def _check_pipeline(config: SPPOConfig) -> None:
 
 def _refuse_key(key: object, value: object = None) -> NoReturn:
     """Raise for a setting that does not exist."""
-    seen = f"Unknown setting {key!r}" + ("" if value is None else f" (value {show(value)})")
-    nearest = difflib.get_close_matches(str(key), _RULES, n=1, cutoff=0)[0]
+    seen = f"Unknown setting {show(key)}" + ("" if value is None else f" (value {show(value)})")
+    nearest = difflib.get_close_matches(show(key), _RULES, n=1, cutoff=0)[0]
     raise ConfigError(f"{seen}. Remedy: use the nearest valid key, {nearest!r}. {_valid_keys()}")
 
 
 def _valid_keys() -> str:
     """List the settings that exist."""
     return f"Valid keys: {', '.join(_RULES)}."
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """YAML without arbitrary objects, and without the silent "last one wins" for repeated keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping, refusing a key that is written twice."""
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen:
-                raise yaml.MarkedYAMLError(None, None, f"{key!r} is set twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _read_text(path: str | PathLike[str]) -> str:
-    """Read a settings file, or say why it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"The settings file {fspath(path)!r} cannot be read: {reason}. "
-            "Remedy: give the path of a YAML file with one 'name: value' per line."
-        ) from error

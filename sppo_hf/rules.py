@@ -8,6 +8,7 @@ import difflib
 import math
 import numbers
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
 from typing import Literal, NoReturn, cast
@@ -21,11 +22,16 @@ _BYTES_PER_UNIT = {
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
 }
 _BYTES_TEXT = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+# Beyond every count of tokens, ranks, seconds or bytes, and within what torch and the system take.
+_MOST_BYTES = 2**63 - 1
+_MOST_COUNT = 2**31 - 1
+# Longest path that Linux takes, in bytes.
+_MOST_TEXT_BYTES = 4096
 # Nobody budgets less than this; a smaller integer is a size whose unit was forgotten.
 _LEAST_BUDGET_BYTES = 1000
 _BUDGET_FORMS = (
     'a size with a unit such as "80GiB" or "900MB", a whole number of bytes '
-    f"(at least {_LEAST_BUDGET_BYTES}), or a fraction above 0.0 and at most 1.0"
+    f"(at least {_LEAST_BUDGET_BYTES}, below 8 EiB), or a fraction above 0.0 and at most 1.0"
 )
 
 
@@ -83,12 +89,15 @@ def _whole_number(field: str, value: object, *, least: int, allowed: str) -> int
     """Check one whole number; bool and digits in quotes are not numbers."""
     number = _as_int(value)
     if number is not None:
+        if number > _MOST_COUNT:
+            allowed += f" and <= {_MOST_COUNT:,}"
+            refuse(field, number, allowed=allowed, remedy=f"use a smaller number, or drop {field}")
         if number >= least:
             return number
-        refuse(field, value, allowed=allowed, remedy=f"use {least} or more, or drop {field}")
-    if isinstance(value, str) and re.fullmatch(r"\s*\d+\s*", value):
+        refuse(field, number, allowed=allowed, remedy=f"use {least} or more, or drop {field}")
+    if isinstance(value, str) and re.fullmatch(r"\s*\d{1,10}\s*", value):
         refuse(field, value, allowed=allowed, remedy=f"write {int(value)} without quotes")
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MOST_COUNT:
         refuse(field, value, allowed=allowed, remedy=f"write {int(value)} without a point")
     if isinstance(value, str) and "'auto'" in allowed:
         refuse(field, value, allowed=allowed, remedy=nearest_remedy(value, ("auto",)))
@@ -122,19 +131,29 @@ def flag(field: str, value: object) -> object:
 
 
 def text(field: str, value: object) -> object:
-    """Rule for None or a text that is not empty; a path of any kind becomes text."""
+    """Rule for None or a text that a path can be; a path of any kind becomes text."""
     if value is None:
         return None
     if isinstance(value, str | PathLike):
         written = cast("str | bytes", fspath(cast("str | PathLike[str]", value)))
-        if isinstance(written, str) and written:
+        if isinstance(written, str) and _can_be_path(written):
             return written
     refuse(
         field,
         cast("object", value),
-        allowed="None (null in YAML) or a text",
+        allowed=f"None (null in YAML) or a text of at most {_MOST_TEXT_BYTES:,} bytes in UTF-8, "
+        "neither blank nor with a NUL in it",
         remedy=f"give one, or drop {field}",
     )
+
+
+def _can_be_path(written: str) -> bool:
+    if len(written) > _MOST_TEXT_BYTES or "\0" in written or not written.strip():
+        return False
+    try:
+        return len(written.encode()) <= _MOST_TEXT_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def lengths(field: str, value: object) -> object:
@@ -166,8 +185,10 @@ def _read_budget(field: str, value: object) -> int | float:
     """Return bytes as an int, or a fraction of the tier as a float in (0, 1]."""
     number = _as_int(value)
     if number is not None:
-        if number >= _LEAST_BUDGET_BYTES:
+        if _LEAST_BUDGET_BYTES <= number <= _MOST_BYTES:
             return number
+        if number > _MOST_BYTES:
+            refuse(field, number, allowed=_BUDGET_FORMS, remedy="use less, or 1.0 for all of it")
         remedy = f'if a unit was meant, write "{number}GiB"; for all of the tier write 1.0'
         refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
     if isinstance(value, float) and 0 < value <= 1:
@@ -178,7 +199,7 @@ def _read_budget(field: str, value: object) -> int | float:
             remedy = nearest_remedy(match[2], ("B", "KB", "MB", "GB", "TB", "MiB", "GiB", "TiB"))
             refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
         size_bytes = math.floor(float(match[1]) * _BYTES_PER_UNIT[unit])
-        if size_bytes >= _LEAST_BUDGET_BYTES:
+        if _LEAST_BUDGET_BYTES <= size_bytes <= _MOST_BYTES:
             return size_bytes
     remedy = 'write a size with its unit, such as "80GiB", or a fraction such as 0.9'
     refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
@@ -192,7 +213,7 @@ def refuse(field: str, value: object, *, allowed: str, remedy: str) -> NoReturn:
 def nearest_remedy(value: object, names: Sequence[str]) -> str:
     """Name the allowed word that looks most like what was given."""
     by_folded = {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(str(value).casefold(), by_folded, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(show(value).strip("'").casefold(), by_folded, n=1, cutoff=0.5)
     return f"use {by_folded[near[0]]!r}" if near else "choose one of those"
 
 
@@ -202,6 +223,30 @@ def say(value: object) -> str:
 
 
 def show(value: object) -> str:
-    """Show a value, shortened where it would fill the screen."""
-    text = repr(value)
+    """Show a value, shortened where it would fill the screen; looks at a small part of it alone."""
+    text = _BRIEF.repr(value)
     return text if len(text) <= 80 else f"{text[:60]}…{text[-16:]}"
+
+
+class _Brief(reprlib.Repr):
+    """`repr` of the beginning of a value: what is nested, long or large is not walked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Beyond what is shown in any case, so that what is short is shown whole.
+        self.maxlevel = 3
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 30
+        self.maxstring = self.maxlong = self.maxother = 200
+
+    def repr_str(self, x: str, level: int) -> str:
+        """Both ends of a text."""
+        return repr(x if len(x) <= self.maxstring else f"{x[:100]}…{x[-100:]}")
+
+    def repr_int(self, x: int, level: int) -> str:
+        """A number; of one that Python does not write out, how large it is."""
+        if abs(x) < 10**self.maxlong:
+            return repr(x)
+        return f"a number of about {round(x.bit_length() * math.log10(2)):,} digits"
+
+
+_BRIEF = _Brief()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.machine import expand_segments
+from sppo_hf.rules import show
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
@@ -45,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     script = Path(options.script)
-    if not script.is_file():
-        found = "is a directory" if script.is_dir() else "does not exist"
-        parser.error(f"the script {options.script!r} {found}; give the path of a Python file")
+    if not os.path.isfile(script):
+        found = "is no regular file" if os.path.exists(script) else "does not exist"
+        found = "is a directory" if os.path.isdir(script) else found
+        parser.error(f"the script {show(options.script)} {found}; give the path of a Python file")
     expand_segments(os.environ)
     from sppo_hf.integrations.plugin import SPPOPlugin
 

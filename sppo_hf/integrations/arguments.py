@@ -13,6 +13,8 @@ import yaml
 
 from sppo_hf.config import SPPOConfig, field_help
 from sppo_hf.errors import ConfigError
+from sppo_hf.reading import parse_yaml
+from sppo_hf.rules import show
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
@@ -69,11 +71,12 @@ def _read(name: str, text: object) -> object:
     if name == "chunk_lengths" and text.lstrip()[:1].isdigit():
         text = f"[{text}]"
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"--{_PREFIX}{name} {text} cannot be read. Allowed: a value as in a YAML file. "
-            "Remedy: quote it for the shell."
+            f"--{_PREFIX}{name} {show(text)} cannot be read: {reason}. Allowed: "
+            "a value as in a YAML file. Remedy: quote it for the shell."
         ) from error
 
 

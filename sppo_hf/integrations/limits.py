@@ -5,12 +5,15 @@ This file knows the launch modes of Accelerate; it changes nothing.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DistributedType, DynamoBackend
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.rules import count, show
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,23 +33,33 @@ _ALLOWED_TYPES = (
 _ALLOWED_WORDS = "one process, DDP, or FSDP2"
 
 
-def refuse_sizes(sizes: Mapping[str, int]) -> None:
-    """Refuse parallel sizes that would cut what SPPO needs whole.
+def refuse_sizes(given: Mapping[str, object]) -> None:
+    """Refuse parallel sizes that are none, and those that would cut what SPPO needs whole.
 
     Args:
-        sizes: Ranks along each axis of the mesh, by the axis's short name.
+        given: Fields of Accelerate's `ParallelismConfig`; where one is missing or None, Accelerate
+            takes the environment's.
 
     Raises:
-        ConfigError: A tensor, context or sequence parallel size is above 1.
+        ConfigError: A size is no whole number of at least 1, or a tensor, context or sequence
+            parallel size is above 1.
     """
-    for axis, name in _FORBIDDEN_SIZES.items():
-        if sizes[axis] > 1:
+    for axis in ("dp_replicate", "dp_shard", *_FORBIDDEN_SIZES):
+        field, variable = f"{axis}_size", f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
+        size = given.get(field)
+        if size is None and variable in os.environ:
+            field, text = variable, os.environ[variable]
+            size = int(text) if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) else text
+        if size is None:
+            continue
+        if axis in _FORBIDDEN_SIZES and isinstance(size, int) and size > 1:
             raise ConfigError(
-                f"{axis}_size={sizes[axis]} asks for {name}, which SPPO does not combine with: it "
-                "cuts the sequence into chunks on each rank itself. Allowed: dp_shard_size and "
-                f"dp_replicate_size. Remedy: drop {axis}_size (also "
-                f"PARALLELISM_CONFIG_{axis.upper()}_SIZE in the environment)."
+                f"{field}={show(size)} asks for {_FORBIDDEN_SIZES[axis]}, which SPPO does not "
+                "combine with: it cuts the sequence into chunks on each rank itself. Allowed: "
+                f"dp_shard_size and dp_replicate_size. Remedy: drop {axis}_size (also "
+                f"{variable} in the environment)."
             )
+        count(1)(field, size)
 
 
 def refuse_accelerator(accelerator: Accelerator) -> None:

@@ -27,6 +27,7 @@ from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.model.convert import revert
+from sppo_hf.rules import show
 from sppo_hf.runtime.mesh import check_world
 from sppo_hf.runtime.pipeline import load_model_stages
 
@@ -61,8 +62,8 @@ class SPPOPlugin(ParallelismConfig):
             `ParallelismConfig`.
 
     Raises:
-        ConfigError: A setting is unknown or wrong, or a tensor, context or sequence parallel size
-            is above 1.
+        ConfigError: A setting is unknown or wrong, a size is no whole number above zero, or a
+            tensor, context or sequence parallel size is above 1.
     """
 
     def __init__(
@@ -71,8 +72,14 @@ class SPPOPlugin(ParallelismConfig):
         sizes = {name: settings.pop(name) for name in list(settings) if name in _OWN_FIELDS}
         base = config if isinstance(config, SPPOConfig) else SPPOConfig.from_dict(config or {})
         self.config = base.replace(**settings) if settings else base
-        super().__init__(**sizes)
-        refuse_sizes(self._sizes)
+        refuse_sizes(sizes)
+        try:
+            super().__init__(**sizes)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Accelerate's ParallelismConfig refuses {show(sizes)}: {error}. Allowed: "
+                "dp_shard_size and dp_replicate_size. Remedy: drop its other fields."
+            ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
 

@@ -63,8 +63,25 @@ def test_data_parallel_is_refused():
         refuse_arguments(SimpleNamespace(n_gpu=2))
 
 
-def test_sizes_of_one_are_let_through():
-    sizes = {"dp_replicate": 4, "dp_shard": 2, "tp": 1, "cp": 1, "sp": 1}
+def test_sizes_of_one_are_let_through(monkeypatch):
+    sizes = {"dp_replicate_size": 4, "dp_shard_size": 2, "tp_size": 1, "cp_size": None}
     refuse_sizes(sizes)
     with pytest.raises(ConfigError, match="context parallelism"):
-        refuse_sizes({**sizes, "cp": 2})
+        refuse_sizes({**sizes, "cp_size": 2})
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_CP_SIZE=2 asks for context"):
+        refuse_sizes(sizes)
+
+
+@pytest.mark.parametrize("size", [-1, 0, "x", "2", 1.5, True, 10**40])
+def test_sizes_that_are_none_are_refused_by_name(size):
+    with pytest.raises(ConfigError, match=r"dp_shard_size is .* whole number >= 1.*Remedy"):
+        refuse_sizes({"dp_shard_size": size})
+
+
+def test_sizes_of_the_environment_are_checked_too(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", " 2 ")
+    refuse_sizes({})
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "x")
+    with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_DP_REPLICATE_SIZE is 'x'"):
+        refuse_sizes({})
