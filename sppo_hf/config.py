@@ -69,8 +69,8 @@ class SPPOConfig:
     chunk_tokens: int | None = None
     """Tokens per chunk; the last chunk of a sequence is as short as it needs to be."""
 
-    partition: Literal["flops", "even"] = "flops"
-    """How chunks are cut: "flops" same work, "even" same tokens."""
+    partition: Literal["auto", "flops", "even"] = "auto"
+    """How chunks are cut: "flops" same work, "even" same tokens; "auto" is "even" on one device."""
 
     offload: Literal["auto", "none", "full", "sppo"] = "auto"
     """What leaves the device: "auto" as the solver decides, "sppo" by the paper's rule."""
@@ -248,7 +248,7 @@ _RULES: dict[str, Rule] = {
     "num_chunks": integer(1, "auto"),
     "chunk_lengths": lengths,
     "chunk_tokens": integer(1, None),
-    "partition": choice("flops", "even"),
+    "partition": choice("auto", "flops", "even"),
     "offload": choice("auto", "none", "full", "sppo"),
     "offload_kv": choice("auto", "none", "full"),
     "offload_dir": text,

@@ -27,7 +27,7 @@ def estimate(
     rows: given.Rows = 1,
     accumulate: given.Accumulate = False,
     dtype: given.ComputeDtype = given.Dtype.bfloat16,
-    partition: given.Cut = given.Partition.flops,
+    partition: given.Cut = given.Partition.auto,
     num_chunks: given.NumChunks = "auto",
     recompute: given.Recompute = None,
     offload_kv: given.OffloadKv = given.Mode.auto,

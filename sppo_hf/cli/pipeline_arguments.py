@@ -86,7 +86,7 @@ class PipelineArguments:
     rows: int = 1
     dtype: given.Dtype = given.Dtype.bfloat16
     lora: int | None = None
-    partition: given.Partition = given.Partition.flops
+    partition: given.Partition = given.Partition.auto
     offload: Offload = Offload.none
     recompute: bool = False
 
@@ -151,7 +151,11 @@ class PipelineArguments:
             lora_rank=self.lora,
         )
         bounds = chunk_bounds(
-            config, question.shape, question.total_tokens, device_kind=profile.kind
+            config,
+            question.shape,
+            question.total_tokens,
+            device_kind=profile.kind,
+            stages=schedule.num_stages,
         )
         costs = PipelineCost.of(
             schedule,

@@ -38,7 +38,7 @@ def ask_cluster(
     """
     chosen = {
         "--num-chunks": arguments.num_chunks != "auto",
-        "--partition": arguments.partition.value != "flops",
+        "--partition": arguments.partition.value != "auto",
         "--offload-kv": arguments.offload_kv.value != "auto",
         "--recompute": arguments.recompute is not None,
         "--policy": arguments.policy.value != "auto",

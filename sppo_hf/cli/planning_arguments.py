@@ -46,6 +46,7 @@ class Dtype(StrEnum):
 class Partition(StrEnum):
     """Setting of `partition`; a choice on the command line."""
 
+    auto = "auto"
     flops = "flops"
     even = "even"
 

@@ -65,7 +65,7 @@ def simulate(
     rows: given.Rows = 1,
     dtype: given.ComputeDtype = given.Dtype.bfloat16,
     lora: given.Lora = None,
-    partition: given.Cut = given.Partition.flops,
+    partition: given.Cut = given.Partition.auto,
     offload: Annotated[
         Offload, typer.Option(help="What of each frame leaves the device, by a fixed rule.")
     ] = Offload.none,

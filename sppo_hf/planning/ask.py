@@ -21,7 +21,7 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.moments import MemoryEstimate
-from sppo_hf.planning.partition import Bounds, chunk_bounds
+from sppo_hf.planning.partition import Bounds, chunk_bounds, partition_of
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.refusals import check_config
@@ -358,7 +358,7 @@ def _cuts(question: Question, cost: StageCost, total_tokens: int) -> Iterator[Bo
     config, kind = question.config, question.device.kind
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     if not (fixed or set_by_rule(config, question.device) or kind == "cpu"):
-        yield from chunk_cuts(cost, total_tokens, config.partition)
+        yield from chunk_cuts(cost, total_tokens, partition_of(config))
         return
     num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)
     if num_chunks != "auto":

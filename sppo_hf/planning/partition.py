@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Literal
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
@@ -20,6 +21,10 @@ Bounds = tuple[tuple[int, int], ...]
 # measured to cost up to 40% of the throughput) while a chunk's live frame stays small against
 # its K/V; 8K is the middle. A CPU is busy with far fewer rows, and there memory is the point.
 TARGET_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+# Rows of a GPU kernel's tile.
+_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,12 @@ class PrefixCost:
 
 
 def chunk_bounds(
-    config: SPPOConfig, shape: ModelShape, total_tokens: int, *, device_kind: str = "cpu"
+    config: SPPOConfig,
+    shape: ModelShape,
+    total_tokens: int,
+    *,
+    device_kind: str = "cpu",
+    stages: int = 1,
 ) -> Bounds:
     """Cuts a sequence as the config asks.
 
@@ -84,6 +94,7 @@ def chunk_bounds(
         shape: the model, for "flops".
         total_tokens: length of the padded rows, at least 1.
         device_kind: "cpu" or "cuda"; what "auto" aims at depends on it.
+        stages: of the pipeline, 1 on one device; see `partition_of`.
 
     Returns:
         Half-open (start, end) pairs in order, none empty, that cover [0, total_tokens).
@@ -92,6 +103,7 @@ def chunk_bounds(
         ConfigError: `chunk_lengths` do not sum to `total_tokens`, or there are more chunks than
             tokens.
     """
+    partition = partition_of(config, stages=stages)
     assert total_tokens >= 1, f"a sequence has at least one token, got {total_tokens}"
     if config.chunk_lengths is not None:
         return _explicit_bounds(config.chunk_lengths, total_tokens)
@@ -103,7 +115,7 @@ def chunk_bounds(
             PrefixCost.of(shape),
             total_tokens,
             target_tokens=TARGET_CHUNK_TOKENS[device_kind],
-            partition=config.partition,
+            partition=partition,
         )
     if config.num_chunks > total_tokens:
         raise ConfigError(
@@ -111,13 +123,33 @@ def chunk_bounds(
             f"batch. Allowed here: 1 to {total_tokens:,}. Set num_chunks='auto' or "
             "chunk_tokens=<tokens>, which fit any length."
         )
-    if config.partition == "even":
+    if partition == "even":
         return even_bounds(total_tokens, config.num_chunks)
     return balanced_bounds(PrefixCost.of(shape), total_tokens, config.num_chunks)
 
 
+def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "even"]:
+    """Returns the setting `partition`, "auto" resolved.
+
+    In a pipeline chunks of unequal work leave ranks idle, and the paper's rule of offloading counts
+    on equal work. On one device neither is so, the longest chunk decides the peak, and kernels are
+    built once for each length: there lengths are equal.
+    """
+    if config.partition != "auto":
+        return config.partition
+    return "flops" if stages > 1 or config.offload == "sppo" else "even"
+
+
 def even_bounds(total_tokens: int, num_chunks: int) -> Bounds:
-    """Cuts into chunks of the same number of tokens, give or take one rounding step."""
+    """Cuts into chunks of the same number of tokens, give or take one rounding step.
+
+    Where that step is a kernel's tile only the last chunk differs, so that there are two lengths at
+    most to build kernels for.
+    """
+    step = rounding_tokens(total_tokens, num_chunks)
+    length = math.ceil(total_tokens / num_chunks / step) * step
+    if step == _TILE_TOKENS and (num_chunks - 1) * length < total_tokens:
+        return _pairs([*(length * (i + 1) for i in range(num_chunks - 1)), total_tokens])
     ends = [total_tokens * (i + 1) / num_chunks for i in range(num_chunks)]
     return _pairs(_rounded(ends, total_tokens, rounding_tokens(total_tokens, num_chunks)))
 
@@ -181,11 +213,11 @@ def auto_bounds(
 def rounding_tokens(total_tokens: int, num_chunks: int) -> int:
     """Returns the multiple that bounds are rounded to.
 
-    128 rows fill a GPU kernel's tile; short chunks would lose their balance to such a step.
+    Rows that fill a GPU kernel's tile; short chunks would lose their balance to such a step.
     """
     mean_tokens = total_tokens / num_chunks
-    if mean_tokens >= 1024:
-        return 128
+    if mean_tokens >= 8 * _TILE_TOKENS:
+        return _TILE_TOKENS
     return 16 if mean_tokens >= 256 else 1
 
 

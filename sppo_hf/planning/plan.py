@@ -32,7 +32,7 @@ from sppo_hf.planning.limits import (
 from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.modes import KEEP, Tier, mode_of
 from sppo_hf.planning.moments import MemoryEstimate
-from sppo_hf.planning.partition import Bounds, chunk_bounds
+from sppo_hf.planning.partition import Bounds, chunk_bounds, partition_of
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.prediction import Prediction, predict
@@ -362,7 +362,7 @@ def _cuts(task: _Task, cost: StageCost) -> list[Bounds]:
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     if task.bounds is not None or fixed or task.device.kind == "cpu":
         return [_base(task).bounds]
-    return list(chunk_cuts(cost, task.total_tokens, config.partition))
+    return list(chunk_cuts(cost, task.total_tokens, partition_of(config)))
 
 
 def _predict(cost: StageCost, decisions: Decisions, *, policy: str) -> Prediction:

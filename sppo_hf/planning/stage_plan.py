@@ -16,6 +16,7 @@ from sppo_hf.planning.partition import (
     balanced_bounds,
     chunk_bounds,
     even_bounds,
+    partition_of,
 )
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
@@ -49,14 +50,14 @@ def pipeline_bounds(
     Raises:
         ConfigError: the settings do not fit this length.
     """
-    bounds = chunk_bounds(config, shape, total_tokens, device_kind=device_kind)
+    bounds = chunk_bounds(config, shape, total_tokens, device_kind=device_kind, stages=stages)
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     wanted = math.ceil(_UNITS_PER_STAGE * stages / micro_batches)
     most = max(1, total_tokens // _LEAST_TOKENS.get(device_kind, 1))
     if fixed or len(bounds) >= min(wanted, most):
         return bounds
     number = min(wanted, most)
-    if config.partition == "even":
+    if partition_of(config, stages=stages) == "even":
         return even_bounds(total_tokens, number)
     return balanced_bounds(PrefixCost.of(shape), total_tokens, number)
 

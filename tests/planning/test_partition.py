@@ -14,6 +14,7 @@ from sppo_hf.planning.partition import (
     auto_bounds,
     balanced_bounds,
     chunk_bounds,
+    even_bounds,
 )
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.shapes import gpt_shape, llama_config, tiny_shape
@@ -97,6 +98,30 @@ def test_even() -> None:
     bounds = chunk_bounds(config, tiny_shape(), 100)
     assert_covers(bounds, 100)
     assert set(lengths(bounds)) == {14, 15}
+
+
+def test_long_even_chunks_have_two_lengths() -> None:
+    for total_tokens, num_chunks in ((100_000, 12), (131_072, 16), (65_001, 8)):
+        bounds = even_bounds(total_tokens, num_chunks)
+        assert_covers(bounds, total_tokens)
+        *same, last = lengths(bounds)
+        assert len(set(same)) == 1
+        assert same[0] % 128 == 0
+        assert last <= same[0] <= total_tokens / num_chunks + 128
+
+
+def test_auto_is_even_on_one_device_and_balanced_where_work_has_to_be() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+
+    def cut(stages: int, **settings: object) -> Bounds:
+        config = SPPOConfig(num_chunks=8, **settings)  # type: ignore[arg-type]
+        return chunk_bounds(config, shape, 131_072, stages=stages)
+
+    even, flops = (cut(1, partition=partition) for partition in ("even", "flops"))
+    assert even != flops
+    assert cut(1) == even
+    assert cut(4) == cut(1, offload="sppo") == flops
+    assert cut(4, partition="even") == even
 
 
 @pytest.mark.parametrize(
