@@ -24,6 +24,10 @@ STORAGE_TIMEOUT = timedelta(hours=2)
 """How much later than another a rank may be done with writing its files."""
 
 
+MOST_CTAS = 4
+"""Thread blocks, of a multiprocessor each, that NCCL may use for a link."""
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineMesh:
     """This rank's place, and its groups."""
@@ -106,7 +110,9 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
         for source in range(pp_size):
             for target in sorted({(source + 1) % pp_size, (source - 1) % pp_size}):
                 pair = sorted((ranks[source], ranks[target]))
-                group = dist.new_group(pair, timeout=timeout)
+                group = dist.new_group(
+                    pair, timeout=timeout, pg_options=link_options(device, timeout)
+                )
                 if here and pp_rank in (source, target):
                     links[source, target] = group
     if dp_size > 1:
@@ -131,6 +137,21 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
     )
     _try_groups(mesh)
     return mesh
+
+
+def link_options(device: torch.device, timeout: timedelta) -> Any:
+    """Options of a group that carries messages one way between two ranks; None where it is not NCCL.
+
+    NCCL's kernels of a send or a receive occupy whole multiprocessors from when they are posted
+    until the other side is there, which in a pipeline may be several units later. A message of tens
+    of MB takes a few of them no longer than it takes many, so a link is given no more.
+    """
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = MOST_CTAS
+    return options
 
 
 def _try_groups(mesh: PipelineMesh) -> None:

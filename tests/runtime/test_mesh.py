@@ -3,11 +3,15 @@
 See `assert_places` in test_pipeline_exactness.py for those.
 """
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import distributed as dist
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.runtime.mesh import PipelineMesh, check_world
+from sppo_hf.runtime.mesh import PipelineMesh, check_world, link_options
 from sppo_hf.runtime.pipeline import shared_mesh
 
 
@@ -40,3 +44,24 @@ def test_ranks_of_a_pipeline_are_neighbours() -> None:
     mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=cpu, links={}, **groups)
     assert [mesh.world_rank(rank) for rank in range(3)] == [3, 4, 5]
     assert not mesh.is_first
+
+
+def test_a_link_may_occupy_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, timeout = torch.device("cuda", 0), timedelta(seconds=90)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert link_options(gpu, timeout) is None
+
+    class Options:
+        """NCCL's, as far as they are set; a build for CPUs has none."""
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(max_ctas=-(2**31))
+            self._timeout = timedelta(minutes=10)
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    options = link_options(gpu, timeout)
+    assert options.config.max_ctas == 4
+    assert options._timeout == timeout, "torch warns of two that differ"
+    assert link_options(gpu, timeout) is not options, "each group writes into its own"
+    assert link_options(torch.device("cpu"), timeout) is None
