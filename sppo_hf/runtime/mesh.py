@@ -140,7 +140,7 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
 
 
 def link_options(device: torch.device, timeout: timedelta) -> Any:
-    """Options of a group that carries messages one way between two ranks; None where it is not NCCL.
+    """Options of a group whose messages go one way between two ranks; None without NCCL.
 
     NCCL's kernels of a send or a receive occupy whole multiprocessors from when they are posted
     until the other side is there, which in a pipeline may be several units later. A message of tens
