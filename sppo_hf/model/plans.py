@@ -84,14 +84,31 @@ class PlanBook:
         key = (batch_rows, total_tokens, training, device)
         if key not in self._plans:
             plan = self._make_plan(device, batch_rows, total_tokens, training=training)
+            given_bytes = self._room.prepare(device, plan)
+            if given_bytes is not None:
+                plan = self._plan_within(given_bytes, plan, device, training=training)
             for warning in plan.warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)
                     warnings.warn(warning, stacklevel=2)
             self._plans[key] = plan
             observer.on_plan(plan, self._parts.name)
-            self._room.prepare(device, plan)
         return self._plans[key]
+
+    def _plan_within(
+        self, host_bytes: int, plan: Plan, device: torch.device, *, training: bool
+    ) -> Plan:
+        """The same batch planned with the host memory that the system really gives."""
+        logger.warning(
+            "%.1f GiB of host memory were planned with, and the system gave %.1f GiB; planning "
+            "with those",
+            plan.estimate.host.held / 2**30,
+            host_bytes / 2**30,
+        )
+        self._config = self._config.replace(host_memory=host_bytes)
+        plan = self._make_plan(device, plan.batch_rows, plan.total_tokens, training=training)
+        self._room.prepare(device, plan)
+        return plan
 
     def _notice_accumulation(self, training: bool) -> None:
         """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.

@@ -23,7 +23,7 @@ class OffloadRoom:
         self._engine: OffloadEngine | None = None
         self._staging_bytes = 0
 
-    def prepare(self, device: torch.device, plan: Plan, *, batches: int = 1) -> None:
+    def prepare(self, device: torch.device, plan: Plan, *, batches: int = 1) -> int | None:
         """Make the engine for the first plan, and what host memory each plan will need.
 
         Pinning memory takes seconds and must not happen in the middle of a step.
@@ -32,6 +32,10 @@ class OffloadRoom:
             device: Where the model is.
             plan: What will run.
             batches: How many of the plan's batches may be away at once.
+
+        Returns:
+            Bytes that the host tier has, if the system refused to give what the plan needs; else
+            None.
 
         Raises:
             ConfigError: `offload_dir` cannot be used.
@@ -44,7 +48,7 @@ class OffloadRoom:
         if self._engine is None:
             self._engine = new_offload_engine(self._config, device, plan)
             self._staging_bytes = plan.staging_bytes
-        self._engine.reserve(batches * plan.estimate.host.held)
+        return self._engine.reserve(batches * plan.estimate.host.held)
 
     @property
     def engine(self) -> OffloadEngine:

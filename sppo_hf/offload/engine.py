@@ -78,11 +78,14 @@ class OffloadEngine:
             reads_ahead=self._staging is not None,
         )
 
-    def reserve(self, host_bytes: int) -> None:
+    def reserve(self, host_bytes: int) -> int | None:
         """Make the host slabs that a step will need before it starts, and those of staging.
 
         Args:
             host_bytes: what the host tier will hold at most, without staging; cut to the budget.
+
+        Returns:
+            Bytes that the host tier has, if the system refused to give all of these; else None.
 
         Raises:
             OffloadError: the host gives no (pinned) memory.
@@ -91,6 +94,8 @@ class OffloadEngine:
             self.pool.reserve(host_bytes)
             if self._staging is not None:
                 self._staging.reserve()
+            short = self.pool.refusal and self.pool.reserved_bytes < host_bytes
+            return self.pool.reserved_bytes if short else None
 
     def can_move(self, tensor: Tensor) -> bool:
         """Whether `start_offload` would move `tensor` rather than keep it in the handle."""

@@ -20,6 +20,9 @@ ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
 """Slabs start at multiples of it, as transfers past the page cache want."""
 DEFAULT_SLAB_BYTES = 256 * 2**20
+MOST_SLAB_BYTES = 8 * 2**30
+"""A slab that `reserve` makes is no larger: the driver locks pages at a few GB a second and may
+refuse tens of GiB in one piece which it gives in several."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +78,8 @@ class HostPool:
         self._alignment_bytes = alignment_bytes
         self._slab_bytes = _round_up(slab_bytes, alignment_bytes)
         self._slabs: list[_Slab] = []
+        self.refusal = ""
+        """Why the system gave less than was asked for; empty where it did not refuse anything."""
         self.used_bytes = 0
         self.peak_bytes = 0
         self.reserved_bytes = 0
@@ -91,21 +96,28 @@ class HostPool:
     def reserve(self, num_bytes: int) -> None:
         """Make slabs until they hold `num_bytes` in all, or the whole budget if that is less.
 
-        In as few pieces as possible: one, or one for each binary digit where pages are locked.
+        In as few pieces of at most `MOST_SLAB_BYTES` as possible, powers of two where pages are
+        locked. If the system refuses one after others, these are the budget from then on.
 
         Raises:
-            OffloadError: the operating system or the driver gives no (pinned) memory.
+            OffloadError: the operating system or the driver gives no (pinned) memory at all.
         """
         if self.budget_bytes is not None:
             num_bytes = min(num_bytes, self.budget_bytes)
         while self.reserved_bytes < num_bytes:
-            missing_bytes = num_bytes - self.reserved_bytes
+            missing_bytes = min(num_bytes - self.reserved_bytes, MOST_SLAB_BYTES)
             if self.pinned:
                 missing_bytes = 1 << (missing_bytes.bit_length() - 1)
             slab_bytes = self._slab_size(missing_bytes)
             if slab_bytes <= 0:
                 return  # the rest of the budget is smaller than any slab
-            self._add_slab(slab_bytes)
+            try:
+                self._add_slab(slab_bytes)
+            except OffloadError as error:
+                if not self._slabs:
+                    raise
+                self.budget_bytes, self.refusal = self.reserved_bytes, f"; {error}"
+                return
 
     def allocate(self, num_bytes: int) -> Region:
         """Lend `num_bytes` (at least 1), adding a slab where no hole is large enough.
@@ -149,7 +161,7 @@ class HostPool:
                 f"{self.reserved_bytes} of {self.budget_bytes} bytes are reserved and "
                 f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "
                 "raise host_memory, set offload_dir to let the rest go to disk, use shorter "
-                "sequences, or set offload to 'none'"
+                f"sequences, or set offload to 'none'{self.refusal}"
             )
         self._add_slab(slab_bytes)
         self.grown_bytes += slab_bytes

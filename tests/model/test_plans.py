@@ -1,9 +1,12 @@
 """Plans are made once per batch shape, and anew when gradients turn out to accumulate."""
 
+import logging
+
 import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import BudgetError
 from sppo_hf.model import plans as plans_module
 from sppo_hf.model.convert import convert
 from sppo_hf.model.lessons import Lesson
@@ -12,6 +15,7 @@ from sppo_hf.model.plans import PlanBook
 from sppo_hf.model.room import OffloadRoom
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
+from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.measured import MeasuredStep
 
@@ -28,9 +32,9 @@ def _step(model, *, tokens=20, rows=1):
     model(**make_batch(tokens=tokens, rows=rows)).loss.backward()
 
 
-def _converted(model):
+def _converted(model, **settings):
     plans = _Plans()
-    settings = SPPOConfig(num_chunks=3, show_plan=False)
+    settings = SPPOConfig(num_chunks=3, show_plan=False, **settings)
     return convert(model.train(), settings, observer=plans), plans.seen
 
 
@@ -87,3 +91,23 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     assert book.get(1, 20, device, StepObserver()) is not plan
     book.get(1, 20, torch.device("cpu", 2), StepObserver())
     assert asked[2:] == [torch.device("cpu", 2)]
+
+
+def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatch, caplog):
+    asked = []
+
+    def reserve(self, host_bytes):
+        asked.append(host_bytes)
+        return host_bytes // 2 if len(asked) == 1 else None
+
+    monkeypatch.setattr(OffloadEngine, "reserve", reserve)
+    model, seen = _converted(build_tiny_model("llama"), offload="full")
+    with (
+        caplog.at_level(logging.WARNING, logger="sppo_hf"),
+        pytest.raises(BudgetError, match="host"),
+    ):
+        _step(model)
+    # What is fixed by the settings cannot shrink, so the second plan says what is missing.
+    assert len(asked) == 1
+    assert asked[0] > 0
+    assert "the system gave" in caplog.text

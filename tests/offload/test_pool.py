@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload import pool as pool_module
 from sppo_hf.offload.pool import ALIGNMENT_BYTES, PAGE_BYTES, HostPool, Region
 
 SLAB_BYTES = 8 * ALIGNMENT_BYTES
@@ -168,6 +169,39 @@ def test_pinned_memory_is_reserved_in_powers_of_two() -> None:
     assert [slab.memory.numel() // SLAB_BYTES for slab in pool._slabs] == [16, 8, 1]
     pool.reserve(1000 * SLAB_BYTES)
     assert pool.reserved_bytes == 100 * SLAB_BYTES
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_what_the_system_refuses_makes_the_budget_smaller(
+    monkeypatch: pytest.MonkeyPatch, pin: bool
+) -> None:
+    empty, given = torch.empty, []
+
+    def refuse_the_third(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        if len(given) == 2:
+            raise RuntimeError("CUDA error: out of memory")
+        given.append(size)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", refuse_the_third)
+    monkeypatch.setattr(pool_module, "MOST_SLAB_BYTES", 4 * SLAB_BYTES)
+    pool = HostPool(SLAB_BYTES, pin=pin)
+    pool.reserve(16 * SLAB_BYTES)
+    assert len(given) == 2
+    assert pool.budget_bytes == pool.reserved_bytes == 8 * SLAB_BYTES
+    pool.allocate(4 * SLAB_BYTES)
+    pool.allocate(4 * SLAB_BYTES)
+    with pytest.raises(BudgetError, match="out of memory"):
+        pool.allocate(1)
+
+
+def test_nothing_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(OffloadError, match="gave no memory"):
+        HostPool(SLAB_BYTES).reserve(SLAB_BYTES)
 
 
 def test_growth_that_was_not_reserved_is_counted() -> None:
