@@ -101,7 +101,7 @@ def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatc
         return host_bytes // 2 if len(asked) == 1 else None
 
     monkeypatch.setattr(OffloadEngine, "reserve", reserve)
-    model, seen = _converted(build_tiny_model("llama"), offload="full")
+    model, _seen = _converted(build_tiny_model("llama"), offload="full")
     with (
         caplog.at_level(logging.WARNING, logger="sppo_hf"),
         pytest.raises(BudgetError, match="host"),
