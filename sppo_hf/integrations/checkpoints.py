@@ -37,7 +37,7 @@ from sppo_hf.model.convert import get_engine
 from sppo_hf.model.stages import staged_model_of
 from sppo_hf.model.structure import find_causal_lm
 from sppo_hf.runtime.checkpoint import place_of, saving, torn_for_all
-from sppo_hf.runtime.checkpoint_files import read_json, reading, writing
+from sppo_hf.runtime.checkpoint_files import read_json, reading, refuse_other_files, writing
 from sppo_hf.runtime.checkpoint_marks import (
     TRAINER_STATE_NAME,
     newest_complete,
@@ -354,8 +354,10 @@ def _blaming(folder: str | None) -> Iterator[None]:
         yield
     except Exception:
         for path in sorted(Path(folder).iterdir()) if folder and os.path.isdir(folder) else ():
-            with reading(path):
-                _read_whole(path)
+            if path.suffix in (".safetensors", ".json", ".pt"):
+                with reading(path):
+                    refuse_other_files(path)
+                    _read_whole(path)
         raise
 
 

@@ -401,6 +401,8 @@ def decode(value: Any, path: str, read: Callable[[str, str], Tensor]) -> Any:
     if isinstance(value, list):
         return [decode(item, f"{path}/{index}", read) for index, item in enumerate(value)]
     if not isinstance(value, dict):
+        if isinstance(value, int):
+            float(value)  # or an OverflowError: no optimizer and no generator has such numbers
         return value
     tags = [key for key in value if key.startswith("!")]
     if not tags:

@@ -42,7 +42,6 @@ optimizer."""
 TRAINER_STATE_NAME = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HASHED = {".safetensors", ".pt", ".pth", ".bin"}
-_DAMAGED = f"its {MARK_NAME} is damaged"
 
 Seen = dict[str, tuple[int, int, int]]
 """What tells whether a file was written anew: inode, size and time of the last change, by name."""
@@ -126,30 +125,44 @@ def what_is_torn(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None
     """
     mark = read_mark(folder)
     if mark is None:
-        if (folder / STATE_FOLDER).is_dir():
-            return f"it has no {MARK_NAME}, which is written last"
-        has_state = (folder / TRAINER_STATE_NAME).is_file()
-        return None if has_state else f"it has no {TRAINER_STATE_NAME}, which is written last"
-    if mark == {}:
-        return _DAMAGED
-    if mark.get("complete") is not True:
+        return _what_is_torn_without_mark(folder)
+    if mark and mark.get("complete") is not True:
         return "its save did not come to its end"
     files = _listed(mark)
     if files is None:
-        return _DAMAGED
+        return f"its {MARK_NAME} is damaged"
     try:
-        for name, (size, _) in files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if size is not None and path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        hashed = [(n, (size, crc)) for n, (size, crc) in files.items() if crc is not None]
-        # The largest come first, so that shares are about equal.
-        mine = sorted(hashed, key=lambda item: (-(item[1][0] or 0), item[0]))[share[0] :: share[1]]
-        found = digests_of([folder / name for name, _ in mine])
+        return _what_is_changed(folder, files, share)
     except OSError as error:
         return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
+
+
+def _what_is_torn_without_mark(folder: Path) -> str | None:
+    """Judge what the Trainer itself has saved; nothing that `mark_incomplete` was called for."""
+    last = MARK_NAME if (folder / STATE_FOLDER).is_dir() else TRAINER_STATE_NAME
+    if not (folder / last).is_file():
+        return f"it has no {last}, which is written last"
+    try:
+        read_json(folder / last)
+    except ConfigError:
+        return f"its {last} is damaged"
+    return None
+
+
+def _what_is_changed(
+    folder: Path, files: Mapping[str, tuple[int | None, str | None]], share: tuple[int, int]
+) -> str | None:
+    """Compare files with what is noted of them: size and hash."""
+    for name, (size, _) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if size is not None and path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    hashed = [(n, (size or 0, crc)) for n, (size, crc) in files.items() if crc is not None]
+    # The largest come first, so that shares are about equal.
+    mine = sorted(hashed, key=lambda item: (-item[1][0], item[0]))[share[0] :: share[1]]
+    found = digests_of([folder / name for name, _ in mine])
     for (name, noted), digest in zip(mine, found, strict=True):
         if digest != noted:
             return f"the bytes of {name} are not those that were saved"

@@ -122,6 +122,8 @@ def test_files_that_were_there_before_are_no_part_of_a_save(tmp_path: Path):
 def test_a_folder_of_the_trainers_own_is_complete_with_its_state(tmp_path: Path):
     (tmp_path / "trainer_state.json").write_text("{}")
     assert what_is_torn(tmp_path) is None
+    (tmp_path / "trainer_state.json").write_text("{")
+    assert what_is_torn(tmp_path) == "its trainer_state.json is damaged"
 
 
 def test_checkpoints_inside_a_folder_are_none_of_its_files(tmp_path: Path):
