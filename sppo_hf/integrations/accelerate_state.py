@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.runtime.checkpoint import place_of, saving
+from sppo_hf.runtime.checkpoint import place_of, saving, torn_for_all
+from sppo_hf.runtime.checkpoint_files import reading
 from sppo_hf.runtime.checkpoint_marks import read_mark, refuse_torn
 from sppo_hf.runtime.checkpoint_state import (
     has_state,
@@ -60,14 +61,14 @@ def load_pipeline_state(
         **kw: For `load`.
 
     Raises:
-        ConfigError: The folder is torn, or holds another model or other optimizers.
+        ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
     """
     folder = Path(os.path.expanduser(input_dir)) if input_dir else _newest(accelerator)
     if folder is None or not folder.is_dir():
         load(input_dir, *args, **kw)  # which says what is wrong
         return
     if read_mark(folder) is not None:
-        refuse_torn(folder)
+        refuse_torn(folder, torn_for_all)
     with _taken_out(accelerator) as (model, optimizers):
         load(str(folder), *args, **kw)
     load_weights(model, folder)
@@ -77,8 +78,9 @@ def load_pipeline_state(
         return
     for number, optimizer in enumerate(optimizers):
         name = f"optimizer_{number}.bin" if number else "optimizer.bin"
-        state = torch.load(folder / name, map_location="cpu", weights_only=True)
-        load_plain_optimizer(state, model, optimizer)
+        with reading(folder / name):
+            state = torch.load(folder / name, map_location="cpu", weights_only=True)
+            load_plain_optimizer(state, model, optimizer)
 
 
 @contextlib.contextmanager
@@ -103,5 +105,8 @@ def _newest(accelerator: Any) -> Path | None:
         return None
     folder = Path(accelerator.project_dir) / "checkpoints"
     numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
-    complete = [p for p in numbered if (read_mark(p) or {"complete": True}).get("complete")]
-    return max(complete, key=lambda p: int(p.name.rpartition("_")[2]), default=None)
+    for found in sorted(numbered, key=lambda p: int(p.name.rpartition("_")[2]), reverse=True):
+        # What Accelerate itself saved has no mark.
+        if read_mark(found) is None or torn_for_all(found) is None:
+            return found
+    return None

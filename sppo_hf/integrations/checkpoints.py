@@ -8,6 +8,12 @@ the business of `sppo_hf.runtime.checkpoint*`.
 [Note: rotation comes last]
 The Trainer deletes old checkpoints inside `_save_checkpoint`. Here that waits until the new one is
 marked as complete, so that a crash at any moment leaves a complete one.
+
+[Note: no optimizer.pt]
+A Trainer without SPPO wants the whole optimizer in one file, written by one process that holds it
+all in memory: 64 GB for Adam and 8 billion parameters, beside the same bytes in the ranks' own
+files. So it is made when it is asked for, by `export_optimizer`, and a text that says so lies in
+its place: the Trainer's error names `optimizer.pt`, and the text's name begins with that.
 """
 
 from __future__ import annotations
@@ -23,14 +29,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.model.stages import staged_model_of
 from sppo_hf.model.structure import find_causal_lm
-from sppo_hf.runtime.checkpoint import place_of, saving
-from sppo_hf.runtime.checkpoint_marks import newest_complete, read_mark, refuse_torn
+from sppo_hf.runtime.checkpoint import place_of, saving, torn_for_all
+from sppo_hf.runtime.checkpoint_files import read_json, reading, refuse_other_files, writing
+from sppo_hf.runtime.checkpoint_marks import (
+    TRAINER_STATE_NAME,
+    newest_complete,
+    read_mark,
+    refuse_torn,
+)
 from sppo_hf.runtime.checkpoint_state import (
     has_state,
     load_plain_optimizer,
@@ -49,11 +62,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
+OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = "optimizer.pt", "scheduler.pt", "scaler.pt"
+EXPORT_NOTE_NAME = "optimizer.pt.README.txt"
+_EXPORT_NOTE = """\
+This checkpoint was saved by a pipeline of sppo_hf. Its optimizer is in sppo_optimizer/, in one file
+per rank, and SPPO resumes from it with any number of ranks, also in one process.
+
+A Trainer without SPPO looks for optimizer.pt here. To make it, run this once in this folder, on a
+machine whose memory holds the whole optimizer (8 bytes per trained parameter for Adam in float32):
+
+    python -c "from sppo_hf.integrations.checkpoints import export_optimizer; export_optimizer('.')"
+"""
 _WRAPPED = (
     *("train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler"),
     *("_save_rng_state", "_load_from_checkpoint", "_load_best_model"),
-    *("_load_optimizer_and_scheduler", "_load_rng_state"),
+    *("_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler"),
 )
 
 
@@ -106,13 +129,15 @@ class TrainerCheckpoints:
         """Train; a torn checkpoint is refused, or passed over where the choice is ours.
 
         Raises:
-            ConfigError: The named checkpoint is torn, or all are.
+            ConfigError: The named checkpoint is torn, or all are; or a file of it is damaged.
         """
         if resume_from_checkpoint is True:
             found = _newest(Path(self._trainer.args.output_dir))
             resume_from_checkpoint = True if found is None else str(found)
         elif resume_from_checkpoint:
-            refuse_torn(Path(resume_from_checkpoint))
+            refuse_torn(Path(resume_from_checkpoint), torn_for_all)
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            _refuse_other_trainer_state(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
         return self._kind.train(self._trainer, resume_from_checkpoint, *args, **kwargs)
 
     # -- saving ------------------------------------------------------------------------------
@@ -169,6 +194,8 @@ class TrainerCheckpoints:
             # optimizer.pt and says so; without it, it would go on with a fresh optimizer.
             state = trainer.lr_scheduler.state_dict()
             torch.save(state, os.path.join(output_dir, SCHEDULER_NAME))
+            # See [Note: no optimizer.pt].
+            Path(output_dir, EXPORT_NOTE_NAME).write_text(_EXPORT_NOTE, encoding="utf-8")
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save random numbers, unless they have been."""
@@ -186,9 +213,9 @@ class TrainerCheckpoints:
         assert model is not None, "a Trainer that resumes has a model"
         ours = read_mark(Path(resume_from_checkpoint)) is not None
         if not is_cut(model) and (not ours or trainer.is_fsdp_enabled):
-            self._kind._load_from_checkpoint(trainer, resume_from_checkpoint, model)
+            with _blaming(resume_from_checkpoint):
+                self._kind._load_from_checkpoint(trainer, resume_from_checkpoint, model)
             return
-        refuse_torn(Path(resume_from_checkpoint))
         logger.info("Loading model from %s.", resume_from_checkpoint)
         load_weights(model, resume_from_checkpoint)
 
@@ -216,31 +243,44 @@ class TrainerCheckpoints:
             return
         plain = None if checkpoint is None else os.path.join(checkpoint, OPTIMIZER_NAME)
         if plain is None or not self._in_pipeline or not os.path.isfile(plain):
-            self._kind._load_optimizer_and_scheduler(trainer, checkpoint)
+            with _blaming(checkpoint):
+                self._kind._load_optimizer_and_scheduler(trainer, checkpoint)
             return
-        state = torch.load(plain, map_location="cpu", weights_only=True)
-        load_plain_optimizer(state, trainer.model, trainer.optimizer)
+        with reading(plain):
+            state = torch.load(plain, map_location="cpu", weights_only=True)
+            load_plain_optimizer(state, trainer.model, trainer.optimizer)
         scheduler = os.path.join(str(checkpoint), SCHEDULER_NAME)
-        trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        with reading(scheduler):
+            trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load random numbers; see [Note: whose random numbers]."""
         if checkpoint is None or not has_state(checkpoint):
-            self._kind._load_rng_state(self._trainer, checkpoint)
+            args = self._trainer.args
+            name = f"rng_state_{args.process_index}" if args.world_size > 1 else "rng_state"
+            with reading(os.path.join(str(checkpoint), f"{name}.pth")):
+                self._kind._load_rng_state(self._trainer, checkpoint)
         else:
             load_random_state(checkpoint, self._trainer.model)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the state of the scaler of float16's losses."""
+        with reading(os.path.join(str(checkpoint), SCALER_NAME)):
+            self._kind._load_scaler(self._trainer, checkpoint)
 
 
 def export_optimizer(folder: str | Path) -> None:
     """Add `optimizer.pt` and `scheduler.pt` to a pipeline's checkpoint, in one process.
 
-    A Trainer without SPPO can then resume from it. Needs host memory for the whole optimizer.
+    A Trainer without SPPO can then resume from it; see [Note: no optimizer.pt]. Needs host memory
+    for the whole optimizer.
 
     Args:
         folder: A `checkpoint-N` of a pipeline run.
 
     Raises:
-        ConfigError: The folder is torn, or holds no optimizer of a pipeline.
+        ConfigError: The folder is torn or damaged, or holds no optimizer of a pipeline.
+        PipelineError: A file could not be written.
     """
     folder = Path(folder)
     refuse_torn(folder)
@@ -251,8 +291,20 @@ def export_optimizer(folder: str | Path) -> None:
             "if the folder has optimizer.pt."
         )
     optimizer, schedulers = read_plain_state(folder)
-    torch.save(optimizer, folder / OPTIMIZER_NAME)
-    torch.save(schedulers[0], folder / SCHEDULER_NAME)
+    if not schedulers:
+        raise ConfigError(
+            f"{str(folder)!r} holds no scheduler. Allowed: checkpoint-N folders that a Trainer "
+            "saved. Remedy: load it by Accelerator.load_state, which needs no optimizer.pt."
+        )
+    for value, name in ((optimizer, OPTIMIZER_NAME), (schedulers[0], SCHEDULER_NAME)):
+        fresh = folder / f"{name}.new"
+        with writing(folder / name):
+            try:
+                torch.save(value, fresh)
+                fresh.replace(folder / name)
+            finally:
+                fresh.unlink(missing_ok=True)
+    (folder / EXPORT_NOTE_NAME).unlink(missing_ok=True)
 
 
 def refuse_partial_save(model: nn.Module) -> None:
@@ -291,13 +343,56 @@ def _weights_written(model: Any) -> Iterator[None]:
             model.__dict__["save_pretrained"] = before
 
 
+@contextlib.contextmanager
+def _blaming(folder: str | None) -> Iterator[None]:
+    """Where the Trainer fails to read a checkpoint of its own, name the file that is damaged.
+
+    Raises:
+        ConfigError: A file cannot be read. If all can, what the Trainer raised goes on.
+    """
+    try:
+        yield
+    except Exception:
+        for path in sorted(Path(folder).iterdir()) if folder and os.path.isdir(folder) else ():
+            if path.suffix in (".safetensors", ".json", ".pt"):
+                with reading(path):
+                    refuse_other_files(path)
+                    _read_whole(path)
+        raise
+
+
+def _read_whole(path: Path) -> None:
+    """Read what a Trainer loads when it resumes; any error says that it cannot be read."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            file.keys()
+    elif path.suffix == ".json":
+        read_json(path)
+    elif path.name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+        torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _refuse_other_trainer_state(path: Path) -> None:
+    """Refuse a state of the Trainer that it cannot read.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    from transformers import TrainerState
+
+    if path.exists():
+        read_json(path)
+        with reading(path):
+            TrainerState.load_from_json(str(path))
+
+
 def _newest(run_folder: Path) -> Path | None:
     """The newest complete checkpoint of a run; None where there is none at all.
 
     Raises:
         ConfigError: All are torn.
     """
-    newest, torn = newest_complete(run_folder)
+    newest, torn = newest_complete(run_folder, torn_for_all)
     if torn:
         lacks = "; ".join(f"{str(folder)!r}: {why}" for folder, why in torn.items())
         if newest is None:

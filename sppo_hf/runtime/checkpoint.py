@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from sppo_hf.errors import PipelineError
+from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.model.convert import get_engine
-from sppo_hf.runtime.checkpoint_marks import mark_complete, mark_incomplete
+from sppo_hf.runtime.checkpoint_files import Digest, write_tensors, writing
+from sppo_hf.runtime.checkpoint_marks import mark_complete, mark_incomplete, what_is_torn
 from sppo_hf.runtime.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
-_open: set[Path] = set()
+STAGING = ".sppo-saving"
+"""Folder inside a checkpoint's for files that are moved out of it when all are written."""
+
+_open: dict[Path, dict[str, Digest]] = {}
+"""Folders that are being saved, and digests of the files that this process has written there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,11 @@ class Place:
 
     def gather(self, value: Any) -> list[Any]:
         """Gather small objects over this pipeline; the list, by rank, comes to all of it."""
-        if self.pipeline is None:
-            return [value]
-        values: list[Any] = [None] * self.pp_size
-        dist.all_gather_object(values, value, group=self.pipeline)
-        return values
+        return _gather_over(self.pipeline, value)
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Gather small objects over all processes; the list comes to each of them."""
+        return _gather_over(self.everyone, value)
 
 
 def place_of(model: nn.Module) -> Place:
@@ -77,17 +80,45 @@ def place_in(mesh: PipelineMesh) -> Place:
         mesh.dp_rank,
         mesh.pp_size,
         mesh.dp_size,
-        everyone=_everyone(mesh),
+        everyone=_all_processes(dist.group.WORLD),
         pipeline=mesh.storage,
     )
 
 
 @functools.cache
-def _everyone(mesh: PipelineMesh) -> Any:
-    """All processes, on the CPU: saves gather numbers and names, which are there."""
+def _all_processes(world: Any) -> Any:
+    """All processes of `world`, on the CPU: saves gather numbers and names, which are there."""
     # Ranks write different amounts; the first to be done waits for the last for as long as a disk
     # may take.
     return dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
+
+
+def _gather_over(group: Any, value: Any) -> list[Any]:
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def torn_for_all(folder: Path) -> str | None:
+    """`what_is_torn`, with the reading of files shared by all processes; every process calls this.
+
+    Raises:
+        ConfigError: The checkpoint was written in a later format.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return what_is_torn(folder)
+    group = _all_processes(dist.group.WORLD)
+    lacks: str | ConfigError | None
+    try:
+        lacks = what_is_torn(folder, share=(dist.get_rank(), dist.get_world_size()))
+    except ConfigError as error:
+        lacks = error
+    found = next((seen for seen in _gather_over(group, lacks) if seen is not None), None)
+    if isinstance(found, ConfigError):
+        raise found
+    return found
 
 
 @contextlib.contextmanager
@@ -101,35 +132,44 @@ def saving(folder: str | Path, place: Place) -> Iterator[Path]:
         place: This process.
 
     Raises:
-        PipelineError: The ranks do not see the same folder.
+        PipelineError: The ranks do not see the same folder, or the disk refused to write.
     """
     folder = Path(folder).absolute()
     if folder in _open:
         yield folder
         return
-    _open.add(folder)
+    digests = _open.setdefault(folder, {})
     try:
-        if place.leads:
-            mark_incomplete(folder)
-        place.wait()
-        if not folder.is_dir():
-            raise PipelineError(
-                f"Rank {place.pp_rank} of replica {place.dp_rank} does not see {str(folder)!r}, "
-                "which rank 0 has made. Allowed: folders on a file system that all nodes share, "
-                "because ranks write one checkpoint together. Remedy: another output_dir."
-            )
-        yield folder
-        place.wait()
-        if place.leads:
-            layout = {"pp_size": place.pp_size, "dp_size": place.dp_size}
-            mark_complete(folder, {"layout": layout})
-        place.wait()
+        with writing(folder):
+            before = mark_incomplete(folder) if place.leads else {}
+            place.wait()
+            if not folder.is_dir():
+                raise PipelineError(
+                    f"Rank {place.pp_rank} of replica {place.dp_rank} does not see "
+                    f"{str(folder)!r}, which rank 0 has made. Allowed: folders on a file system "
+                    "that all nodes share, because ranks write one checkpoint together. Remedy: "
+                    "another output_dir."
+                )
+            yield folder
+            written = place.gather_all(digests)
+            if place.leads:
+                layout = {"pp_size": place.pp_size, "dp_size": place.dp_size}
+                found = {name: digest for part in written for name, digest in part.items()}
+                mark_complete(folder, {"layout": layout}, before=before, digests=found)
+            place.wait()
     finally:
-        _open.discard(folder)
+        del _open[folder]
 
 
-def write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file, and see that it is on the disk."""
-    save_file(tensors, path, metadata={"format": "pt"})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, inside `saving`, and note its digest for the mark.
+
+    Raises:
+        ConfigError: A tensor is of a kind that safetensors files cannot hold.
+        PipelineError: The file could not be written.
+    """
+    digest = write_tensors(tensors, path)
+    for folder, digests in _open.items():
+        if path.absolute().is_relative_to(folder):
+            parts = path.absolute().relative_to(folder).parts
+            digests["/".join(part for part in parts if part != STAGING)] = digest

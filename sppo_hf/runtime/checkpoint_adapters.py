@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.runtime.checkpoint import Place, write_file
+from sppo_hf.runtime.checkpoint_files import reading, refuse_other_files
 
 _FILE = "adapter_model.safetensors"
 
@@ -57,7 +58,7 @@ def load_adapters(model: Any, folder: Path) -> None:
     """Read the adapters' tensors that this process holds, in place.
 
     Raises:
-        ConfigError: An adapter, or a tensor of it, is not in the folder.
+        ConfigError: An adapter, or a tensor of it, is not in the folder, or its file is damaged.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -69,7 +70,9 @@ def load_adapters(model: Any, folder: Path) -> None:
                 "checkpoints of a model with the same adapters. Remedy: build the model with the "
                 "adapters that were saved."
             )
-        saved = load_file(file)
+        with reading(file):
+            refuse_other_files(file)
+            saved = load_file(file)
         own = set(get_peft_model_state_dict(model, model.state_dict(), adapter_name=name))
         if missing := sorted(own - set(saved)):
             raise ConfigError(
@@ -77,7 +80,8 @@ def load_adapters(model: Any, folder: Path) -> None:
                 f"{missing[:3]}. Allowed: checkpoints of a model with the same adapters. Remedy: "
                 "build the model with the adapters that were saved."
             )
-        set_peft_model_state_dict(model, {key: saved[key] for key in own}, adapter_name=name)
+        with reading(file):
+            set_peft_model_state_dict(model, {key: saved[key] for key in own}, adapter_name=name)
 
 
 def _folder_of(folder: Path, adapter: str) -> Path:

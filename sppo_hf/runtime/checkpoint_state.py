@@ -1,8 +1,14 @@
-"""Optimizer, scheduler and random numbers of a run, by torch.distributed.checkpoint.
+"""Optimizer, scheduler and random numbers of a run, as safetensors files and a JSON index.
+
+    sppo_optimizer/index.json               settings, numbers, and where each tensor is
+    sppo_optimizer/rank-0-1.safetensors     tensors that replica 0, stage 1 wrote
 
 Everything an optimizer keeps is stored under the *name* of its parameter. Each rank saves what it
 holds, replicas sharing the work, and loads by name what it holds then: on another number of stages
-or replicas, or on one process.
+or replicas, or on one process. Saving needs host memory for one tensor beside the run's own, and
+loading for the state of the parameters that this process holds.
+
+Not covered: optimizers whose tensors are sharded (FSDP) or of a subclass; they are refused.
 
 [Note: whose random numbers]
 Every process saves the state of its generators. A process that resumes takes those of the same
@@ -13,31 +19,33 @@ numbers, and any layout draws the same ones every time it resumes.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor, nn
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.model.structure import find_causal_lm
-from sppo_hf.runtime.checkpoint import Place, place_of
+from sppo_hf.runtime.checkpoint import Place, place_of, write_file
+from sppo_hf.runtime.checkpoint_files import (
+    TensorFiles,
+    decode,
+    encode,
+    read_json,
+    reading,
+    write_json,
+)
+from sppo_hf.runtime.checkpoint_marks import MARK_NAME, STATE_FOLDER
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
-STATE_FOLDER = "sppo_optimizer"
-"""Folder of a checkpoint. A Trainer without SPPO that finds a folder named after an optimizer and
-no optimizer.pt stops, where it would otherwise go on with a fresh optimizer."""
-
-_STATE = "state/"  # state/<number of the optimizer>/<parameter>/<what the optimizer calls it>
+_INDEX = "index.json"
+_FORMER_INDEX = ".metadata"
 
 Groups = list[dict[str, Any]]
 """Parameter groups of an optimizer: its settings, and under "names" the parameters."""
@@ -60,41 +68,57 @@ def save_state(
         schedulers: The same on all ranks.
 
     Raises:
-        ConfigError: An optimizer steps a tensor that is no parameter of the model.
+        ConfigError: An optimizer steps a tensor that is no parameter of the model, or there is
+            something in its state or a scheduler's that could only be stored as code.
+        PipelineError: A file could not be written.
     """
     place = place_of(model)
     target = Path(folder) / STATE_FOLDER
     names = _names(model)
-    state: dict[str, Any] = {f"rng/{place.dp_rank}/{place.pp_rank}": random_state(model)}
-    groups = []
+    file = f"rank-{place.dp_rank}-{place.pp_rank}.safetensors"
+    tensors: dict[str, Tensor] = {}
+
+    def keep(path: str, tensor: Tensor) -> str:
+        assert path not in tensors, f"{path} is stored twice"
+        tensors[path] = tensor
+        return file
+
+    part: dict[str, Any] = {"optimizers": []}
     for number, optimizer in enumerate(map(unwrapped, optimizers)):
-        groups.append(_whole_groups(optimizer, names, model, place))
-        for parameter, values in optimizer.state.items():
-            name = names[id(parameter)]
-            for key, value in values.items():
-                state[f"{_STATE}{number}/{name}/{key}"] = value
-    state["groups"] = groups
-    state["schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
+        groups = _whole_groups(optimizer, names, model, place)
+        held = {names[id(parameter)]: values for parameter, values in optimizer.state.items()}
+        state = {
+            name: encode(held[name], f"state/{number}/{name}", keep)
+            for name in _own_share(held, model, place)
+        }
+        part["optimizers"].append({"state": state})
+        if place.leads:
+            part["optimizers"][number]["groups"] = encode(groups, f"groups/{number}", keep)
+    if place.leads:
+        states = [scheduler.state_dict() for scheduler in schedulers]
+        part["schedulers"] = encode(states, "schedulers", keep)
+    random_path = f"random/{place.dp_rank}/{place.pp_rank}"
+    part["random"] = {random_path: encode(random_state(model), random_path, keep)}
     if place.leads:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
     place.wait()
-    # Not flattened: what is no tensor is stored as it is.
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    alone = place.everyone is None
-    with _no_warning():
-        dcp.save(
-            state,
-            checkpoint_id=target,
-            process_group=place.everyone,
-            no_dist=alone,
-            planner=planner,
-        )
+    write_file(tensors, target / file)
+    parts = place.gather_all(part)
+    if place.leads:
+        for other in parts:
+            part["random"] |= other["random"]
+            for ours, theirs in zip(part["optimizers"], other["optimizers"], strict=True):
+                ours["state"] |= theirs["state"]
+        write_json(part, target / _INDEX)
 
 
 def has_state(folder: str | Path) -> bool:
-    """Whether `save_state` wrote into this checkpoint."""
-    return (Path(folder) / STATE_FOLDER / ".metadata").is_file()
+    """Whether `save_state` wrote into this checkpoint, and `optimizer.pt` does not stand for it."""
+    target = Path(folder) / STATE_FOLDER
+    if (target / _INDEX).is_file():
+        return True
+    return (target / _FORMER_INDEX).exists() and not (Path(folder) / "optimizer.pt").is_file()
 
 
 def load_state(
@@ -108,30 +132,34 @@ def load_state(
     Processes read each for itself and need not wait for each other.
 
     Raises:
-        ConfigError: The optimizers or their groups are other ones.
+        ConfigError: The optimizers or their groups are other ones, or a file is damaged.
     """
     stored = _Stored(Path(folder))
     names = _names(model)
-    common = stored.read(["groups", "schedulers"])
     counts = (len(optimizers), len(schedulers))
-    if (len(common["groups"]), len(common["schedulers"])) != counts:
+    saved = (stored.count("optimizers"), stored.count("schedulers"))
+    if saved != counts:
         raise ConfigError(
-            f"{str(folder)!r} holds {len(common['groups'])} optimizers and "
-            f"{len(common['schedulers'])} schedulers, but the run has {counts[0]} and {counts[1]}. "
-            "Allowed: as many. Remedy: prepare the same optimizers and schedulers as when it was "
-            "saved."
+            f"{str(folder)!r} holds {saved[0]} optimizers and {saved[1]} schedulers, but the run "
+            f"has {counts[0]} and {counts[1]}. Allowed: as many. Remedy: prepare the same "
+            "optimizers and schedulers as when it was saved."
         )
     for number, optimizer in enumerate(map(unwrapped, optimizers)):
         ordered = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
         wanted = {name for group in ordered for name in group}
-        keys = stored.keys_of(number, wanted)
-        values = stored.read(keys.values())
-        state: dict[str, dict[str, Any]] = {}
-        for (name, key), path in keys.items():
-            state.setdefault(name, {})[key] = values[path]
-        _give(optimizer, state, common["groups"][number], ordered, folder)
-    for scheduler, value in zip(schedulers, common["schedulers"], strict=True):
-        scheduler.load_state_dict(value)
+        with reading(stored.index):
+            state, groups = stored.state(number, wanted), stored.groups(number)
+            _give(optimizer, state, groups, ordered, folder)
+    for scheduler, value in zip(schedulers, stored.schedulers(), strict=True):
+        with reading(stored.index):
+            _refuse_other_kinds(scheduler.state_dict(), value)
+            if unknown := sorted(set(value) - set(scheduler.state_dict())):
+                raise ConfigError(
+                    f"A scheduler's state in {str(stored.index)!r} has {unknown[0]!r}, which this "
+                    "run's has not. Allowed: the state of the same kind of scheduler. Remedy: "
+                    "train with the lr_scheduler_type that it was saved with."
+                )
+            scheduler.load_state_dict(value)
 
 
 def load_plain_optimizer(
@@ -174,22 +202,22 @@ def read_plain_state(folder: str | Path, number: int = 0) -> tuple[dict[str, Any
 
     Returns:
         `state_dict()` of optimizer `number` of the whole model, and those of the schedulers.
+
+    Raises:
+        ConfigError: A file is damaged.
     """
     stored = _Stored(Path(folder))
-    common = stored.read(["groups", "schedulers"])
-    groups = common["groups"][number]
-    order = [name for group in groups for name in group["names"]]
-    keys = stored.keys_of(number, set(order))
-    values = stored.read(keys.values())
+    with reading(stored.index):
+        groups = stored.groups(number)
+        order = [name for group in groups for name in group["names"]]
+        state = stored.state(number, set(order))
     index = {name: position for position, name in enumerate(order)}
-    state: dict[int, dict[str, Any]] = {}
-    for (name, key), path in keys.items():
-        state.setdefault(index[name], {})[key] = values[path]
     plain = [
         {**{k: v for k, v in g.items() if k != "names"}, "params": [index[n] for n in g["names"]]}
         for g in groups
     ]
-    return {"state": dict(sorted(state.items())), "param_groups": plain}, common["schedulers"]
+    by_number = {index[name]: values for name, values in state.items()}
+    return {"state": dict(sorted(by_number.items())), "param_groups": plain}, stored.schedulers()
 
 
 # -- random numbers ---------------------------------------------------------------------------
@@ -208,17 +236,21 @@ def random_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_random_state(folder: str | Path, model: nn.Module) -> None:
-    """Set this process's generators; see [Note: whose random numbers]."""
+    """Set this process's generators; see [Note: whose random numbers].
+
+    Raises:
+        ConfigError: A file is damaged.
+    """
     place = place_of(model)
     stored = _Stored(Path(folder))
     own = [(place.dp_rank, place.pp_rank), (place.dp_rank, 0), (0, 0)]
-    path = next(p for p in (f"rng/{dp}/{pp}" for dp, pp in own) if p in stored.kinds)
-    state = stored.read([path])[path]
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.random.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"], _cuda_device(model))
+    with reading(stored.index):
+        state = stored.random(own)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.random.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"], _cuda_device(model))
 
 
 def _cuda_device(model: nn.Module) -> torch.device:
@@ -240,6 +272,21 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 def _names(model: nn.Module) -> dict[int, str]:
     """Names of the parameters held here, by their ids."""
     return {id(p): name for name, p in find_causal_lm(model).named_parameters()}
+
+
+def _own_share(held: Mapping[str, Mapping[str, Any]], model: nn.Module, place: Place) -> list[str]:
+    """Of the parameters that this process has state of, those that it writes."""
+    engine = get_engine(model)
+    twice = frozenset[str]()
+    if isinstance(engine, PipelineEngine) and not engine.staged.cut.has_first:
+        twice = engine.staged.shared_names  # the first stage writes these
+
+    def size(name: str) -> int:
+        return sum(v.nbytes for v in held[name].values() if isinstance(v, Tensor))
+
+    # Replicas hold the same and take turns, from the largest down, so that shares are about equal.
+    mine = sorted(set(held) - twice, key=lambda name: (-size(name), name))
+    return sorted(mine[place.dp_rank :: place.dp_size])
 
 
 def _whole_groups(
@@ -295,53 +342,106 @@ def _give(
     for names in ordered:
         for name in names:
             index[name] = len(index)
-    settings = [
-        {
-            **{k: v for k, v in g.items() if k not in ("names", "params")},
-            "params": [index[name] for name in names],
-        }
-        for g, names in zip(groups, ordered, strict=True)
-    ]
+    settings = []
+    for group, names, own in zip(groups, ordered, optimizer.param_groups, strict=True):
+        saved = {k: v for k, v in group.items() if k not in ("names", "params")}
+        _refuse_other_kinds(own, saved)
+        # What the optimizer did not know yet when it was saved is as it is now.
+        settings.append({**own, **saved, "params": [index[name] for name in names]})
     values = {index[name]: value for name, value in state.items() if name in index}
     optimizer.load_state_dict({"state": values, "param_groups": settings})
 
 
+def _refuse_other_kinds(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse settings that are no numbers where the run has numbers, and so on.
+
+    Raises:
+        ValueError: Naming the first of them; whoever reads the file says which it is.
+    """
+    alike: list[Any] = [(bool, int, float, Tensor), (list, tuple)]
+    for name, value in saved.items():
+        mine = own.get(name)
+        kinds = next((kinds for kinds in alike if isinstance(mine, kinds)), type(mine))
+        if value is not None and mine is not None and not isinstance(value, kinds):
+            raise ValueError(f"{name} is {repr(value)[:40]} and {repr(mine)[:40]} in this run")
+
+
 class _Stored:
-    """What a checkpoint folder holds, read in parts."""
+    """What a checkpoint folder holds, read in parts, on the CPU.
+
+    Raises:
+        ConfigError: By any method, and by `_Stored(folder)`: a file is damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._reader = dcp.FileSystemReader(folder / STATE_FOLDER)
-        self.kinds = self._reader.read_metadata().state_dict_metadata
+        target = folder / STATE_FOLDER
+        self.index = target / _INDEX
+        """The file to blame for what is wrong with the values."""
+        if not self.index.exists() and (target / _FORMER_INDEX).exists():
+            raise ConfigError(
+                f"{str(target)!r} is of a format that could run code when it is read, so this "
+                "version does not read it. Allowed: checkpoints of format 2. Remedy: if you trust "
+                "it, call export_optimizer(folder) in the version of sppo_hf that wrote it, once; "
+                "this version then reads optimizer.pt. Or delete this folder, and scheduler.pt and "
+                f"{MARK_NAME} beside it, to go on with the weights and a fresh optimizer."
+            )
+        self._about = read_json(self.index)
+        self._files = TensorFiles(target)
+        with reading(self.index):
+            lists = [self._about["optimizers"], self._about["schedulers"]]
+            fit = all(isinstance(value, list) for value in lists) and all(
+                isinstance(self._about["optimizers"][number]["state"], dict)
+                and isinstance(self._about["optimizers"][number]["groups"], list)
+                for number in range(len(lists[0]))
+            )
+            if not fit or not isinstance(self._about["random"], dict):
+                raise ValueError("it is no index of optimizers")
 
-    def keys_of(self, number: int, names: set[str]) -> dict[tuple[str, str], str]:
-        """Paths of what optimizer `number` keeps of parameters, by (parameter, key)."""
-        found = {}
-        prefix = f"{_STATE}{number}/"
-        for path in self.kinds:
-            if path.startswith(prefix):
-                name, _, key = path.removeprefix(prefix).rpartition("/")
-                if name in names:
-                    found[name, key] = path
-        return found
+    def count(self, kind: str) -> int:
+        """How many "optimizers" or "schedulers" there are."""
+        return len(self._about[kind])
 
-    def read(self, paths: Any) -> dict[str, Any]:
-        """Read by path, onto the CPU."""
-        into: dict[str, Any] = {}
-        for path in paths:
-            kind = self.kinds[path]
-            if isinstance(kind, TensorStorageMetadata):
-                into[path] = torch.empty(kind.size, dtype=kind.properties.dtype)
-            else:
-                into[path] = None
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _no_warning():
-            dcp.load(into, storage_reader=self._reader, no_dist=True, planner=planner)
-        return into
+    def groups(self, number: int) -> Groups:
+        """The parameter groups of an optimizer."""
+        with reading(self.index):
+            stored = self._about["optimizers"][number]["groups"]
+            groups: Groups = decode(stored, f"groups/{number}", self._files.read)
+            for group in groups:
+                if not isinstance(group, dict) or not _are_names(group.get("names")):
+                    raise ValueError(f"the groups of optimizer {number} are none")
+            return groups
+
+    def state(self, number: int, names: set[str]) -> dict[str, dict[str, Any]]:
+        """What an optimizer keeps of the parameters `names`, by parameter."""
+        with reading(self.index):
+            stored = self._about["optimizers"][number]["state"]
+            found: dict[str, dict[str, Any]] = {
+                name: decode(value, f"state/{number}/{name}", self._files.read)
+                for name, value in stored.items()
+                if name in names
+            }
+            if not all(isinstance(values, dict) for values in found.values()):
+                raise ValueError(f"the state of optimizer {number} is none")
+            return found
+
+    def schedulers(self) -> list[dict[str, Any]]:
+        """States of the schedulers."""
+        with reading(self.index):
+            states: list[dict[str, Any]] = decode(
+                self._about["schedulers"], "schedulers", self._files.read
+            )
+            if not all(isinstance(state, dict) for state in states):
+                raise ValueError("the states of the schedulers are none")
+            return states
+
+    def random(self, places: list[tuple[int, int]]) -> dict[str, Any]:
+        """The random state of the first of these (replica, stage) that was saved."""
+        with reading(self.index):
+            paths = [f"random/{dp}/{pp}" for dp, pp in places]
+            path = next(path for path in paths if path in self._about["random"])
+            state: dict[str, Any] = decode(self._about["random"][path], path, self._files.read)
+            return state
 
 
-@contextlib.contextmanager
-def _no_warning() -> Iterator[None]:
-    """Keep quiet that one process reads or writes alone, which is what is wanted."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

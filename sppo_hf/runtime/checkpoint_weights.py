@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -41,14 +42,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.model.structure import find_causal_lm
-from sppo_hf.runtime.checkpoint import Place, place_of, saving, write_file
+from sppo_hf.runtime.checkpoint import STAGING, Place, place_of, saving, write_file
 from sppo_hf.runtime.checkpoint_adapters import load_adapters, save_adapters, wraps_adapters
+from sppo_hf.runtime.checkpoint_files import TensorFiles, read_json, reading
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
 MAX_SHARD_SIZE = "50GB"
 """As `save_pretrained` has it."""
 
-_STAGING = ".sppo-saving"
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -71,7 +72,7 @@ def save_weights(
     """
     place = place_of(model)
     with saving(folder, place) as target:
-        staging = target / _STAGING
+        staging = target / STAGING
         if place.leads:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
@@ -95,7 +96,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         folder: As `save_weights` or `save_pretrained` wrote it, safetensors.
 
     Raises:
-        ConfigError: The folder lacks weights, or they have other shapes.
+        ConfigError: The folder lacks weights, they have other shapes, or a file is damaged.
     """
     folder = Path(folder)
     if wraps_adapters(model):
@@ -108,24 +109,25 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     renamings, converters = _conversions(causal_lm)
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
     mappings: dict[str, Any] = {}
-    with _Readers(folder) as readers:
-        # Converters stack what they are given in the order in which it comes.
-        for name in sorted(files, key=dot_natural_key):
-            target, pattern = rename_source_key(
-                name, renamings, converters, causal_lm.base_model_prefix, own
-            )
-            if target not in own and name in own:
-                target, pattern = name, None
-            if target not in own:
-                continue
-            fresh = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
-            mapping = mappings.setdefault(target, fresh)
-            mapping.add_tensor(target, name, pattern or name, readers.reader(files[name], name))
-        for first, mapping in mappings.items():
+    readers = TensorFiles(folder)
+    # Converters stack what they are given in the order in which it comes.
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, causal_lm.base_model_prefix, own
+        )
+        if target not in own and name in own:
+            target, pattern = name, None
+        if target not in own:
+            continue
+        fresh = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
+        mapping = mappings.setdefault(target, fresh)
+        mapping.add_tensor(target, name, pattern or name, partial(readers.read, files[name], name))
+    for first, mapping in mappings.items():
+        with reading(folder):
             converted = mapping.convert(first, model=causal_lm, config=causal_lm.config)
-            for target, value in converted.items():
-                _copy(own, target, value[0] if isinstance(value, list) else value, folder)
-                left.discard(target)
+        for target, value in converted.items():
+            _copy(own, target, value[0] if isinstance(value, list) else value, folder)
+            left.discard(target)
     filled = {own[name].data_ptr() for name in set(own) - left}
     missing = sorted(name for name in left if own[name].data_ptr() not in filled)
     if missing:
@@ -280,42 +282,28 @@ def _to_first(
 
 
 def _files_by_name(folder: Path) -> dict[str, str]:
-    """The file that each tensor of a folder is in."""
+    """The file that each tensor of a folder is in.
+
+    Raises:
+        ConfigError: There are no weights, or their index is damaged.
+    """
     index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return weight_map
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(
+                f"{str(index)!r} has no weight_map. Allowed: files as they were saved. Remedy: it "
+                "is damaged; resume from another checkpoint."
+            )
+        return {str(name): str(file) for name, file in weight_map.items()}
     if single.is_file():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        with reading(single), safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SAFE_WEIGHTS_NAME)
     raise ConfigError(
         f"{str(folder)!r} holds neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}. "
         "Allowed: folders with weights in safetensors. Remedy: name a checkpoint-N folder of the "
         "run."
     )
-
-
-class _Readers:
-    """Open safetensors files of a folder; tensors are read when they are asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-
-    def __enter__(self) -> _Readers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
-
-    def reader(self, file: str, name: str) -> Callable[[], Tensor]:
-        """What reads the tensor `name`."""
-        return lambda: self._read(file, name)
-
-    def _read(self, file: str, name: str) -> Tensor:
-        if file not in self._files:
-            self._files[file] = safe_open(self._folder / file, framework="pt")
-        return cast(Tensor, self._files[file].get_tensor(name))
 
 
 def _conversions(causal_lm: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:

@@ -1,5 +1,7 @@
 """Marks tell complete checkpoints from torn ones."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ def save(folder: Path) -> Path:
     (folder / "model.safetensors").write_bytes(b"12345")
     (folder / "config.json").write_text("{}")
     (folder / "sppo_optimizer").mkdir()
-    (folder / "sppo_optimizer" / "__0_0.distcp").write_bytes(b"123")
+    (folder / "sppo_optimizer" / "index.json").write_bytes(b"{ }")
     assert what_is_torn(folder) == "its save did not come to its end"
     mark_complete(folder, {"layout": {"pp_size": 2}})
     return folder
@@ -32,8 +34,13 @@ def test_a_complete_folder_stays_complete_when_files_are_added_or_edited(tmp_pat
     assert what_is_torn(folder) is None
     assert read_mark(folder) == {
         "complete": True,
+        "format": 2,
         "layout": {"pp_size": 2},
-        "files": {"model.safetensors": 5, "config.json": None, "sppo_optimizer/__0_0.distcp": 3},
+        "files": {
+            "model.safetensors": [5, "770a59bd"],
+            "config.json": None,
+            "sppo_optimizer/index.json": [3, "75ed7ae7"],
+        },
     }
     (folder / "config.json").write_text('{"edited": 1}')
     (folder / "optimizer.pt").write_bytes(b"1")
@@ -45,10 +52,16 @@ def test_a_complete_folder_stays_complete_when_files_are_added_or_edited(tmp_pat
     ("name", "content", "lacks"),
     [
         ("model.safetensors", b"1234", "model.safetensors has 4 bytes instead of 5"),
-        ("sppo_optimizer/__0_0.distcp", None, "sppo_optimizer/__0_0.distcp is missing"),
+        ("model.safetensors", b"12354", "the bytes of model.safetensors are not those"),
+        ("sppo_optimizer/index.json", None, "sppo_optimizer/index.json is missing"),
+        ("sppo_optimizer/index.json", b"{\t}", "the bytes of sppo_optimizer/index.json are not"),
         ("config.json", None, "config.json is missing"),
-        (MARK_NAME, b"{", "its save did not come to its end"),
-        (MARK_NAME, None, "it has no trainer_state.json, which is written last"),
+        (MARK_NAME, b"{", "its sppo_checkpoint.json is damaged"),
+        (MARK_NAME, b"[" * 100_000, "its sppo_checkpoint.json is damaged"),
+        (MARK_NAME, b'{"complete": true}', "its sppo_checkpoint.json is damaged"),
+        (MARK_NAME, b'{"complete": true, "files": []}', "its sppo_checkpoint.json is damaged"),
+        (MARK_NAME, b'{"complete": 1, "files": {}}', "its save did not come to its end"),
+        (MARK_NAME, None, "it has no sppo_checkpoint.json, which is written last"),
     ],
 )
 def test_what_is_gone_or_cut_is_named(tmp_path: Path, name, content, lacks):
@@ -57,18 +70,66 @@ def test_what_is_gone_or_cut_is_named(tmp_path: Path, name, content, lacks):
         (folder / name).unlink()
     else:
         (folder / name).write_bytes(content)
-    assert what_is_torn(folder) == lacks
+    assert str(what_is_torn(folder)).startswith(lacks)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "x" * 6000, "a\0b", ""])
+@pytest.mark.parametrize("noted", [None, [3, "00000000"]])
+def test_a_mark_that_names_files_elsewhere_is_damaged_and_nothing_is_asked_of_them(
+    tmp_path: Path, name, noted
+):
+    folder = save(tmp_path / "checkpoint-1")
+    (tmp_path / "secret").write_text("ok")
+    mark = {"complete": True, "format": 2, "files": {name: noted}}
+    (folder / MARK_NAME).write_text(json.dumps(mark))
+    assert what_is_torn(folder) == "its sppo_checkpoint.json is damaged"
+
+
+def test_a_mark_that_is_a_pipe_is_damaged_and_not_waited_for(tmp_path: Path):
+    folder = save(tmp_path / "checkpoint-1")
+    (folder / MARK_NAME).unlink()
+    os.mkfifo(folder / MARK_NAME)
+    assert what_is_torn(folder) == "its sppo_checkpoint.json is damaged"
+
+
+def test_marks_of_the_former_format_are_read_and_of_a_later_one_refused(tmp_path: Path):
+    folder = save(tmp_path / "checkpoint-1")
+    former = {"complete": True, "files": {"model.safetensors": 5, "config.json": None}}
+    (folder / MARK_NAME).write_text(json.dumps(former))
+    assert what_is_torn(folder) is None
+    later = {"complete": True, "format": 3, "files": "of another kind"}
+    (folder / MARK_NAME).write_text(json.dumps(later))
+    for ask in (refuse_torn, what_is_torn, lambda folder: newest_complete(folder.parent)):
+        with pytest.raises(ConfigError, match=r"has format 3, of a later version .* up to 2"):
+            ask(folder)
+
+
+def test_a_share_of_the_digests_is_compared(tmp_path: Path):
+    folder = save(tmp_path / "checkpoint-1")
+    (folder / "model.safetensors").write_bytes(b"12354")
+    assert [what_is_torn(folder, share=(rank, 2)) is None for rank in range(2)] == [False, True]
+
+
+def test_files_that_were_there_before_are_no_part_of_a_save(tmp_path: Path):
+    for name in ("stale.safetensors", "new.safetensors"):
+        (tmp_path / name).write_bytes(b"1")
+    before = mark_incomplete(tmp_path)
+    (tmp_path / "new.safetensors").write_bytes(b"12")
+    mark_complete(tmp_path, {}, before=before)
+    assert list((read_mark(tmp_path) or {})["files"]) == ["new.safetensors"]
 
 
 def test_a_folder_of_the_trainers_own_is_complete_with_its_state(tmp_path: Path):
     (tmp_path / "trainer_state.json").write_text("{}")
     assert what_is_torn(tmp_path) is None
+    (tmp_path / "trainer_state.json").write_text("{")
+    assert what_is_torn(tmp_path) == "its trainer_state.json is damaged"
 
 
 def test_checkpoints_inside_a_folder_are_none_of_its_files(tmp_path: Path):
     save(tmp_path / "checkpoint-1")
     mark_complete(tmp_path, {})
-    assert read_mark(tmp_path) == {"complete": True, "files": {}}
+    assert read_mark(tmp_path) == {"complete": True, "format": 2, "files": {}}
 
 
 def test_the_newest_complete_one_is_found_by_number(tmp_path: Path):
