@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.errors import SPPOError
+from sppo_hf.model.parameter_hooks import hooks_set_aside
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 
@@ -77,7 +78,8 @@ class ChunkedLoss:
             keep_logits: Whether to keep every chunk's logits (detached) in `logits`.
             fused: A kernel that does head and loss of a tile at once, or None.
             head_in_backward: Whether the head's gradients must come out of the ordinary backward,
-                as FSDP2 demands; each tile's logits are then computed a second time there.
+                as FSDP2 and hooks on the head's modules demand; each tile's logits are then
+                computed a second time there.
         """
         self._head = head
         self._trainable = [p for p in parameters if p.requires_grad]
@@ -109,6 +111,7 @@ class ChunkedLoss:
 
         FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
         them when a backward ends; a backward of our own inside forward would free them too early.
+        Hooks on the head's modules would see there what is not yet divided by the labels' number.
         """
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
@@ -176,7 +179,11 @@ class ChunkedLoss:
                 return loss, None, logits_MV
             self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
             # The ordinary backward runs outside autocast; so must this one.
-            with torch.autocast(hidden_MD.device.type, enabled=False):
+            # The head's own hooks see the sum, when `_TiledLoss` hands it out.
+            with (
+                torch.autocast(hidden_MD.device.type, enabled=False),
+                hooks_set_aside(self._trainable),
+            ):
                 dhidden_MD, *dweights = torch.autograd.grad(
                     loss * self.scale, [leaf_MD, *self._trainable], allow_unused=True
                 )

@@ -239,6 +239,7 @@ class PipelineEngine(Engine):
                 tile_tokens=plans.by_stage[cut.num_stages - 1].tile_tokens,
                 ignore_index=call.ignore_index,
                 fused=fused_tile(self.parts, self.head, call.device),
+                head_in_backward=self.parts.head_is_hooked(),
             )
         units = StageUnits(
             self.staged,
