@@ -71,8 +71,9 @@ class GradientHooks:
     errors stay what they are. Use as a context; `calls` lasts longer.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Prepare hooks on `model`."""
+    def __init__(self, model: nn.Module, *, after_accumulation: bool = True) -> None:
+        """Prepare hooks on `model`; post-accumulate hooks only with `after_accumulation`."""
+        self._after_accumulation = after_accumulation
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._handles: list[RemovableHandle] = []
         self.calls: dict[str, tuple[int, int]] = {name: (0, 0) for name, _ in self._named}
@@ -81,9 +82,10 @@ class GradientHooks:
     def __enter__(self) -> GradientHooks:
         for name, parameter in self._named:
             change = functools.partial(self._change, name)
-            count = functools.partial(self._count, name)
             self._handles.append(parameter.register_hook(change))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(count))
+            if self._after_accumulation:
+                count = functools.partial(self._count, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(count))
         return self
 
     def __exit__(self, *_: object) -> None:
