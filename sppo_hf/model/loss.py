@@ -103,8 +103,18 @@ class ChunkedLoss:
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
         if grad and self._head_in_backward:
             return self._checkpointed(hidden_BCD, labels_BC)
-        parameters = self._trainable if last else []
-        return _TiledLoss.apply(hidden_BCD, labels_BC, self, grad, *parameters)
+        with torch.no_grad():
+            total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
+        if dhidden_BCD is None:
+            return total
+        # Those that no tile used are no part of the graph, as without us: their hooks do not run.
+        used = [
+            (index, parameter)
+            for index, parameter in enumerate(self._trainable)
+            if last and self._head_grads[index] is not None
+        ]
+        indices, parameters = [index for index, _ in used], [parameter for _, parameter in used]
+        return _TiledLoss.apply(hidden_BCD, total, dhidden_BCD, self, indices, *parameters)
 
     def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
         """Summed loss by plain autograd, whose backward runs the head again tile by tile.
@@ -200,29 +210,33 @@ class ChunkedLoss:
             else:
                 held += grad
 
-    def take_head_grads(self) -> list[Tensor | None]:
-        """Hand over the summed gradients of the head's trainable parameters (once)."""
-        grads = self._head_grads
-        self._head_grads = [None] * len(grads)
-        return grads
+    def take_head_grads(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """Hand over (once) the summed gradients of some of the head's trainable parameters."""
+        taken = [self._head_grads[index] for index in indices]
+        for index in indices:
+            self._head_grads[index] = None
+        return taken
 
 
 class _TiledLoss(torch.autograd.Function):
+    """The loss of a chunk whose gradients are there already."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         hidden_BCD: Tensor,
-        labels_BC: Tensor,
+        total: Tensor,
+        dhidden_BCD: Tensor,
         loss: ChunkedLoss,
-        grad: bool,
+        indices: list[int],
         *parameters: Tensor,
     ) -> Tensor:
-        total, dhidden_BCD = loss.tiles(hidden_BCD, labels_BC, grad)
         ctx.loss = loss
+        ctx.indices = indices
         ctx.spent = False
         ctx.parameter_dtypes = [p.dtype for p in parameters]
         ctx.save_for_backward(dhidden_BCD)
-        return total
+        return total.clone()
 
     @staticmethod
     @once_differentiable
@@ -236,13 +250,13 @@ class _TiledLoss(torch.autograd.Function):
         (dhidden_BCD,) = ctx.saved_tensors
         # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
         factor = dtotal / ctx.loss.scale
-        grads: list[Tensor | None] = [None] * len(ctx.parameter_dtypes)
-        if grads:
-            grads = [
-                None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
-                for g, dtype in zip(ctx.loss.take_head_grads(), ctx.parameter_dtypes, strict=True)
-            ]
-        return _scaled(dhidden_BCD, factor), None, None, None, *grads
+        grads = [
+            None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
+            for g, dtype in zip(
+                ctx.loss.take_head_grads(ctx.indices), ctx.parameter_dtypes, strict=True
+            )
+        ]
+        return _scaled(dhidden_BCD, factor), None, None, None, None, *grads
 
 
 def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:

@@ -158,3 +158,13 @@ def test_hooks_on_the_heads_parameters_run_once_on_the_whole_gradient(in_backwar
     assert plain[1].abs().max() == 1e-3
     torch.testing.assert_close(ours[1:], plain[1:])
     assert len(problem[0].weight._backward_hooks or ()) == 0
+
+
+def test_hooks_of_parameters_that_the_head_does_not_use_do_not_run():
+    head, hidden, labels = _problem()
+    head.spare = nn.Parameter(torch.ones(3))
+    head.spare.register_hook(lambda _: pytest.fail("nothing has a gradient for it"))
+    value, _ = _chunked(head, hidden, labels, tile=4)
+    value.backward()
+    assert head.spare.grad is None
+    assert head.weight.grad is not None
