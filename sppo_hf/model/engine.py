@@ -118,7 +118,7 @@ class Engine:
         self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
-        is_sharded = self.parts.is_sharded()
+        head_in_backward = self.parts.is_sharded() or self.parts.head_is_hooked()
         loss = ChunkedLoss(
             self.head.logits,
             self.parts.head_parameters(),
@@ -126,7 +126,7 @@ class Engine:
             ignore_index=call.ignore_index,
             keep_logits=self.config.return_logits,
             fused=fused_tile(self.parts, self.head, call.device),
-            head_in_backward=is_sharded,
+            head_in_backward=head_in_backward,
         )
         counts = labelled_chunks(layout, plan.bounds)
         groups = list(call.row_groups(self.config))
@@ -135,7 +135,7 @@ class Engine:
         for group in groups:
             labels_BT = call.shift_labels[group[0] : group[1]]
             # Not where a head runs before the layers' backward: its logits are at the peak.
-            backward_next = group == groups[-1] and not is_sharded
+            backward_next = group == groups[-1] and not head_in_backward
             hidden = self._hidden(call, layout, plan, watch, group, backward_next=backward_next)
             for chunk, hidden_BCD in hidden:
                 if chunk in counts:

@@ -9,12 +9,17 @@ The error of a parameter is ``max|g - r| / max(max|r|, 1e-4 * G)``, where r is t
 gradient, g ours and G the largest entry of all reference gradients. The floor is there for
 gradients that are zero in exact arithmetic: the bias of a key projection without rotary shifts all
 scores of a query alike, so both gradients are rounding noise, and noise has no relative error.
+
+[Note: hooks in the harness]
+Both models run with hooks on every parameter (see `GradientHooks`), so every comparison also shows
+that hooks run once per backward, on the whole gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.convert import convert, get_engine
@@ -34,6 +40,7 @@ from sppo_hf.planning.plan import Plan
 __all__ = [
     "DriftReport",
     "ExactnessReport",
+    "GradientHooks",
     "Gradients",
     "ParameterError",
     "compare",
@@ -56,6 +63,48 @@ DRIFT_ALLOWANCE = 1.1
 Batch = Mapping[str, Tensor]
 
 
+class GradientHooks:
+    """Hooks on every trained parameter of a model: one changes gradients, both count their calls.
+
+    The change, `g * (1 + |g| / max|g|)`, is not linear, so it comes out otherwise on a part of the
+    gradient or when it is made twice. It is one-to-one and keeps the gradient's size, so relative
+    errors stay what they are. Use as a context; `calls` lasts longer.
+    """
+
+    def __init__(self, model: nn.Module, *, after_accumulation: bool = True) -> None:
+        """Prepare hooks on `model`; post-accumulate hooks only with `after_accumulation`."""
+        self._after_accumulation = after_accumulation
+        self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._handles: list[RemovableHandle] = []
+        self.calls: dict[str, tuple[int, int]] = {name: (0, 0) for name, _ in self._named}
+        """Calls of the tensor hook and of the post-accumulate hook, by parameter name."""
+
+    def __enter__(self) -> GradientHooks:
+        for name, parameter in self._named:
+            change = functools.partial(self._change, name)
+            self._handles.append(parameter.register_hook(change))
+            if self._after_accumulation:
+                count = functools.partial(self._count, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(count))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _change(self, name: str, grad: Tensor) -> Tensor:
+        tensor_calls, other_calls = self.calls[name]
+        self.calls[name] = (tensor_calls + 1, other_calls)
+        size = grad.abs()
+        largest = size.max() if size.numel() else size.sum()
+        return grad * (1 + size / largest.clamp_min(torch.finfo(grad.dtype).tiny))
+
+    def _count(self, name: str, _: Tensor) -> None:
+        tensor_calls, other_calls = self.calls[name]
+        self.calls[name] = (tensor_calls, other_calls + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterError:
     """Difference of one parameter's gradient."""
@@ -76,6 +125,8 @@ class Gradients:
     """The loss, summed over the accumulated micro-steps."""
     by_name: Mapping[str, Tensor | None]
     """Gradients by parameter name; None where a trainable parameter got none."""
+    hook_calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """See `GradientHooks.calls`; empty where no hooks were set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +146,8 @@ class ExactnessReport:
     attention_forwards: int
     """Attention forwards that the converted model really ran."""
     tolerance: float
+    hooks_differ: tuple[str, ...] = ()
+    """Parameters whose hooks did not run as often as the unmodified model's."""
 
     @property
     def loss_error(self) -> float:
@@ -113,8 +166,8 @@ class ExactnessReport:
 
     @property
     def exact(self) -> bool:
-        """Whether everything is within the tolerance."""
-        return self.error <= self.tolerance
+        """Whether everything is within the tolerance, and hooks ran as often as they should."""
+        return self.error <= self.tolerance and not self.hooks_differ
 
     def __str__(self) -> str:
         """One paragraph for a failing test or a log."""
@@ -131,6 +184,7 @@ class ExactnessReport:
             f"  {parameter.name}: error {parameter.error:.2e}, scale {parameter.scale:.2e}"
             for parameter in self.parameters[:5]
         ]
+        lines += [f"  {name}: its hooks ran another number of times" for name in self.hooks_differ]
         return "\n".join(lines)
 
 
@@ -207,7 +261,7 @@ def compare(
     converted = convert(copy.deepcopy(model), config, observer=watcher)
     engine = get_engine(converted)
     assert engine is not None, "convert() left no engine behind"
-    ours = run_batch(converted, batch, accumulation=accumulation)
+    ours = run_batch(converted, batch, accumulation=accumulation, hooks=True)
 
     theirs = reference or run_reference(model, batch, accumulation=accumulation)
     return ExactnessReport(
@@ -220,6 +274,7 @@ def compare(
         num_chunks=watcher.num_chunks,
         attention_forwards=engine.counters.get("attention_forwards", 0),
         tolerance=TOLERANCE[dtype] if tolerance is None else tolerance,
+        hooks_differ=_hooks_differ(ours, theirs),
     )
 
 
@@ -253,8 +308,8 @@ def compare_drift(
     exact: list[Gradients] = []
     for batch in batches:
         ours.append(run_batch(convert(copy.deepcopy(low), config), batch))
-        unmodified.append(run_reference(low, batch))
-        exact.append(run_reference(single, batch))
+        unmodified.append(_run_reference(low, batch))
+        exact.append(_run_reference(single, batch))
     return DriftReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
@@ -267,10 +322,16 @@ def compare_drift(
 
 
 def run_reference(model: nn.Module, batch: Batch, *, accumulation: int = 1) -> Gradients:
-    """Run an unmodified copy of `model` over `batch`; arguments as in `compare`."""
+    """Run an unmodified copy of `model` over `batch`; arguments and hooks as in `compare`."""
+    return _run_reference(model, batch, accumulation=accumulation, hooks=True)
+
+
+def _run_reference(
+    model: nn.Module, batch: Batch, *, accumulation: int = 1, hooks: bool = False
+) -> Gradients:
     reference = copy.deepcopy(model)
     find_causal_lm(reference).set_attn_implementation(reference_attention(model))
-    return run_batch(reference, batch, accumulation=accumulation)
+    return run_batch(reference, batch, accumulation=accumulation, hooks=hooks)
 
 
 def reference_attention(model: nn.Module) -> str:
@@ -285,17 +346,24 @@ def reference_attention(model: nn.Module) -> str:
     return "sdpa" if causal_lm._supports_sdpa and not softcap else "eager"
 
 
-def run_batch(model: nn.Module, batch: Batch, *, accumulation: int = 1) -> Gradients:
+def run_batch(
+    model: nn.Module, batch: Batch, *, accumulation: int = 1, hooks: bool = False
+) -> Gradients:
     """Forward and backward of `batch`, in float64 throughout if the weights are float64.
 
     Args:
         model: in training mode and without gradients; its `.grad`s are left in place.
         batch: keyword arguments of the model's forward.
         accumulation: micro-steps into which the rows are split, see `compare`.
+        hooks: whether to run with `GradientHooks`, as `compare` and `run_reference` do.
     """
     is_double = find_causal_lm(model).dtype == torch.float64
     loss = 0.0
-    with float64_everywhere(model) if is_double else contextlib.nullcontext():
+    hooked = GradientHooks(model) if hooks else None
+    with (
+        float64_everywhere(model) if is_double else contextlib.nullcontext(),
+        hooked or contextlib.nullcontext(),
+    ):
         for micro_batch in _micro_batches(batch, accumulation):
             output = model(**micro_batch)
             output.loss.backward()
@@ -303,6 +371,7 @@ def run_batch(model: nn.Module, batch: Batch, *, accumulation: int = 1) -> Gradi
     return Gradients(
         loss,
         {name: p.grad for name, p in model.named_parameters() if p.requires_grad},
+        {} if hooked is None else hooked.calls,
     )
 
 
@@ -337,6 +406,15 @@ def parameter_errors(ours: Gradients, theirs: Gradients) -> tuple[ParameterError
         for name, grad in theirs.by_name.items()
     ]
     return tuple(sorted(errors, key=lambda item: item.error, reverse=True))
+
+
+def _hooks_differ(ours: Gradients, theirs: Gradients) -> tuple[str, ...]:
+    """Names of parameters with a gradient whose hooks ran more or less often than theirs."""
+    return tuple(
+        name
+        for name, grad in theirs.by_name.items()
+        if grad is not None and ours.hook_calls.get(name) != theirs.hook_calls.get(name)
+    )
 
 
 def _scale(grad: Tensor | None) -> float:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.errors import SPPOError
+from sppo_hf.model.parameter_hooks import hooks_set_aside
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 
@@ -77,7 +78,8 @@ class ChunkedLoss:
             keep_logits: Whether to keep every chunk's logits (detached) in `logits`.
             fused: A kernel that does head and loss of a tile at once, or None.
             head_in_backward: Whether the head's gradients must come out of the ordinary backward,
-                as FSDP2 demands; each tile's logits are then computed a second time there.
+                as FSDP2 and hooks on the head's modules demand; each tile's logits are then
+                computed a second time there.
         """
         self._head = head
         self._trainable = [p for p in parameters if p.requires_grad]
@@ -101,14 +103,25 @@ class ChunkedLoss:
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
         if grad and self._head_in_backward:
             return self._checkpointed(hidden_BCD, labels_BC)
-        parameters = self._trainable if last else []
-        return _TiledLoss.apply(hidden_BCD, labels_BC, self, grad, *parameters)
+        with torch.no_grad():
+            total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
+        if dhidden_BCD is None:
+            return total
+        # Those that no tile used are no part of the graph, as without us: their hooks do not run.
+        used = [
+            (index, parameter)
+            for index, parameter in enumerate(self._trainable)
+            if last and self._head_grads[index] is not None
+        ]
+        indices, parameters = [index for index, _ in used], [parameter for _, parameter in used]
+        return _TiledLoss.apply(hidden_BCD, total, dhidden_BCD, self, indices, *parameters)
 
     def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
         """Summed loss by plain autograd, whose backward runs the head again tile by tile.
 
         FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
         them when a backward ends; a backward of our own inside forward would free them too early.
+        Hooks on the head's modules would see there what is not yet divided by the labels' number.
         """
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
@@ -176,7 +189,11 @@ class ChunkedLoss:
                 return loss, None, logits_MV
             self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
             # The ordinary backward runs outside autocast; so must this one.
-            with torch.autocast(hidden_MD.device.type, enabled=False):
+            # The head's own hooks see the sum, when `_TiledLoss` hands it out.
+            with (
+                torch.autocast(hidden_MD.device.type, enabled=False),
+                hooks_set_aside(self._trainable),
+            ):
                 dhidden_MD, *dweights = torch.autograd.grad(
                     loss * self.scale, [leaf_MD, *self._trainable], allow_unused=True
                 )
@@ -193,29 +210,33 @@ class ChunkedLoss:
             else:
                 held += grad
 
-    def take_head_grads(self) -> list[Tensor | None]:
-        """Hand over the summed gradients of the head's trainable parameters (once)."""
-        grads = self._head_grads
-        self._head_grads = [None] * len(grads)
-        return grads
+    def take_head_grads(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """Hand over (once) the summed gradients of some of the head's trainable parameters."""
+        taken = [self._head_grads[index] for index in indices]
+        for index in indices:
+            self._head_grads[index] = None
+        return taken
 
 
 class _TiledLoss(torch.autograd.Function):
+    """The loss of a chunk whose gradients are there already."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         hidden_BCD: Tensor,
-        labels_BC: Tensor,
+        total: Tensor,
+        dhidden_BCD: Tensor,
         loss: ChunkedLoss,
-        grad: bool,
+        indices: list[int],
         *parameters: Tensor,
     ) -> Tensor:
-        total, dhidden_BCD = loss.tiles(hidden_BCD, labels_BC, grad)
         ctx.loss = loss
+        ctx.indices = indices
         ctx.spent = False
         ctx.parameter_dtypes = [p.dtype for p in parameters]
         ctx.save_for_backward(dhidden_BCD)
-        return total
+        return total.clone()
 
     @staticmethod
     @once_differentiable
@@ -229,13 +250,13 @@ class _TiledLoss(torch.autograd.Function):
         (dhidden_BCD,) = ctx.saved_tensors
         # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
         factor = dtotal / ctx.loss.scale
-        grads: list[Tensor | None] = [None] * len(ctx.parameter_dtypes)
-        if grads:
-            grads = [
-                None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
-                for g, dtype in zip(ctx.loss.take_head_grads(), ctx.parameter_dtypes, strict=True)
-            ]
-        return _scaled(dhidden_BCD, factor), None, None, None, *grads
+        grads = [
+            None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
+            for g, dtype in zip(
+                ctx.loss.take_head_grads(ctx.indices), ctx.parameter_dtypes, strict=True
+            )
+        ]
+        return _scaled(dhidden_BCD, factor), None, None, None, None, *grads
 
 
 def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:

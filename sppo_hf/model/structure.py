@@ -55,6 +55,18 @@ class ModelParts:
         """Whether FSDP2 shards the model; it gives the modules it manages an `unshard` method."""
         return any(callable(getattr(m, "unshard", None)) for m in self.causal_lm.modules())
 
+    def head_is_hooked(self) -> bool:
+        """Whether somebody's hooks on the head's modules see or change what passes through it."""
+        return any(
+            module._backward_hooks
+            or module._backward_pre_hooks
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            for child in self.causal_lm.children()
+            if child is not self.base
+            for module in child.modules()
+        )
+
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that logits depend on beyond the base model's hidden states."""
         seen: dict[int, nn.Parameter] = {}

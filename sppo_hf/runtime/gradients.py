@@ -1,18 +1,22 @@
 """Gradients of a pipeline's step: held back until `loss.backward()`, reduced over replicas.
 
 A pipeline computes gradients inside `forward`, at the scale that the last `loss.backward()` had.
-They reach `.grad` only when the loss's own backward comes, multiplied by what that scale has
-changed by (nothing, almost always). So a loss that is never run backward leaves no trace, gradients
-accumulate as always, and a gradient scaler may change its mind between steps.
+The loss's own backward gives them to autograd as gradients of the parameters, multiplied by what
+that scale has changed by (nothing, almost always). So a loss that is never run backward leaves no
+trace, gradients accumulate as always, hooks on parameters run once and see a parameter's whole
+gradient, and a gradient scaler may change its mind between steps.
 
 [Note: what is reduced]
 With replicas, gradients are averaged over them once per optimizer step, as DistributedDataParallel
 does, and while the schedule still runs. What earlier micro-steps have left in `.grad` is in the
-sum, so that it travels once. This takes for granted that nobody touches `.grad` between forward and
-backward, and that the loss's gradient is what it was the last time, on all replicas. Where that
-turns out wrong (`zero_grad` in between, two forwards before a backward, a loss that each replica
-weighs differently), what was reduced is dropped, and the sum of what is in `.grad` by then and this
-step's own gradients is averaged instead: exact too, without the overlap. Replicas agree on which.
+sum, so that it travels once, and the average becomes `.grad` without autograd. This takes for
+granted that nobody touches `.grad` between forward and backward, that the loss's gradient is what
+it was the last time, and that no hook waits for a gradient, on all replicas. Where that turns out
+wrong (`zero_grad` in between, two forwards before a backward, a loss that each replica weighs
+differently, a hook), what was reduced is dropped, and what is in `.grad` when backward has ended is
+averaged instead: exact too, without the overlap. Replicas agree on which. As under
+DistributedDataParallel, hooks see the replica's own gradient; post-accumulate hooks, which may want
+to step an optimizer with it, are refused therefore.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.autograd import Variable
 
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.model.parameter_hooks import any_hooks
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes that are reduced at a time: large enough for a link's full speed."""
@@ -34,7 +40,7 @@ class StepGradients:
     """The gradients of one forward, of all trained parameters of this rank."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set what `.grad` holds aside; from here on it collects this step's gradients alone."""
+        """Set aside what `.grad` holds: from here to `take` it collects this step's gradients."""
         self._parameters = [p for p in parameters if p.requires_grad]
         self._earlier = [p.grad for p in self._parameters]
         self._versions = [_version(grad) for grad in self._earlier]
@@ -92,45 +98,57 @@ class StepGradients:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that got a gradient in this step."""
+        assert self._taken, "gradients are all there when the schedule has run"
+        return [p for p, g in zip(self._parameters, self._own, strict=True) if g is not None]
+
     @torch.no_grad()
-    def apply(self, factor: float) -> None:
-        """Write `.grad` as a backward of the loss would have done.
+    def hand_out(self, factor: float) -> list[Tensor | None]:
+        """Gradients of `parameters()`, once, for the backward that runs now.
+
+        None where `.grad` was set here; see [Note: what is reduced].
 
         Args:
             factor: Gradient of the loss now, over the one that the schedule ran with.
         """
-        reduced, replicas = self._reduced, self._replicas
-        if replicas is not None and not replicas.all_true(factor == 1.0 and self._untouched()):
-            reduced = self._reduce_again(factor, replicas)
-        for parameter, own in zip(self._parameters, self._own, strict=True):
-            total = reduced.get(id(parameter))
-            if total is not None:
-                parameter.grad = total
-            elif own is not None:
-                _add(parameter, own if factor == 1.0 else own.mul_(factor))
+        given, reduced, replicas = self.parameters(), self._reduced, self._replicas
+        averaged = [p for p in self._parameters if id(p) in reduced]
+        if replicas is not None:
+            as_expected = factor == 1.0 and self._untouched() and not any_hooks(averaged)
+            if replicas.all_true(as_expected):
+                for parameter in averaged:
+                    parameter.grad = reduced[id(parameter)]
+            else:
+                reduced = {}
+                _average_after_backward(averaged, replicas)
+        own = [grad for grad in self._own if grad is not None]
         self._parameters, self._own, self._earlier, self._reduced = [], [], [], {}
+        return [
+            None if id(parameter) in reduced else grad if factor == 1.0 else grad.mul_(factor)
+            for parameter, grad in zip(given, own, strict=True)
+        ]
 
     def _untouched(self) -> bool:
         """Whether `.grad` is what it was when forward began."""
         places = zip(self._parameters, self._earlier, self._versions, strict=True)
         return all(p.grad is grad and _version(grad) == version for p, grad, version in places)
 
-    def _reduce_again(self, factor: float, replicas: Replicas) -> dict[int, Tensor]:
-        """What `.grad` must become; see [Note: what is reduced]."""
-        own = {id(p): g for p, g in zip(self._parameters, self._own, strict=True)}
-        parameters = [p for p in self._parameters if id(p) in self._reduced]
-        self._reduced = {}
-        found: dict[int, Tensor] = {}
-        for bucket in _buckets(parameters):
-            parts = []
-            for parameter in bucket:
-                grad = own.pop(id(parameter))
-                grad = None if grad is None else grad * factor
-                parts.append(_sum(parameter, grad, parameter.grad).reshape(-1))
-            flat = torch.cat(parts)
-            replicas.average(flat).wait()
-            found |= _cut(flat, bucket)
-        return found
+
+def refuse_post_accumulate_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse hooks that would see one replica's `.grad` before it is averaged.
+
+    Raises:
+        ConfigError: Naming a parameter that has such a hook.
+    """
+    for name, parameter in named:
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"{name} has a post-accumulate gradient hook, and this pipeline has replicas: the "
+                "hook would see the gradient of one replica, before it is averaged over all. "
+                "Remedy: remove the hook and work on .grad after backward, use register_hook, or "
+                "start as many processes as pp_size, so that there are no replicas."
+            )
 
 
 class Replicas:
@@ -158,39 +176,57 @@ class PipelineLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, value: Tensor, _anchor: Tensor, apply: Callable[[float], None]
+        ctx: Any,
+        value: Tensor,
+        _anchor: Tensor,
+        hand_out: Callable[[float], list[Tensor | None]],
+        *parameters: Tensor,
     ) -> Tensor:
-        """Return `value`; `apply` is called with the gradient that arrives in backward."""
-        ctx.apply_gradients = apply
-        ctx.spent = False
+        """Return `value`.
+
+        Args:
+            ctx: Of autograd.
+            value: The loss, `[]`.
+            _anchor: Requires a gradient, also where no parameter does.
+            hand_out: Called with the gradient that arrives in backward; returns those of
+                `parameters`.
+            parameters: Whatever got a gradient in the step.
+        """
+        ctx.hand_out = hand_out
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         """Hand out the gradients.
 
         Raises:
             SPPOError: They were handed out before.
         """
-        if ctx.spent:
+        if ctx.hand_out is None:
             raise SPPOError(
                 "backward ran twice through the loss of a pipeline's step. Chunked sequences allow "
                 "one backward per forward (retain_graph=True is not supported); run the forward "
                 "again."
             )
-        ctx.spent = True
+        hand_out, ctx.hand_out = ctx.hand_out, None
         # The only read from the device, when all of the step's work has been handed to it.
-        ctx.apply_gradients(grad.item())
-        return None, None, None
+        return None, None, None, *hand_out(grad.item())
 
 
-def _add(parameter: nn.Parameter, grad: Tensor | None) -> None:
-    if grad is None:
-        return
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad
+def _average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -> None:
+    """When the backward that runs now has ended, average `.grad` of `parameters` over replicas."""
+
+    @torch.no_grad()
+    def average() -> None:
+        averaged: dict[int, Tensor] = {}
+        for bucket in _buckets(parameters):
+            flat = torch.cat([_sum(p, p.grad, None).reshape(-1) for p in bucket])
+            replicas.average(flat).wait()
+            averaged |= _cut(flat, bucket)
+        for parameter in parameters:
+            parameter.grad = averaged[id(parameter)]
+
+    Variable._execution_engine.queue_callback(average)
 
 
 def _sum(parameter: nn.Parameter, own: Tensor | None, earlier: Tensor | None) -> Tensor:

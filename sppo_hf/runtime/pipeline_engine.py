@@ -26,6 +26,7 @@ from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.parameter_hooks import hooks_set_aside
 from sppo_hf.model.sequence import Sequence
 from sppo_hf.model.stage_units import StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
@@ -34,7 +35,12 @@ from sppo_hf.planning.partition import Bounds
 from sppo_hf.runtime.agreement import agree, settings_number
 from sppo_hf.runtime.call_limits import refuse_call
 from sppo_hf.runtime.executor import Done, Executor
-from sppo_hf.runtime.gradients import PipelineLoss, Replicas, StepGradients
+from sppo_hf.runtime.gradients import (
+    PipelineLoss,
+    Replicas,
+    StepGradients,
+    refuse_post_accumulate_hooks,
+)
 from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.runtime.stage_plans import BatchPlans, StagePlans
@@ -178,9 +184,13 @@ class PipelineEngine(Engine):
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
         watch = StepWatch(self, call, step, began)
         units = self._make_units(call, layout, bounds, rows, plans, step)
-        gradients = StepGradients(self.parts.causal_lm.parameters()) if training else None
+        if reduces:
+            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
+        parameters = list(self.parts.causal_lm.parameters())
+        gradients = StepGradients(parameters) if training else None
         try:
-            self._execute(call, step, plans, units, bounds, rows, gradients, watch)
+            with hooks_set_aside(parameters):
+                self._execute(call, step, plans, units, bounds, rows, gradients, watch)
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)
         except BaseException:
@@ -239,6 +249,7 @@ class PipelineEngine(Engine):
                 tile_tokens=plans.by_stage[cut.num_stages - 1].tile_tokens,
                 ignore_index=call.ignore_index,
                 fused=fused_tile(self.parts, self.head, call.device),
+                head_in_backward=self.parts.head_is_hooked(),
             )
         units = StageUnits(
             self.staged,
@@ -358,14 +369,15 @@ class PipelineEngine(Engine):
             return loss
         ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
 
-        def apply(grad: float) -> None:
-            gradients.apply(grad / float(ran_with))
+        def hand_out(grad: float) -> list[Tensor | None]:
+            given = gradients.hand_out(grad / float(ran_with))
             # A scale of zero, or one that overflowed, is nothing to go on with.
             if grad != 0.0 and math.isfinite(grad):
                 self._scale = grad / float(scaled_by)
+            return given
 
         anchor = torch.zeros((), device=total.device, requires_grad=True)
-        return PipelineLoss.apply(loss, anchor, apply)
+        return PipelineLoss.apply(loss, anchor, hand_out, *gradients.parameters())
 
 
 def _micro_batches(batch_rows: int, config: SPPOConfig) -> list[tuple[int, int]]:

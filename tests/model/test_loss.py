@@ -1,8 +1,11 @@
 """The tiled loss against cross-entropy on whole logits: values, gradients, tiles, scales."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -118,3 +121,50 @@ def test_one_tile_of_logits_lives_at_a_time(grad):
     with torch.set_grad_enabled(grad):
         loss.add(hidden, labels, last=True)
     assert len(tiles) == 9
+
+
+def _run_hooks(head, hidden, labels, run):
+    """Gradients of the head under hooks that are not linear, and how often each hook ran."""
+    calls = {"tensor": 0, "after": 0, "together": 0}
+
+    def clamp(grad):
+        calls["tensor"] += 1
+        return grad.clamp(-1e-3, 1e-3)
+
+    def count(name):
+        def called(*_):
+            calls[name] += 1
+
+        return called
+
+    head = copy.deepcopy(head)
+    head.weight.register_hook(clamp)
+    head.bias.register_post_accumulate_grad_hook(count("after"))
+    register_multi_grad_hook((head.weight, head.bias), count("together"))
+    loss = run(head, hidden, labels)
+    assert calls == {"tensor": 0, "after": 0, "together": 0}, "a hook ran before backward"
+    loss.backward()
+    return calls, head.weight.grad, head.bias.grad
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_hooks_on_the_heads_parameters_run_once_on_the_whole_gradient(in_backward):
+    problem = _problem()
+    plain = _run_hooks(*problem, lambda *given: _whole(*given)[0])
+    ours = _run_hooks(
+        *problem, lambda *given: _chunked(*given, tile=2, head_in_backward=in_backward)[0]
+    )
+    assert ours[0] == plain[0] == {"tensor": 1, "after": 1, "together": 1}
+    assert plain[1].abs().max() == 1e-3
+    torch.testing.assert_close(ours[1:], plain[1:])
+    assert len(problem[0].weight._backward_hooks or ()) == 0
+
+
+def test_hooks_of_parameters_that_the_head_does_not_use_do_not_run():
+    head, hidden, labels = _problem()
+    head.spare = nn.Parameter(torch.ones(3))
+    head.spare.register_hook(lambda _: pytest.fail("nothing has a gradient for it"))
+    value, _ = _chunked(head, hidden, labels, tile=4)
+    value.backward()
+    assert head.spare.grad is None
+    assert head.weight.grad is not None

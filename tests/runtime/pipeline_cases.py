@@ -3,8 +3,9 @@
 `pipeline_ranks.py` runs them. A case is a mapping with `name`, `family` and, where they differ from
 the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (of SPPOConfig),
 `frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of
-tokens that have any), `items` (whether every micro-step is told the labels of all) and `steps`: one
-mapping per micro-step, with `scale`, `backward`, `evaluate`, `reduces`.
+tokens that have any), `items` (whether every micro-step is told the labels of all), `hooks` (with
+replicas: whether parameters have hooks) and `steps`: one mapping per micro-step, with `scale`,
+`backward`, `evaluate`, `reduces`.
 """
 
 from __future__ import annotations
@@ -188,6 +189,7 @@ def _replicas() -> list[Case]:
         _case("evaluation", steps=[{"evaluate": True}], **common),
         _case("experts", "qwen3_moe", **common),
         _case("LoRA", lora=True, **common),
+        _case("hooks, tied", "llama-bias-tied", steps=[held, {}], hooks=True, **common),
     ]
 
 
@@ -224,7 +226,7 @@ FAST = {
     ),
     (2, 2): (
         *("replicas: tied", "replicas: accumulation", "replicas: changed scale"),
-        "replicas: evaluation",
+        *("replicas: evaluation", "replicas: hooks, tied"),
     ),
 }
 """Names of those that run always, by (ranks of a pipeline, replicas)."""

@@ -24,7 +24,12 @@ from torch import distributed as dist
 from sppo_hf.config import SPPOConfig
 from sppo_hf.integrations.pipeline import total_norm
 from sppo_hf.model.convert import get_engine, revert
-from sppo_hf.model.exactness import Gradients, parameter_errors, reference_attention
+from sppo_hf.model.exactness import (
+    GradientHooks,
+    Gradients,
+    parameter_errors,
+    reference_attention,
+)
 from sppo_hf.model.float64 import float64_everywhere
 from sppo_hf.model.structure import find_causal_lm
 from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
@@ -43,6 +48,8 @@ class Ran:
 
     losses: list[float]
     grads: Named
+    calls: dict[str, tuple[int, int]]
+    """Of hooks on parameters, see `GradientHooks`."""
 
 
 def build(case: Case) -> nn.Module:
@@ -85,11 +92,20 @@ def batches_of(case: Case, replica: int) -> list[dict[str, Any]]:
     return batches
 
 
-def run_steps(model: nn.Module, case: Case, replica: int) -> Ran:
+def hooks_of(model: nn.Module, case: Case, replicas: int) -> GradientHooks:
+    """Hooks on all trained parameters; with replicas only where the case asks for them.
+
+    With replicas they change what is reduced when, and see one replica's gradient.
+    """
+    hooks = GradientHooks(model, after_accumulation=replicas == 1)
+    return hooks if replicas == 1 or case.get("hooks") else GradientHooks(nn.Module())
+
+
+def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
     """Run a case's micro-steps; the same for the unmodified model and for a pipeline."""
     engine = get_engine(model)
     losses: list[float] = []
-    with float64_everywhere(model):
+    with float64_everywhere(model), hooks_of(model, case, replicas) as hooks:
         for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
             if isinstance(engine, PipelineEngine):
                 engine.reduces = lambda step=step: step.get("reduces", True)
@@ -104,7 +120,8 @@ def run_steps(model: nn.Module, case: Case, replica: int) -> Ran:
                 if step.get("backward", True):
                     (loss * step.get("scale", 1.0)).backward()
             losses.append(loss.item())
-    return Ran(losses, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return Ran(losses, grads, hooks.calls)
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,8 @@ class Reference:
     """By replica."""
     grads: Named
     """Averaged over replicas."""
+    calls: list[dict[str, tuple[int, int]]]
+    """Of hooks on parameters, by replica."""
     tied: list[str]
     """Trained parameters that embedding and head share."""
 
@@ -128,7 +147,7 @@ def reference(case: Case, replicas: int) -> Reference:
         find_causal_lm(model).set_attn_implementation(reference_attention(model))
         # With a cache Transformers does not look for documents in the positions.
         find_causal_lm(model).config.use_cache = False
-        runs.append(run_steps(model, case, replica))
+        runs.append(run_steps(model, case, replica, replicas))
         head = find_causal_lm(model).get_output_embeddings().weight
         tied = [name for name in runs[0].grads if model.get_parameter(name) is head]
         if find_causal_lm(model).get_input_embeddings().weight is not head:
@@ -138,7 +157,8 @@ def reference(case: Case, replicas: int) -> Reference:
         grads = [run.grads[name] for run in runs]
         present = [grad for grad in grads if grad is not None]
         mean[name] = sum(present) / replicas if present else None  # type: ignore[assignment]
-    return Reference([run.losses for run in runs], mean, tied)
+    calls = [run.calls for run in runs]
+    return Reference([run.losses for run in runs], mean, calls, tied)
 
 
 def norm_of(grads: Named) -> float:
@@ -159,6 +179,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[st
             loss_error = max(loss_error, math.inf if math.isnan(error) else error)
     worst: tuple[float, str] = (0.0, "")
     twice: set[str] = set()
+    miscounted: set[str] = set()
     missing: set[str] = set()
     for replica in range(replicas):
         ranks = [one for one in everyone if one["dp_rank"] == replica]
@@ -167,6 +188,11 @@ def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[st
             # A copy that two ranks hold is compared on both.
             twice |= whole.keys() & one["grads"].keys()
             whole |= one["grads"]
+            miscounted |= {
+                name
+                for name, calls in one["calls"].items()
+                if theirs[name] is not None and calls != wanted.calls[replica][name]
+            }
             some = {**theirs, **one["grads"]}
             found = parameter_errors(Gradients(0.0, some), Gradients(0.0, theirs))[0]
             worst = max(worst, (found.error, found.name))
@@ -179,6 +205,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[st
         "worst": worst[1],
         "norm_error": max(abs(one["norm"] - norm) / max(norm, 1e-300) for one in everyone),
         "wrong_names": sorted(missing),
+        "hooks_miscounted": sorted(miscounted),
         "held_twice": sorted(twice),
         "tied": sorted(wanted.tied),
         "gradients": sum(grad is not None for grad in theirs.values()),
@@ -195,8 +222,10 @@ def run_case(case: Case, pp_size: int) -> dict[str, Any] | None:
     convert_to_stages(model, config)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
-    ran = run_steps(model, case, engine.mesh.dp_rank)
-    mine = {"losses": ran.losses, "grads": ran.grads, "dp_rank": engine.mesh.dp_rank}
+    replicas = dist.get_world_size() // pp_size
+    ran = run_steps(model, case, engine.mesh.dp_rank, replicas)
+    mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls}
+    mine["dp_rank"] = engine.mesh.dp_rank
     mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()
     revert(model)
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -14,9 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.runtime import gradients as module
-from sppo_hf.runtime.gradients import PipelineLoss, Replicas, StepGradients
+from sppo_hf.runtime.gradients import (
+    PipelineLoss,
+    Replicas,
+    StepGradients,
+    refuse_post_accumulate_hooks,
+)
 
 OTHERS = 3.0
 AVERAGE = (1 + OTHERS) / 2
@@ -72,6 +77,13 @@ def compute(parameters: list[nn.Parameter], *own: float | None) -> None:
         parameter.grad = None if value is None else torch.full_like(parameter, value)
 
 
+def backward(step: StepGradients, factor: float) -> None:
+    """What the loss's backward does, with another gradient than the schedule took for granted."""
+    anchor = torch.zeros((), requires_grad=True)
+    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, step.hand_out, *step.parameters())
+    loss.backward(torch.tensor(factor))
+
+
 def values(parameters: list[nn.Parameter]) -> list[float | None]:
     found: list[float | None] = []
     for parameter in parameters:
@@ -87,7 +99,7 @@ def test_gradients_come_with_the_losss_backward_and_not_before() -> None:
     compute(parameters, 1.0, 2.0, None, None)
     step.take()
     assert values(parameters) == [None, 5.0, None, 7.0]
-    step.apply(1.0)
+    backward(step, 1.0)
     assert values(parameters) == [1.0, 7.0, None, 7.0]
 
 
@@ -97,7 +109,7 @@ def test_this_steps_share_alone_is_scaled(factor: float) -> None:
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0)
     step.take()
-    step.apply(factor)
+    backward(step, factor)
     assert values(parameters) == [factor, 5.0 + 2.0 * factor]
 
 
@@ -108,7 +120,7 @@ def test_accumulation_adds_into_the_same_tensor() -> None:
     step = StepGradients(parameters)
     compute(parameters, 2.0)
     step.take()
-    step.apply(1.0)
+    backward(step, 1.0)
     assert parameters[0].grad is held
 
 
@@ -119,7 +131,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert values([frozen]) == [5.0]
     trained.grad = torch.ones_like(trained)
     step.take()
-    step.apply(2.0)
+    backward(step, 2.0)
     assert values([frozen, trained]) == [5.0, 2.0]
 
 
@@ -154,7 +166,7 @@ def test_an_average_has_what_accumulated_and_this_step(
     step.take()
     assert values(parameters) == [None, 5.0, 5.0, None]
     assert replicas.reduced == [2 + 4 + 6 + 8], "one message for all"
-    step.apply(factor)
+    backward(step, factor)
     expected = [factor, 5.0 + 2.0 * factor, 5.0, 0.0]
     assert values(parameters) == [AVERAGE * one for one in expected]
 
@@ -169,7 +181,7 @@ def test_zeroed_in_between_is_zero(replicas: FakeReplicas) -> None:
     parameters[0].grad = None
     assert parameters[1].grad is not None
     parameters[1].grad.zero_()
-    step.apply(1.0)
+    backward(step, 1.0)
     assert values(parameters) == [AVERAGE, AVERAGE]
 
 
@@ -182,10 +194,10 @@ def test_two_forwards_before_a_backward_add_up(replicas: FakeReplicas) -> None:
         step.start_reducing(parameters, replicas)
         step.take()
         steps.append(step)
-    steps[0].apply(1.0)
+    backward(steps[0], 1.0)
     first = AVERAGE * 1.0
     assert values(parameters) == [first]
-    steps[1].apply(1.0)
+    backward(steps[1], 1.0)
     # What is averaged already is the same everywhere; the fake's other replica has three times it.
     assert values(parameters) == [AVERAGE * (first + 10.0)]
 
@@ -198,7 +210,7 @@ def test_replicas_that_do_not_agree_reduce_again(replicas: FakeReplicas) -> None
     step.start_reducing(parameters, replicas)
     step.take()
     replicas.agrees = False
-    step.apply(1.0)
+    backward(step, 1.0)
     assert values(parameters) == [AVERAGE * 6.0]
     assert len(replicas.reduced) == 2
 
@@ -212,7 +224,7 @@ def test_a_step_without_reduction_and_one_with_it(replicas: FakeReplicas) -> Non
         if reduces:
             step.start_reducing(parameters, replicas)
         step.take()
-        step.apply(1.0)
+        backward(step, 1.0)
         assert len(replicas.reduced) == int(reduces)
     assert values(parameters) == [AVERAGE * 3.0]
 
@@ -223,7 +235,7 @@ def test_some_reduced_and_some_not(replicas: FakeReplicas) -> None:
     compute(parameters, 1.0, 1.0)
     step.start_reducing(parameters[1:], replicas)
     step.take()
-    step.apply(2.0)
+    backward(step, 2.0)
     assert values(parameters) == [2.0, 2.0 * AVERAGE]
 
 
@@ -247,7 +259,7 @@ def test_buckets_are_of_one_dtype_and_bounded(
     compute(parameters, 1.0, 2.0, 3.0, 4.0)
     step.start_reducing(parameters, replicas)
     step.take()
-    step.apply(1.0)
+    backward(step, 1.0)
     # 8 and 24 bytes fit into one, 32 more do not; float64 is apart.
     assert sorted(replicas.reduced) == [4, 2 + 6, 8]
     assert values(parameters) == [AVERAGE * one for one in (1.0, 2.0, 3.0, 4.0)]
@@ -261,22 +273,30 @@ def test_shared_parameters_are_summed_over_both_ends(replicas: FakeReplicas) -> 
     compute(parameters, 1.0, None)
     step.add_shared(parameters, "ends")
     step.take()
-    step.apply(1.0)
+    backward(step, 1.0)
     # The sum holds this step's alone; what the step had before was summed when it came.
     assert values(parameters) == [5.0 + (1 + OTHERS), 0.0]
 
 
 def test_the_loss_hands_out_its_gradient_at_backward() -> None:
     seen: list[float] = []
+
+    def hand_out(grad: float) -> list[Tensor | None]:
+        seen.append(grad)
+        return [torch.ones(2), None]
+
+    parameters = make(None, None)
+    parameters[0] = nn.Parameter(torch.zeros(2))
     anchor = torch.zeros((), requires_grad=True)
     value = torch.tensor(2.5, dtype=torch.float64)
-    loss = PipelineLoss.apply(value, anchor, seen.append)
+    loss = PipelineLoss.apply(value, anchor, hand_out, *parameters)
     assert loss.requires_grad
     assert loss.item() == 2.5
     assert loss.dtype == torch.float64
     assert not seen
     (loss * 3 / 4).backward()
     assert seen == [0.75]
+    assert values(parameters) == [1.0, None]
     # The caller's own number is no part of the graph.
     loss.detach().mul_(0)
     assert value.item() == 2.5
@@ -284,9 +304,59 @@ def test_the_loss_hands_out_its_gradient_at_backward() -> None:
 
 def test_a_second_backward_is_refused() -> None:
     seen: list[float] = []
+
+    def hand_out(grad: float) -> list[Tensor | None]:
+        seen.append(grad)
+        return []
+
     anchor = torch.zeros((), requires_grad=True)
-    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, seen.append)
+    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, hand_out)
     loss.backward(retain_graph=True)
     with pytest.raises(SPPOError, match=r"backward ran twice.*run the forward again"):
         loss.backward()
     assert seen == [1.0]
+
+
+def hook_all(parameters: list[nn.Parameter], calls: list[float]) -> None:
+    """Hooks that are not linear, and note what they get."""
+
+    def square(grad: Tensor) -> Tensor:
+        calls.append(grad.max().item())
+        return grad.square()
+
+    for parameter in parameters:
+        parameter.register_hook(square)
+
+
+def test_hooks_run_once_on_what_this_step_adds() -> None:
+    parameters, calls = make(None, 5.0, 7.0), []
+    hook_all(parameters, calls)
+    step = StepGradients(parameters)
+    compute(parameters, 2.0, 3.0, None)
+    step.take()
+    assert not calls
+    backward(step, 2.0)
+    assert sorted(calls) == [4.0, 6.0], "and none for what had no gradient"
+    assert values(parameters) == [16.0, 5.0 + 36.0, 7.0]
+
+
+def test_hooks_see_a_replicas_own_gradient_before_it_is_averaged(replicas: FakeReplicas) -> None:
+    parameters, calls = make(5.0, None), []
+    hook_all(parameters[:1], calls)
+    step = StepGradients(parameters)
+    compute(parameters, 2.0, 3.0)
+    step.start_reducing(parameters, replicas)
+    step.take()
+    backward(step, 1.0)
+    assert calls == [2.0]
+    assert values(parameters) == [AVERAGE * (5.0 + 4.0), AVERAGE * 3.0]
+
+
+def test_post_accumulate_hooks_are_refused_where_they_would_see_half() -> None:
+    (parameter,) = make(None)
+    refuse_post_accumulate_hooks([("head.weight", parameter)])
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ConfigError, match=r"head\.weight has a post-accumulate.*Remedy"):
+        refuse_post_accumulate_hooks([("head.weight", parameter)])
+    handle.remove()
+    refuse_post_accumulate_hooks([("head.weight", parameter)])

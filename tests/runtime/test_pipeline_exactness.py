@@ -35,6 +35,7 @@ def assert_exact(result: dict[str, Any], cases: list[Case]) -> None:
         for one in found
         if max(one["loss_error"], one["gradient_error"], one["norm_error"]) > TOLERANCE
         or one["wrong_names"]
+        or one["hooks_miscounted"]
         or one["held_twice"] != one["tied"]
     ]
     assert not wrong, "\n".join(map(str, wrong))
