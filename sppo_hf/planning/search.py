@@ -144,6 +144,11 @@ def chunk_cuts(
             yield bounds
 
 
+def most_chunks(total_tokens: int) -> int:
+    """Returns the most chunks that any of `chunk_cuts` has, give or take one."""
+    return min(_MOST_CHUNKS, -(-total_tokens // TARGET_TOKENS[0]))
+
+
 def longest_sequence(
     cost: StageCost, batch: Batch, budgets: Budgets, choices: Choices, *, device_kind: str = "cuda"
 ) -> int:
