@@ -24,7 +24,7 @@ MOST_SETTINGS_BYTES = 128 * 2**10
 """Of a YAML text. A file with every setting takes three kilobytes; `chunk_lengths` of ten thousand
 chunks, one a line, take ninety."""
 
-MOST_JSON_BYTES = 8 * 2**20
+MOST_JSON_BYTES = 4 * 2**20
 """Of a JSON text. The largest model configurations, which name every quantised layer, take one."""
 
 _MOST_DEPTH = 32

@@ -6,7 +6,7 @@ a benchmark runs, and not to show one.
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -25,9 +25,11 @@ from sppo_hf.cli.benchmark.results import ResultFile, Row
 from sppo_hf.cli.benchmark.table import progress_line, tables
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import processor_name
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.refusals import check_config
+from sppo_hf.rules import show
 
 LENGTHS = "8192,32768"
 OUTPUT = Path("bench")
@@ -68,11 +70,14 @@ def bench(
         str | None,
         typer.Option(help="Dtype of adapters: float32, as PEFT makes them, or that of --dtype."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps measured; their median counts.")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Steps measured; their median counts.")
+    ] = 3,
     warm_up: Annotated[
         int,
         typer.Option(
             min=0,
+            max=10_000,
             help="Steps before. Ours plans anew within its third step, so three show it at rest.",
         ),
     ] = 3,
@@ -108,7 +113,7 @@ def bench(
     trace: Annotated[
         bool, typer.Option("--trace", help="Profile one more step of ours into trace-*.json.gz.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one row.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(min=1, max=10**6, help="Seconds for one row.")] = 3600.0,
     output: Annotated[
         Path, typer.Option(help="Folder of results.jsonl, results.png, logs and traces.")
     ] = OUTPUT,
@@ -220,7 +225,7 @@ def _report(
     drawn = draw(rows, folder) if picture else []
     if as_json:
         named = [str(path) for path in drawn]
-        typer.echo(json.dumps({"rows": [row.to_dict() for row in rows], "pictures": named}))
+        given.echo_json({"rows": [row.to_dict() for row in rows], "pictures": named})
         return
     out = given.console()
     if not out.is_terminal:
@@ -244,10 +249,10 @@ def _rank(text: str) -> int | None:
     """
     if text == "full":
         return None
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+    if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
+        return LoraShape(rank=int(text)).rank
     raise ConfigError(
-        f"--lora is {text!r}. Allowed: a rank above zero, or full. Remedy: 16 is common."
+        f"--lora is {show(text)}. Allowed: a rank above zero, or full. Remedy: 16 is common."
     )
 
 

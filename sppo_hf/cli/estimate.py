@@ -6,8 +6,6 @@ imported, so the answer comes at once.
 
 from __future__ import annotations
 
-import json
-
 import typer
 
 from sppo_hf.cli import planning_arguments as given
@@ -59,7 +57,7 @@ def estimate(
         question = arguments.question()
         answer = ask(question)
     if as_json:
-        typer.echo(json.dumps(answer_to_dict(answer)))
+        given.echo_json(answer_to_dict(answer))
     else:
         out = given.console()
         out.print(estimate_table(answer, arguments.title))

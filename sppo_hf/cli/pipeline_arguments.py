@@ -17,6 +17,7 @@ from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.partition import chunk_bounds
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.rules import show
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.pipeline import (
@@ -27,6 +28,14 @@ from sppo_hf.schedule.pipeline import (
 )
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import Timeline
+
+_MOST_STAGES = 1024
+# Chunks of all micro-batches on all stages: what is simulated in a few seconds.
+_MOST_UNITS = 2**15
+_MOST_UNITS_OF_MODEL = 2**14
+_MOST_SECONDS = 1e9
+# Below, seconds of a step are no longer told apart from rounding.
+_LEAST_SECONDS = 1e-12
 
 DEFAULT_LINK = "25GiB"
 """Bytes per second of a link: a 200 Gbit/s network card's."""
@@ -206,14 +215,35 @@ class PipelineArguments:
                 "the tokens of each row."
             )
         for option, value in seconds.items():
-            if value is not None and not (value >= 0 and math.isfinite(value)):
+            if value and not _LEAST_SECONDS <= value <= _MOST_SECONDS:
                 raise ConfigError(
-                    f"{option} is {value}. Allowed: seconds, zero or more. Remedy: use 1."
+                    f"{option} is {value}. Allowed: seconds, zero or {_LEAST_SECONDS:g} to "
+                    f"{_MOST_SECONDS:g}. Remedy: use 1."
                 )
         if (self.weight or 0.0) > self.backward_seconds:
             raise ConfigError(
                 f"--weight is {self.weight}, more than --backward, {self.backward_seconds}. "
                 "Allowed: a part of it. Remedy: --backward is the whole backward; raise it."
+            )
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """Refuse what would take minutes or gigabytes to simulate, before anything is made."""
+        sizes = {
+            "--stages": self.stages,
+            "--virtual": self.virtual,
+            "--micro-batches": self.micro_batches,
+            "--chunks": self.chunks,
+        }
+        most = _MOST_UNITS if self.model is None else _MOST_UNITS_OF_MODEL
+        units = math.prod(max(1, size) for size in sizes.values())
+        if units > most or self.stages * self.virtual > _MOST_STAGES:
+            seen = " x ".join(f"{name} {show(size)}" for name, size in sizes.items())
+            raise ConfigError(
+                f"{seen} are {show(units)} chunks over all stages. Allowed: a product of at most "
+                f"{most:,}{'' if self.model is None else ' with --model'}, and at most "
+                f"{_MOST_STAGES:,} stages in all. Remedy: simulate fewer micro-batches; the bubble "
+                "of many follows from the bubble of a few."
             )
 
 

@@ -7,7 +7,6 @@ Transformers is imported, and matplotlib only to draw.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -58,10 +57,12 @@ def plan(
     ] = None,
     gpus: Annotated[
         int,
-        typer.Option(min=1, help="Devices; more than one: the best layouts over them, and why."),
+        typer.Option(
+            min=1, max=2**16, help="Devices; more than one: the best layouts over them, and why."
+        ),
     ] = 1,
     gpus_per_node: Annotated[
-        int, typer.Option(min=1, help="Devices that share a host, with --gpus.")
+        int, typer.Option(min=1, max=2**16, help="Devices that share a host, with --gpus.")
     ] = 8,
     link: Annotated[
         str | None,
@@ -105,7 +106,7 @@ def plan(
         results = _compare(arguments, answer)
         _write_files(answer, arguments.title, figure, trace)
     if as_json:
-        typer.echo(json.dumps({**answer_to_dict(answer), "policies": policies_to_list(results)}))
+        given.echo_json({**answer_to_dict(answer), "policies": policies_to_list(results)})
     else:
         out = given.console()
         out.print(plan_tables(answer, results, arguments.title))
@@ -129,7 +130,7 @@ def _plan_cluster(
             )
         answer = ask_cluster(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
     if as_json:
-        typer.echo(json.dumps(cluster_to_dict(answer)))
+        given.echo_json(cluster_to_dict(answer))
     else:
         given.console().print(cluster_table(answer, f"{arguments.title} on {gpus} devices"))
     raise typer.Exit(given.FITS if answer.best else given.FITS_NOT)

@@ -7,6 +7,7 @@ only where MODEL is a hub id.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +26,13 @@ from sppo_hf.planning.ask import Question, question_for
 from sppo_hf.planning.config_file import find_config, load_config, shipped_models
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.rules import show
 
 FITS, FITS_NOT, BAD_INPUT = 0, 1, 2
 DEFAULT_HARDWARE = "h100-80gb"
+
+MOST_TOKENS = 2**31 - 1
+"""Longest row that is planned for."""
 
 _WIDTH = 110
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
@@ -101,7 +106,7 @@ Lora = Annotated[
     int | None,
     typer.Option(help="Rank of LoRA adapters on all linear layers; without it all weights train."),
 ]
-Rows = Annotated[int, typer.Option(min=1, help="Rows that go through together.")]
+Rows = Annotated[int, typer.Option(min=1, max=2**20, help="Rows that go through together.")]
 Accumulate = Annotated[
     bool,
     typer.Option(
@@ -143,6 +148,7 @@ class PlanningArguments:
         """The model for a table's title: "Llama-3.1-8B, LoRA rank 16, float16"."""
         path = Path(self.model)
         name = path.parent.name or path.name if path.name == "config.json" else self.model
+        name = name if len(name) <= _WIDTH else f"…{name[-_WIDTH:]}"
         parts = [name]
         if self.lora is not None:
             parts.append(f"LoRA rank {self.lora}")
@@ -205,14 +211,14 @@ def parse_tokens(text: str) -> int:
         text: "131072", "128K" (K = 1024) or "1M" (M = 1024 x 1024).
 
     Raises:
-        ConfigError: it is none of these, or not a whole number above zero.
+        ConfigError: it is none of these, not a whole number above zero, or above `MOST_TOKENS`.
     """
     match = _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
     tokens = float(match[1]) * _TOKENS_PER_UNIT[match[2].upper()] if match else 0.0
-    if tokens < 1 or not tokens.is_integer():
+    if not 1 <= tokens <= MOST_TOKENS or not tokens.is_integer():
         raise ConfigError(
-            f"--seq-len is {text!r}. Allowed: a whole number of tokens above zero, such as 131072, "
-            "128K (K = 1024) or 1M (M = 1024 x 1024). Remedy: write one of these."
+            f"--seq-len is {show(text)}. Allowed: a whole number of tokens, 1 to {MOST_TOKENS:,}, "
+            "such as 131072, 128K (K = 1024) or 1M (M = 1024 x 1024). Remedy: write one of these."
         )
     return int(tokens)
 
@@ -236,13 +242,13 @@ def model_path(model: str) -> Path:
         ConfigError: as `read_model`.
     """
     path = find_config(model)
-    if path.exists() or Path(model).expanduser().exists():
+    if os.path.exists(path) or os.path.exists(os.path.expanduser(model)):
         return path
     if not _HUB_ID.fullmatch(model) or model.endswith(".json") or model.startswith("."):
         raise ConfigError(
-            f"{model!r} is no file or folder here. Allowed: a model folder with a config.json, the "
-            f"path of a config.json, a shipped name ({', '.join(shipped_models())}), or a hub id "
-            "such as meta-llama/Llama-3.1-8B. Remedy: check the path."
+            f"{show(model)} is no file or folder here. Allowed: a model folder with a config.json, "
+            f"the path of a config.json, a shipped name ({', '.join(shipped_models())}), or a hub "
+            "id such as meta-llama/Llama-3.1-8B. Remedy: check the path."
         )
     return Path(_download(model))
 
@@ -264,11 +270,22 @@ def bad_input(as_json: bool) -> Iterator[None]:
         yield
     except SPPOError as error:
         if as_json:
-            typer.echo(json.dumps({"status": "bad input", "reason": str(error)}))
+            echo_json({"status": "bad input", "reason": str(error)})
         else:
             message = Text.assemble(("bad input ", "red"), str(error))
             console(stderr=True).print(message, soft_wrap=True)
         raise typer.Exit(BAD_INPUT) from error
+
+
+def echo_json(data: object) -> None:
+    """Prints one JSON object; NaN and infinities, which JSON does not have, become null."""
+    try:
+        text = json.dumps(data, allow_nan=False)
+    except ValueError:
+        # Python reads back what it writes for them, and names them on the way.
+        data = json.loads(json.dumps(data), parse_constant=lambda _: None)
+        text = json.dumps(data, allow_nan=False)
+    typer.echo(text)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -316,17 +333,19 @@ def _download(repo_id: str) -> str:
 
 def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
     return ConfigError(
-        f"The configuration of {repo_id!r} cannot be had from the Hugging Face hub: {reason}. "
+        f"The configuration of {show(repo_id)} cannot be had from the Hugging Face hub: {reason}. "
         f"Allowed: a local model folder, a config.json, or a hub id. Remedy: {remedy}."
     )
 
 
 def _num_chunks(text: str) -> int | Literal["auto"]:
-    if text == "auto" or (text.isdecimal() and int(text) > 0):
-        return "auto" if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
+        return int(text)
     raise ConfigError(
-        f"--num-chunks is {text!r}. Allowed: a whole number above zero, or auto. Remedy: use auto, "
-        "which takes the number of chunks that is fastest."
+        f"--num-chunks is {show(text)}. Allowed: a whole number above zero, or auto. Remedy: use "
+        "auto, which takes the number of chunks that is fastest."
     )
 
 

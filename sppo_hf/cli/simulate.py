@@ -7,7 +7,6 @@ draw.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,7 +117,7 @@ def simulate(
         simulated = arguments.simulate()
         _write_files(simulated, arguments.name, figure, trace)
     if as_json:
-        typer.echo(json.dumps(_to_dict(simulated)))
+        given.echo_json(_to_dict(simulated))
     else:
         out = given.console()
         out.print(_table(simulated, arguments.title))
@@ -163,7 +162,8 @@ def _print_over_time(out: Any, simulated: Simulated, arguments: PipelineArgument
     if arguments.model is not None:
         return
     slots = [arguments.forward_seconds, arguments.backward_seconds]
-    shown = over_time(simulated.timeline, 1.0) if all(s == int(s) >= 1 for s in slots) else ""
+    narrow = simulated.timeline.end_seconds <= _WIDEST_TEXT
+    shown = narrow and all(s == int(s) >= 1 for s in slots) and over_time(simulated.timeline, 1.0)
     if shown and max(map(len, shown.splitlines())) <= _WIDEST_TEXT:
         out.print(Text("\n" + shown), soft_wrap=True)
 

@@ -110,7 +110,7 @@ class SPPOPlugin(ParallelismConfig):
         try:
             return cls.from_yaml(path)
         except ConfigError as error:
-            raise ConfigError(f"{CONFIG_VARIABLE}={path}: {error}") from error
+            raise ConfigError(f"{CONFIG_VARIABLE}={path[:200]}: {error}") from error
 
     def convert(self, model: ModelT) -> ModelT:
         """Make a model train chunk by chunk, in place.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import BudgetError
+from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices, set_by_rule
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
@@ -21,11 +21,18 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.moments import MemoryEstimate
-from sppo_hf.planning.partition import Bounds, chunk_bounds, partition_of
+from sppo_hf.planning.partition import (
+    TARGET_CHUNK_TOKENS,
+    Bounds,
+    PrefixCost,
+    auto_bounds,
+    chunk_bounds,
+    partition_of,
+)
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.refusals import check_config
-from sppo_hf.planning.search import Batch, chunk_cuts, longest
+from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import (
     Choices,
@@ -43,6 +50,8 @@ from sppo_hf.planning.stage_bytes import StageBytes
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
+# Chunks times layers: what is planned, simulated and compared in a few seconds.
+_MOST_UNITS = 2**15
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that can be asked for, and the bytes of one element."""
@@ -213,9 +222,11 @@ def plan_for(question: Question) -> Plan:
     """Makes the plan; where nothing fits, one that breaks budgets and warns of it.
 
     Raises:
-        ConfigError: the settings do not fit this length.
+        ConfigError: the settings do not fit this length, or there are so many chunks and layers
+            that planning would take minutes.
     """
     config = question.config
+    _check_units(question)
     if question.device.kind == "cpu" and config.device_memory is not None:
         # On a CPU it takes a budget that is named for anything to be kept.
         try:
@@ -226,6 +237,27 @@ def plan_for(question: Question) -> Plan:
     return _make_plan(
         question, config.replace(device_memory=None, host_memory=None, disk_memory=None)
     )
+
+
+def _check_units(question: Question) -> None:
+    config, kind, layers = question.config, question.device.kind, question.shape.num_layers
+    if config.chunk_lengths is not None:
+        num_chunks = len(config.chunk_lengths)
+    elif config.num_chunks != "auto":
+        num_chunks = config.num_chunks
+    elif config.chunk_tokens is not None:
+        num_chunks = -(-question.total_tokens // config.chunk_tokens)
+    elif set_by_rule(config, question.device) or kind == "cpu":
+        num_chunks = -(-question.total_tokens // TARGET_CHUNK_TOKENS[kind])
+    else:
+        num_chunks = most_chunks(question.total_tokens)
+    if num_chunks * layers > _MOST_UNITS:
+        raise ConfigError(
+            f"{question.total_tokens:,} tokens in {num_chunks:,} chunks through {layers:,} layers "
+            f"are {num_chunks * layers:,} steps to plan. Allowed: chunks times layers of at most "
+            f"{_MOST_UNITS:,}. Remedy: set num_chunks (--num-chunks) to {_MOST_UNITS // layers:,} "
+            "or less."
+        )
 
 
 def _make_plan(question: Question, config: SPPOConfig) -> Plan:
@@ -313,8 +345,11 @@ def _closest(question: Question, plan: Plan) -> tuple[FirstLimit, MemoryEstimate
 
 
 def _longest(question: Question, plan: Plan) -> int:
+    budgets = plan.budgets
+    unlimited = budgets.device is budgets.host is question.config.offload_dir is None
+
     def possible(tokens: int) -> bool:
-        return any(
+        return unlimited or any(
             fits(estimate(question.shape, d, device_kind=question.device.kind), plan.budgets)
             for d in _smallest(question, plan, tokens, most_cuts=1)
         )
@@ -361,13 +396,18 @@ def _cuts(question: Question, cost: StageCost, total_tokens: int) -> Iterator[Bo
         yield from chunk_cuts(cost, total_tokens, partition_of(config))
         return
     num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)
+    # An estimate walks its chunks. Fewer and longer ones need a little more memory, so what is
+    # found to fit does fit.
+    target = max(TARGET_CHUNK_TOKENS[kind], -(-total_tokens // _MOST_CHUNKS))
     if num_chunks != "auto":
         # Other lengths than the one asked about are cut alike.
         config = config.replace(chunk_lengths=None, num_chunks=min(num_chunks, total_tokens))
     elif config.chunk_tokens and total_tokens > _MOST_CHUNKS * config.chunk_tokens:
-        # An estimate walks its chunks. Fewer and longer ones need a little more memory, so what
-        # is found to fit does fit.
         config = config.replace(chunk_tokens=None, num_chunks=_MOST_CHUNKS)
+    elif not config.chunk_tokens:
+        curve = PrefixCost.of(cost.shape)
+        yield auto_bounds(curve, total_tokens, target_tokens=target, partition=partition_of(config))
+        return
     yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
 
 

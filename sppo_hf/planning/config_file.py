@@ -6,7 +6,7 @@ do: commands that only plan start in a fraction of the time that importing Trans
 
 from __future__ import annotations
 
-import json
+import os
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any, cast
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.reader import text_config
+from sppo_hf.reading import MOST_JSON_BYTES, parse_json, read_text
+from sppo_hf.rules import show
 
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
@@ -37,10 +39,10 @@ def find_config(path: str | Path) -> Path:
     Returns:
         A path, which need not exist.
     """
-    file = Path(path).expanduser()
-    if not file.exists():
+    file = Path(os.path.expanduser(path))
+    if not os.path.exists(file):
         return shipped_models().get(str(path).lower(), file)
-    return file / "config.json" if file.is_dir() else file
+    return file / "config.json" if os.path.isdir(file) else file
 
 
 def load_config(path: str | Path) -> object:
@@ -53,7 +55,8 @@ def load_config(path: str | Path) -> object:
         A namespace of the file's fields; `text_config` and its like are namespaces too.
 
     Raises:
-        ConfigError: there is no such file, it holds no JSON object, or it names no `model_type`.
+        ConfigError: there is no such file, it is no regular file, it has more than 4 MiB, it holds
+            no JSON object, or it names no `model_type`.
     """
     return _namespace(read_fields(path))
 
@@ -68,17 +71,16 @@ def read_fields(path: str | Path) -> dict[str, Any]:
         ConfigError: as `load_config`.
     """
     file = find_config(path)
+    text = read_text(
+        file,
+        what="model configuration",
+        most_bytes=MOST_JSON_BYTES,
+        remedy="give a model's config.json, the folder that holds it (the model's page on the "
+        f"Hugging Face hub has the file), or one of {', '.join(shipped_models())}",
+    )
     try:
-        fields: Any = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no {file}; give a model's config.json, the folder that holds it (the "
-            "model's page on the Hugging Face hub has the file), or one of "
-            f"{', '.join(shipped_models())}"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read as text ({error}); give a config.json") from error
-    except json.JSONDecodeError as error:
+        fields: Any = parse_json(text)
+    except ConfigError as error:
         raise ConfigError(
             f"{file} is not valid JSON: {error}. Fetch the file again, or mend it there"
         ) from error
@@ -90,7 +92,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     known = cast("dict[str, Any]", fields)
     if not isinstance(known.get("model_type"), str):
         raise ConfigError(
-            f"{file} names no model_type (it has {', '.join(sorted(known)[:5]) or 'nothing'}"
+            f"{file} names no model_type (it has {show(sorted(known)[:5]) if known else 'nothing'}"
             " ...), so it is not a Transformers configuration. Other JSON files beside it "
             "(generation_config.json, adapter_config.json) will not do; give config.json"
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.rules import show
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Curve:
         rising = all(low < high for low, high in pairwise(tokens))
         if not tokens or tokens[0] < 1 or not rising:
             raise ConfigError(
-                f"A curve has points at {tokens} tokens. Allowed: at least one point, tokens "
+                f"A curve has points at {show(tokens)} tokens. Allowed: at least one point, tokens "
                 "strictly increasing, the first at least 1. Remedy: sort them, each one once."
             )
         for at, rate in self.points:

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.rules import show
 
 ALL_LINEAR = "all-linear"
+
+_MOST_RANK = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +37,10 @@ class LoraShape:
     """LoRA's own dropout; above zero its mask and what it lets through are saved too."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
+        if not 1 <= self.rank <= _MOST_RANK:
             raise ConfigError(
-                f"LoRA's rank is {self.rank}; it is the inner size of a matrix product, so give 1 "
-                "or more (16 is common), or no LoRA at all"
+                f"LoRA's rank is {show(self.rank)}; it is the inner size of a matrix product, so "
+                f"give 1 to {_MOST_RANK:,} (16 is common), or no LoRA at all"
             )
         if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
             raise ConfigError(

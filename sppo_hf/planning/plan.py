@@ -32,12 +32,17 @@ from sppo_hf.planning.limits import (
 from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.modes import KEEP, Tier, mode_of
 from sppo_hf.planning.moments import MemoryEstimate
-from sppo_hf.planning.partition import Bounds, chunk_bounds, partition_of
+from sppo_hf.planning.partition import (
+    TARGET_CHUNK_TOKENS,
+    Bounds,
+    chunk_bounds,
+    partition_of,
+)
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.programme import Budgets
-from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
+from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import (
     Choices,
@@ -324,7 +329,12 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
     """
     if limit.tier in named_budgets(task.config):
         raise BudgetError(limit_text(limit, task.budgets, task.total_tokens))
-    base = _base(task)
+    usual_tokens = most_chunks(task.total_tokens) * TARGET_CHUNK_TOKENS[task.device.kind]
+    if _cut_is_fixed(task) or task.total_tokens <= usual_tokens:
+        base = _base(task)
+    else:
+        # The usual chunks are more than a search looks at, and would take minutes to simulate.
+        base = task.batch.decisions(_cuts(task, cost)[-1], task.shape.num_layers)
     plans = [
         least_memory(
             cost,
@@ -358,11 +368,15 @@ def _base(task: _Task) -> Decisions:
 
 def _cuts(task: _Task, cost: StageCost) -> list[Bounds]:
     """Ways to cut that the config leaves open; on a CPU length is settled by memory alone."""
-    config = task.config
-    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    if task.bounds is not None or fixed or task.device.kind == "cpu":
+    if _cut_is_fixed(task):
         return [_base(task).bounds]
-    return list(chunk_cuts(cost, task.total_tokens, partition_of(config)))
+    return list(chunk_cuts(cost, task.total_tokens, partition_of(task.config)))
+
+
+def _cut_is_fixed(task: _Task) -> bool:
+    config = task.config
+    named = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
+    return bool(task.bounds is not None or named or task.device.kind == "cpu")
 
 
 def _predict(cost: StageCost, decisions: Decisions, *, policy: str) -> Prediction:

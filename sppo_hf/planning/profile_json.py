@@ -9,18 +9,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.hardware import Curve, HardwareProfile
+from sppo_hf.reading import parse_json
+from sppo_hf.rules import show
 
 PROFILE_FORMAT = 1
 """Version of the layout and of what its figures mean; a profile of another one is not used."""
 
 _REMEDY = "Remedy: run `sppo calibrate` to write a new one, or mend the file after a shipped one."
 _KINDS = ("cpu", "cuda")
+# Wide around every machine, and narrow enough that no quotient of theirs overflows.
+_LEAST_RATE, _MOST_RATE = 1e-12, 1e24
+_RATES = f"a number above zero, {_LEAST_RATE:g} to {_MOST_RATE:g}"
+_MOST_WHOLE = 2**63 - 1
 
 
 def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
@@ -54,8 +59,8 @@ def profile_from_json(text: str, *, where: str) -> HardwareProfile:
         ConfigError: it is not JSON, or as `profile_from_dict`.
     """
     try:
-        data: object = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = parse_json(text)
+    except ConfigError as error:
         raise ConfigError(f"{where} is not readable as JSON: {error}. {_REMEDY}") from error
     return profile_from_dict(data, where=where)
 
@@ -72,20 +77,20 @@ def profile_from_dict(data: object, *, where: str) -> HardwareProfile:
             its field holds. The message names the file, the field and the remedy.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"{where} holds no JSON object, but {_brief(data)}. {_REMEDY}")
+        raise ConfigError(f"{where} holds no JSON object, but {show(data)}. {_REMEDY}")
     values = dict(cast(dict[str, object], data))
     version = values.pop("format", None)
     if version != PROFILE_FORMAT:
         raise ConfigError(
-            f"{where}: format={_brief(version)}. Allowed: {PROFILE_FORMAT}, the one this version "
+            f"{where}: format={show(version)}. Allowed: {PROFILE_FORMAT}, the one this version "
             f"of sppo_hf reads. {_REMEDY}"
         )
     fields = {field.name: field for field in dataclasses.fields(HardwareProfile)}
     for key, value in values.items():
         if key not in fields:
-            nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0)[0]
+            nearest = difflib.get_close_matches(key[:100], fields, n=1, cutoff=0)[0]
             raise ConfigError(
-                f"{where}: unknown field {key!r} (value {_brief(value)}). Allowed: "
+                f"{where}: unknown field {show(key)} (value {show(value)}). Allowed: "
                 f"{', '.join(fields)}. Remedy: use the nearest, {nearest!r}, or drop it."
             )
     checked: dict[str, Any] = {}
@@ -117,13 +122,7 @@ def _read(
 
 
 def _refusal(where: str, name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{where}: {name}={_brief(value)}. Allowed: {allowed}. {_REMEDY}")
-
-
-def _brief(value: object) -> str:
-    """A value as a message shows it, cut off where it gets long."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return ConfigError(f"{where}: {name}={show(value)}. Allowed: {allowed}. {_REMEDY}")
 
 
 def _text(value: object) -> str:
@@ -141,7 +140,7 @@ def _flag(value: object) -> bool:
 def _rate(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError
-    if not (value > 0 and math.isfinite(value)):
+    if not _LEAST_RATE <= value <= _MOST_RATE:
         raise ValueError
     return float(value)
 
@@ -149,7 +148,7 @@ def _rate(value: object) -> float:
 def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError
-    if value < 0:
+    if not 0 <= value <= _MOST_WHOLE:
         raise ValueError
     return value
 
@@ -162,7 +161,9 @@ def _mapping(value: object) -> dict[str, object]:
 
 def _curves(value: object) -> dict[str, Curve]:
     curves = {
-        dtype: Curve(tuple((int(tokens), _rate(rate)) for tokens, rate in _mapping(points).items()))
+        dtype: Curve(
+            tuple((_whole(int(tokens)), _rate(rate)) for tokens, rate in _mapping(points).items())
+        )
         for dtype, points in _mapping(value).items()
     }
     if not curves:
@@ -183,9 +184,9 @@ _READERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "str": ("a text", _text),
     "str | None": ("a text or null", _or_none(_text)),
     "bool": ("true or false", _flag),
-    "float": ("a number above zero", _rate),
-    "float | None": ("a number above zero, or null", _or_none(_rate)),
-    "int | None": ("a whole number, or null", _or_none(_whole)),
+    "float": (_RATES, _rate),
+    "float | None": (f"{_RATES}, or null", _or_none(_rate)),
+    "int | None": ("a whole number below 2**63, or null", _or_none(_whole)),
     "dict[str, Curve]": (
         'an object of curves by dtype, each from tokens to rate: {"bfloat16": {"1024": 4e14}}',
         _curves,

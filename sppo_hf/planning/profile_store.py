@@ -24,8 +24,13 @@ from sppo_hf.planning.flops import peak_flops
 from sppo_hf.planning.generic_profiles import cpu_estimate, cuda_estimate
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.profile_json import PROFILE_FORMAT, profile_from_json, profile_to_json
+from sppo_hf.reading import read_text
+from sppo_hf.rules import show
 
 _GIB = 2**30
+
+MOST_PROFILE_BYTES = 2**20
+"""Of a profile's file, which takes a few kilobytes."""
 
 
 @cache
@@ -62,14 +67,14 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         return shipped[text.lower()]
     if text.lower() == "cpu":
         return cpu_estimate("cpu")
-    if text.endswith(".json") or Path(text).is_file():
+    if text.endswith(".json") or os.path.exists(text):
         return _read_file(Path(text))
     names = ["cpu", *shipped]
-    nearest = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0)[0]
+    nearest = difflib.get_close_matches(text.lower()[:100], names, n=1, cutoff=0)[0]
     raise ConfigError(
-        f"hardware={text!r} is neither a shipped profile nor a file. Allowed: {', '.join(names)}, "
-        f"or the path of a JSON file. Remedy: use the nearest name, {nearest!r}, or run `sppo "
-        "calibrate` on the machine and drop the setting."
+        f"hardware={show(text)} is neither a shipped profile nor a file. Allowed: "
+        f"{', '.join(names)}, or the path of a JSON file. Remedy: use the nearest name, "
+        f"{nearest!r}, or run `sppo calibrate` on the machine and drop the setting."
     )
 
 
@@ -180,14 +185,13 @@ def _read_file(path: Path) -> HardwareProfile:
     Raises:
         ConfigError: it cannot be read, or is refused.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"The hardware profile {os.fspath(path)!r} cannot be read: {reason}. Remedy: give the "
-            "path of a JSON file that `sppo calibrate --output` wrote, or a shipped name."
-        ) from error
+    text = read_text(
+        path,
+        what="hardware profile",
+        most_bytes=MOST_PROFILE_BYTES,
+        remedy="give the path of a JSON file that `sppo calibrate --output` wrote, or a shipped "
+        "name",
+    )
     return profile_from_json(text, where=os.fspath(path))
 
 

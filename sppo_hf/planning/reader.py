@@ -1,4 +1,4 @@
-"""Reads layer shapes off a Transformers config, by attribute names alone.
+"""Reads layer shapes off a Transformers config, by attribute names alone, and refuses nonsense.
 
 This is the one place that knows how families spell their sizes (`n_embd`, `moe_intermediate_size`,
 `first_k_dense_replace` ...). It imports neither torch nor transformers: any object with the right
@@ -16,8 +16,11 @@ from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning import family_defaults
 from sppo_hf.planning.families import FamilyTraits, traits_of
 from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape
+from sppo_hf.rules import refuse
 
 # Families with one K/V head for all queries that say so with a flag of their own.
+_MOST_LAYERS = 4096
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MULTI_QUERY_FAMILIES = frozenset({"falcon", "gpt_bigcode"})
 _ACTIVATION_FIELDS = (
     *("hidden_activation", "hidden_act", "activation_function"),
@@ -31,12 +34,25 @@ def text_config(config: object) -> object:
     return getter() if callable(getter) else getattr(config, "text_config", None) or config
 
 
-def find_int(config: object, *names: str) -> int | None:
-    """Returns the first of the named attributes that holds an int, else the family's default."""
+def find_int(config: object, *names: str, least: int = 1) -> int | None:
+    """Returns the first of the named attributes that is not None, else the family's default.
+
+    Args:
+        config: any object with attributes.
+        *names: by which families call the size.
+        least: smallest value that makes sense: 0 where that stands for none.
+
+    Raises:
+        ConfigError: it is no whole number, below `least`, or 2**31 or more.
+    """
     for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
+        value: object = getattr(config, name, None)
+        if value is None:
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
             return value
+        allowed = f"a whole number, {least} to {2**31 - 1:,}"
+        refuse(name, value, allowed=allowed, remedy="mend the model's config.json")
     defaults = family_defaults.SIZES.get(family(config), {})
     return next((defaults[name] for name in names if name in defaults), None)
 
@@ -63,8 +79,16 @@ def read_layers(config: object) -> tuple[LayerShape, ...]:
 
     Raises:
         UnsupportedModelError: a size that cannot do without is missing.
+        ConfigError: a size is nonsense, or there are more than 4,096 layers.
     """
-    num_layers = need_int(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    num_layers = need_int(config, *_LAYERS)
+    if num_layers > _MOST_LAYERS:
+        refuse(
+            "num_hidden_layers",
+            num_layers,
+            allowed=f"1 to {_MOST_LAYERS:,}",
+            remedy="mend the model's config.json",
+        )
     # Equal layers share one object: a plan walks them often.
     shapes: dict[LayerShape, LayerShape] = {}
     layers = (_read_layer(config, index) for index in range(num_layers))
@@ -103,6 +127,15 @@ def rotary_limit_tokens(config: object) -> int | None:
     if rope.get("rope_type", rope.get("type")) == "dynamic":
         return None
     if isinstance(original, int) and isinstance(factor, (int, float)):
+        # Also false of NaN.
+        if not 0 < factor < 2**31 or not 0 < original < 2**31:
+            seen = {"original_max_position_embeddings": original, "factor": factor}
+            refuse(
+                "rope_parameters",
+                seen,
+                allowed="numbers above zero and below 2**31",
+                remedy="mend the model's config.json",
+            )
         return max(limit, int(original * factor))
     return limit
 
@@ -113,11 +146,21 @@ def _read_layer(config: object, index: int) -> LayerShape:
     hidden_size = need_int(config, "hidden_size", "n_embd", "d_model")
     heads = _num_heads(own, index)
     sparse = _is_sparse(config, index)
+    kv_heads = _num_kv_heads(own, heads)
+    head_size = find_int(own, "head_dim", "kv_channels") or hidden_size // heads
+    if not head_size or heads % kv_heads:
+        seen = {"heads": heads, "key and value heads": kv_heads, "hidden_size": hidden_size}
+        refuse(
+            "the attention of this model",
+            seen,
+            allowed="at most as many heads as hidden_size, a multiple of the key and value heads",
+            remedy="mend the model's config.json",
+        )
     layer = LayerShape(
         hidden_size=hidden_size,
         num_heads=heads,
-        num_kv_heads=_num_kv_heads(own, heads),
-        qk_head_size=find_int(own, "head_dim", "kv_channels") or hidden_size // heads,
+        num_kv_heads=kv_heads,
+        qk_head_size=head_size,
         v_head_size=0,
         window=_window(config, index),
         traits=traits,
@@ -126,7 +169,7 @@ def _read_layer(config: object, index: int) -> LayerShape:
         dense_width=_shared_width(own) if sparse else _dense_width(own, hidden_size),
         experts=_read_experts(own) if sparse else None,
         activation=_activation(config, traits),
-        per_layer_input=find_int(config, "hidden_size_per_layer_input") or 0,
+        per_layer_input=find_int(config, "hidden_size_per_layer_input", least=0) or 0,
     )
     if traits.attention_experts:
         return _with_attention_experts(layer)
@@ -179,9 +222,10 @@ def _activation(config: object, traits: FamilyTraits) -> str:
 
 
 def _num_heads(config: object, index: int) -> int:
-    per_layer = _sequence(config, "num_attention_heads_per_layer")
+    per_layer = _per_layer(config, "num_attention_heads_per_layer")
     if per_layer is not None:
-        return int(cast("int", per_layer[index]))
+        name = f"num_attention_heads_per_layer[{index}]"
+        return need_int(SimpleNamespace(**{name: per_layer[index]}), name)
     return need_int(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
 
 
@@ -225,13 +269,19 @@ def _with_attention_experts(layer: LayerShape) -> LayerShape:
 
 
 def _dense_width(config: object, hidden_size: int) -> int:
+    if getattr(config, "intermediate_size", 0) is None:
+        need_int(config, "intermediate_size")
     width = find_int(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     return 4 * hidden_size if width is None else width
 
 
 def _num_experts(config: object) -> int:
     return (
-        find_int(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        find_int(
+            config,
+            *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+            least=0,
+        )
         or 0
     )
 
@@ -251,22 +301,24 @@ def _expert_width(config: object) -> int:
 
 def _shared_width(config: object) -> int:
     """Intermediate elements of all shared experts together."""
-    width = find_int(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+    names = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    width = find_int(config, *names, least=0)
     if width is not None:
         return width
     if family(config) in ("hunyuan_v1_moe", "gemma4_text"):
         return need_int(config, "intermediate_size")
     names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    return _expert_width(config) * (find_int(config, *names) or 0)
+    return _expert_width(config) * (find_int(config, *names, least=0) or 0)
 
 
 def _is_sparse(config: object, layer: int) -> bool:
     if _num_experts(config) <= 1 or getattr(config, "enable_moe_block", True) is False:
         return False
-    kinds = _sequence(config, "mlp_layer_types")
+    kinds = _per_layer(config, "mlp_layer_types")
     if kinds is not None:
         return kinds[layer] == "sparse"
-    dense = find_int(config, "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    dense = find_int(config, *names, least=0)
     if layer < (dense or 0):
         return False
     if layer in (_sequence(config, "mlp_only_layers") or ()):
@@ -275,7 +327,8 @@ def _is_sparse(config: object, layer: int) -> bool:
 
 
 def _window(config: object, layer: int) -> int | None:
-    window = find_int(config, "sliding_window")
+    # Some families write 0 for none.
+    window = find_int(config, "sliding_window", least=0) or None
     kind = _layer_type(config, layer)
     if kind is not None:
         if kind == "chunked_attention":
@@ -291,8 +344,26 @@ def _window(config: object, layer: int) -> int | None:
 
 
 def _layer_type(config: object, layer: int) -> object:
-    kinds = _sequence(config, "layer_types")
+    kinds = _per_layer(config, "layer_types")
     return None if kinds is None else kinds[layer]
+
+
+def _per_layer(config: object, name: str) -> Sequence[object] | None:
+    """Returns what a list says of each layer.
+
+    Raises:
+        ConfigError: it has fewer entries than there are layers.
+    """
+    values = _sequence(config, name)
+    num_layers = need_int(config, *_LAYERS)
+    if values is not None and len(values) < num_layers:
+        refuse(
+            name,
+            values,
+            allowed=f"one entry for each of the {num_layers} layers",
+            remedy="mend the model's config.json",
+        )
+    return values
 
 
 def _sequence(config: object, name: str) -> Sequence[object] | None:

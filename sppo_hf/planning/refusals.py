@@ -11,6 +11,7 @@ from typing import cast
 
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.reader import family, find_int, text_config
+from sppo_hf.rules import refuse, show
 
 RECURRENT = frozenset(
     (
@@ -45,25 +46,32 @@ def check_config(config: object) -> None:
     reason = _reason(config)
     if reason is not None:
         raise UnsupportedModelError(
-            f"Models of type {family(config) or family(text_config(config))!r} cannot be trained "
-            f"chunk by chunk: {reason}. Train it without sppo_hf, or choose a family from the "
-            "README's table (run `sppo check MODEL` to test one)."
+            f"Models of type {show(family(config) or family(text_config(config)))} cannot be "
+            f"trained chunk by chunk: {reason}. Train it without sppo_hf, or choose a family from "
+            "the README's table (run `sppo check MODEL` to test one)."
         )
 
 
 def _reason(config: object) -> str | None:
     text = text_config(config)
     families = {family(config), family(text)}
-    layer_types = cast("list[str]", getattr(text, "layer_types", None) or [])
-    foreign = sorted(set(layer_types) - ATTENTION_LAYER_TYPES)
+    layer_types: object = getattr(text, "layer_types", None) or []
+    if not isinstance(layer_types, list | tuple):
+        allowed = "a list of texts, one for each layer"
+        refuse("layer_types", layer_types, allowed=allowed, remedy="mend the model's config.json")
+    names = {
+        kind if isinstance(kind, str) else show(kind) for kind in cast("list[object]", layer_types)
+    }
+    foreign = sorted(names - ATTENTION_LAYER_TYPES)
     if getattr(config, "is_encoder_decoder", False) is True:
         return "it is an encoder-decoder; only decoder-only models run chunk by chunk"
     if families & RECURRENT:
         return "it has recurrent layers, whose state would have to be carried between chunks"
     if foreign:
-        return f"it has layers of type {', '.join(foreign)}; only softmax attention is exact"
+        seen = ", ".join(map(str, foreign[:5]))
+        return f"it has layers of type {seen}; only softmax attention is exact"
     if families & OWN_ATTENTION:
         return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
-    if (find_int(text, "num_kv_shared_layers") or 0) > 0:
+    if find_int(text, "num_kv_shared_layers", least=0):
         return "some of its layers read the keys of another layer (num_kv_shared_layers)"
     return None

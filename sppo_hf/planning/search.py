@@ -140,6 +140,11 @@ def chunk_cuts(
             yield bounds
 
 
+def most_chunks(total_tokens: int) -> int:
+    """Returns the most chunks that any of `chunk_cuts` has, give or take one."""
+    return min(_MOST_CHUNKS, -(-total_tokens // TARGET_TOKENS[0]))
+
+
 def longest(possible: Callable[[int], bool]) -> int:
     """Returns the largest number of tokens (a multiple of 1,024) that is possible; 0 if none.
 

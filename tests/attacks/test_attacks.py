@@ -13,7 +13,12 @@ from tests.attacks.outcomes import (
     table,
 )
 
-AREAS: dict[str, int] = {"checkpoints": 24}
+AREAS: dict[str, int] = {
+    "checkpoints": 24,
+    "commands": 80,
+    "models": 60,
+    "settings": 300,
+}
 """Module of this folder, and how many of its cases CI tries."""
 
 

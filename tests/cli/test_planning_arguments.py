@@ -9,11 +9,13 @@ import pytest
 from huggingface_hub import errors
 
 from sppo_hf.cli.planning_arguments import (
+    MOST_TOKENS,
     Dtype,
     Mode,
     Partition,
     PlanningArguments,
     Policy,
+    echo_json,
     parse_tokens,
     read_model,
 )
@@ -65,6 +67,19 @@ def test_tokens_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="128K") as raised:
         parse_tokens(text)
     assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["2147483648", "1000000M", "9" * 400, "9" * 5000])
+def test_tokens_have_an_end(text: str) -> None:
+    with pytest.raises(ConfigError, match="1 to 2,147,483,647") as caught:
+        parse_tokens(text)
+    assert len(str(caught.value)) < 400
+    assert parse_tokens("2147483647") == MOST_TOKENS
+
+
+def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
+    echo_json({"a": [float("nan"), 1.5, {"b": float("inf")}]})
+    assert capsys.readouterr().out == '{"a": [null, 1.5, {"b": null}]}\n'
 
 
 def test_the_question_holds_what_was_typed(tmp_path: Path) -> None:

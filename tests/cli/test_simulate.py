@@ -174,6 +174,50 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     assert "cannot be written" in err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--stages", "1000000000"),
+        ("--micro-batches", "1000000000"),
+        ("--chunks", "9" * 4000),
+        ("--virtual", "1000000000"),
+    ],
+)
+def test_what_would_take_minutes_is_refused_before_it_is_made(option: str, value: str) -> None:
+    size = {"--stages": "2", "--micro-batches": "2", option: value}
+    words = [word for pair in size.items() for word in pair]
+    code, out, err = run("--schedule", "interleaved_seq1f1b", *words)
+    assert (code, out) == (2, "")
+    assert "Allowed: a product of at most 32,768" in err
+    assert "Remedy" in err
+
+
+def test_the_product_of_all_sizes_counts(tmp_path: Path) -> None:
+    code, _ = read_json("--schedule", "gpipe", *size_of(16, 64, 32))
+    assert code == 0
+    code, out, _ = run("--schedule", "gpipe", *size_of(16, 64, 33))
+    assert (code, out) == (2, "")
+    model = ("--model", write_config(tmp_path, TINY), "--seq-len", "8K")
+    code, _, err = run("--schedule", "gpipe", *size_of(16, 64, 17), *model)
+    assert code == 2
+    assert "16,384 with --model" in err
+
+
+@pytest.mark.parametrize("value", ["1e308", "1e-300", "-1", "nan", "inf"])
+@pytest.mark.parametrize("option", ["--forward", "--send"])
+def test_seconds_that_overflow_are_refused(option: str, value: str) -> None:
+    code, out, err = run("--schedule", "gpipe", "--stages", "2", option, value)
+    assert (code, out) == (2, "")
+    assert f"{option} is" in err
+
+
+def test_a_long_step_is_not_drawn_second_by_second() -> None:
+    times = ("--forward", "1e9", "--backward", "1e9")
+    code, out, _ = run("--schedule", "gpipe", "--stages", "2", *times)
+    assert code == 0
+    assert "rank 0" not in out
+
+
 _START = """
 import sys, time
 from sppo_hf.cli import app

@@ -1,5 +1,8 @@
 """Answers: they fit their budgets, agree with each other, and "auto" is no slower than any rule."""
 
+import time
+from typing import Any
+
 import pytest
 
 from sppo_hf.config import SPPOConfig
@@ -159,3 +162,35 @@ def test_accumulated_gradients_are_counted() -> None:
     last = [answer.estimate.moments[-1].device.gradients for answer in (once, more)]
     assert last[1] == 2 * last[0] > 0
     assert more.max_seq_len < once.max_seq_len
+
+
+def test_a_length_that_nobody_has_is_answered_at_once() -> None:
+    start = time.process_time()
+    found = ask(question(2**31 - 1))
+    assert not found.fits
+    assert found.max_seq_len == ask(question(TOO_LONG_TOKENS)).max_seq_len
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("total_tokens", "settings"),
+    [
+        (2**20, {"num_chunks": 10**6}),
+        (2**20, {"chunk_tokens": 1}),
+        (2**25, {"offload": "full", "recompute": "full"}),
+    ],
+)
+def test_more_chunks_than_can_be_planned_are_refused_with_a_number_that_can_be(
+    total_tokens: int, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"steps to plan.*32,768.*Remedy: set num_chunks.*1,024"):
+        ask(question(total_tokens, **settings))
+
+
+def test_a_machine_without_limits_is_not_searched_for_one() -> None:
+    asked = question_for(
+        llama_config(), SPPOConfig(), profile=load_profile("cpu"), total_tokens=4096
+    )
+    start = time.process_time()
+    assert ask(asked).max_seq_len > 10**8
+    assert time.process_time() - start < 5

@@ -1,6 +1,7 @@
 """Config files, good and bad, without Transformers."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_missing_file_names_where_it_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no .*config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json' cannot be read: No such file"):
         load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"llama-3\.1-8b, qwen3-4b, smollm2-135m"):
         load_config("llama-3.1-9b")
@@ -94,7 +95,7 @@ def test_a_missing_file_names_where_it_was_looked_for(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match="cannot be read as text"):
+    with pytest.raises(ConfigError, match="cannot be read: it is not UTF-8 text"):
         load_config(path)
 
 
@@ -111,3 +112,19 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 def test_dtype_of_the_weights(tmp_path: Path, fields: dict[str, object], name: str) -> None:
     config = load_config(written(tmp_path, json.dumps({"model_type": "llama", **fields})))
     assert weight_dtype(config) == name
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "[" * 100_000, '{"a":' * 5000, '{"a": ' + "[" * 40 + "]" * 40 + "}"]
+)
+def test_no_json_is_too_odd_to_be_refused_in_words(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load_config(path)
+
+
+def test_only_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path, "/dev/zero", "x" * 5000, "~no-such-user/config.json"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_config(path)

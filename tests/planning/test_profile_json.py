@@ -52,6 +52,10 @@ def _spoilt(**changes: Any) -> dict[str, Any]:
     [
         (_spoilt(d2h_bytes_per_sec=1.0), ["unknown field 'd2h_bytes_per_sec'", "d2h_bytes_per_s"]),
         (_spoilt(launch_seconds=0), ["launch_seconds=0", "above zero", "sppo calibrate"]),
+        (_spoilt(launch_seconds=1e-300), ["launch_seconds=1e-300", "1e-12"]),
+        (_spoilt(launch_seconds=10**400), ["launch_seconds=a number of about 400 digits"]),
+        (_spoilt(device_bytes=2**63), ["device_bytes=9223372036854775808", "below 2**63"]),
+        (_spoilt(matmul_flops={"bfloat16": {"9" * 400: 1.0}}), ["matmul_flops="]),
         (_spoilt(launch_seconds="1"), ["launch_seconds='1'"]),
         (_spoilt(launch_seconds=True), ["launch_seconds=True"]),
         (_spoilt(kind="tpu"), ["kind='tpu'", "'cpu' or 'cuda'"]),

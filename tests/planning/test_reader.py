@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.layer import ExpertShape
 from sppo_hf.planning.reader import is_tied, read_layers, rotary_limit_tokens, text_config
 from tests.planning.shapes import llama_config
@@ -146,3 +146,50 @@ def test_text_config_of_a_multimodal_one() -> None:
 def test_rotary_limit(rope: dict[str, object] | None, limit: int | None) -> None:
     config = llama_config(max_position_embeddings=4096, rope_parameters=rope)
     assert rotary_limit_tokens(config) == limit
+
+
+@pytest.mark.parametrize("value", [0, -4, "64", True, 64.0, [64], {}, 2**31])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    ],
+)
+def test_a_size_that_is_none_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is .* Allowed: a whole number.*Remedy"):
+        read_layers(llama_config(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_attention_heads"])
+def test_a_size_that_is_null_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=name):
+        read_layers(llama_config(**{name: None}))
+
+
+def test_zero_stands_for_none_where_families_write_it_so() -> None:
+    names = ("num_experts", "sliding_window", "first_k_dense_replace", "num_shared_experts")
+    assert read_layers(llama_config(**dict.fromkeys(names, 0))) == read_layers(llama_config())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"num_hidden_layers": 4097}, r"num_hidden_layers is 4097.*4,096"),
+        ({"num_attention_heads": 8192, "num_key_value_heads": 8}, "attention of this model"),
+        ({"num_key_value_heads": 5}, "attention of this model"),
+        ({"layer_types": ["full_attention"]}, "layer_types.*one entry for each"),
+        ({"num_attention_heads_per_layer": ["x"] * 99}, r"num_attention_heads_per_layer\[0\]"),
+    ],
+)
+def test_sizes_that_make_no_layers_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_layers(llama_config(**fields))
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -2.0, 0])
+def test_a_rotary_factor_that_is_none_is_refused(factor: float) -> None:
+    rope = {"original_max_position_embeddings": 8192, "factor": factor}
+    with pytest.raises(ConfigError, match=r"rope_parameters is .*factor"):
+        rotary_limit_tokens(llama_config(rope_parameters=rope))

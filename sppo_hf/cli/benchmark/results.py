@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal, Self
 
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.errors import ConfigError
+from sppo_hf.reading import read_text
 
 Status = Literal[
     "measured",
@@ -35,6 +37,7 @@ Kind = Literal["speed", "part", "try", "longest"]
 "try" one of a search for the longest length, "longest" that search's result."""
 
 FILE_NAME = "results.jsonl"
+_MOST_BYTES = 2**25
 _TRAINED: tuple[Status, ...] = ("measured", "extrapolated")
 # Not "failed": whatever it was may have been mended.
 _FINAL: tuple[Status, ...] = (*_TRAINED, "out of memory", "killed", "timeout")
@@ -252,19 +255,15 @@ def best_environment(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> list[Row]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Remedy: name another folder.") from (
-            error
-        )
+    remedy = "name another folder"
+    text = read_text(path, what="results", most_bytes=_MOST_BYTES, remedy=remedy)
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             fields: Any = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut off when the machine went down; its job runs again
         try:
             rows.append(Row.from_dict(fields))
