@@ -80,8 +80,9 @@ class SPPOConfig:
     offload_dir: str | None = None
     """Folder on a fast disk for what host memory cannot hold; None uses no disk."""
 
-    offload_checksum: bool = False
-    """Whether every byte that went to disk is checked when it returns; for debugging disks."""
+    offload_checksum: bool = True
+    """Whether bytes that went to disk are checked when they return; damage is then an OffloadError
+    and never a wrong gradient. Takes under 1% of a step."""
 
     recompute: Literal["auto", "none", "full"] = "auto"
     """Whether backward recomputes layers (never their attention) instead of keeping all."""
