@@ -407,6 +407,36 @@ def _ask_for_free_bytes(directory: Path) -> None:
         StoreFolder(directory)  # a parent's free bytes are as good; the folder itself is not made
 
 
+@pytest.mark.process
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_parent_that_cannot_be_searched_is_refused_by_name(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    reader, writer = os.pipe()
+    if os.fork() == 0:  # root may search everything, so a child becomes somebody else
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            for attempt in (StoreFolder, _ask_for_free_bytes):
+                try:
+                    attempt(locked / "folder")
+                except ConfigError as error:
+                    os.write(writer, f"{error}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        lines = told.read().splitlines()
+    os.wait()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(
+            f"offload_dir is '{locked}/folder', which cannot be used: Permission"
+        )
+        assert "Remedy: name such a folder" in line
+
+
 @pytest.mark.parametrize("call", ["mkdir", "exists", "open"])
 def test_a_directory_that_cannot_be_used_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
