@@ -81,8 +81,8 @@ class SPPOConfig:
     """Folder on a fast disk for what host memory cannot hold; None uses no disk."""
 
     offload_checksum: bool = True
-    """Whether bytes that went to disk are checked when they return; damage is then an OffloadError
-    and never a wrong gradient. Takes under 1% of a step."""
+    """Whether bytes that went to disk are checked when they return, by the disk's own threads;
+    damage is then an OffloadError and never a wrong gradient."""
 
     recompute: Literal["auto", "none", "full"] = "auto"
     """Whether backward recomputes layers (never their attention) instead of keeping all."""

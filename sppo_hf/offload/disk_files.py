@@ -212,13 +212,12 @@ def checksum(memory: Bytes) -> int:
     """A number of 32 bits that tells uint8 `memory` [n] from what damage makes of it.
 
     The CRC-32 of one 64-bit sum for each block of 4096 bytes: its words times odd factors, modulo
-    2**64. A changed word always changes its block's sum, and what is zeroed, stale or somebody
-    else's has another sum but for one case in 2**64. Factors differ, and a CRC knows order, so
-    neither words nor blocks can change places unseen. Four times as fast as a CRC-32 of all bytes,
-    and one call that leaves Python's lock free.
+    2**64. Factors differ, and a CRC knows order, so neither words nor blocks change places unseen.
+    Zeroed, stale, foreign or flipped bytes go unseen in one case of 2**32; more often only if
+    nothing but the highest bits of several words of one block are flipped, which can cancel. It is
+    no defence against somebody who means to deceive.
 
-    Not a defence against somebody who wants to deceive; nor against two flips of the highest bits
-    of words in one block, which can cancel.
+    Four times as fast as the CRC-32 of all bytes, in one call that leaves Python's lock free.
     """
     whole_bytes = memory.size - memory.size % BLOCK_BYTES
     sums = memory[:whole_bytes].view(np.uint64).reshape(-1, _WEIGHTS.size).dot(_WEIGHTS)

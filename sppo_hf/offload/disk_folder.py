@@ -133,7 +133,7 @@ def refuse_unusable(directory: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except FileExistsError as error:
-        raise _refusal(directory, "it is a file") from error
+        raise _refusal(directory, "what has that name is not a folder") from error
     except OSError as error:
         raise _refusal(directory, error.strerror or str(error)) from error
     except ValueError as error:
