@@ -81,8 +81,9 @@ class SPPOConfig:
     offload_dir: str | None = None
     """Folder on a fast disk for what host memory cannot hold; None uses no disk."""
 
-    offload_checksum: bool = False
-    """Whether every byte that went to disk is checked when it returns; for debugging disks."""
+    offload_checksum: bool = True
+    """Whether bytes that went to disk are checked when they return, by the disk's own threads;
+    damage is then an OffloadError and never a wrong gradient."""
 
     recompute: Literal["auto", "none", "full"] = "auto"
     """Whether backward recomputes layers (never their attention) instead of keeping all."""

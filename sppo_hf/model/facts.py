@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.disk_folder import refuse_unusable
 from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
@@ -58,7 +58,7 @@ def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
     """Name, memory and speed of `device` and of the host, as far as this process may use them.
 
     Raises:
-        ConfigError: `config.hardware` names no profile.
+        ConfigError: `config.hardware` names no profile, or `config.offload_dir` no possible folder.
     """
     # Processes of one machine share its memory.
     processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -88,10 +88,8 @@ def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
 def _free_disk_bytes(config: SPPOConfig) -> int | None:
     if config.offload_dir is None:
         return None
-    folder = Path(config.offload_dir)
-    # The folder itself may have to be made first.
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return free_disk_bytes(there)
+    with refuse_unusable(config.offload_dir):
+        return free_disk_bytes(config.offload_dir)
 
 
 def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwareProfile | None:

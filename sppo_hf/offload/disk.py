@@ -2,11 +2,11 @@
 
 Writes and reads have separate threads and queues, so that neither waits behind the other. What
 waits to be written is bounded: a host that produces faster than the disk takes is held back. The
-files are private, reserved at full size before anything is written to them, and removed at the end
-or, after a crash, by the next store in the same directory.
+files are private, reserved at full size before anything is written to them, and removed as soon as
+they are open, or at the end where the file system does not allow that.
 
-The files of the tier, lowest first: `disk_folder` makes and removes the folder, `disk_files` moves
-bytes, `disk_space` lends them, `disk_queue` does the work in the background, this file is the door.
+The files of the tier, lowest first: `disk_files` moves bytes, `disk_folder` says where to,
+`disk_space` lends them, `disk_queue` does the work in the background, this file is the door.
 Knows nothing of devices, tensors' shapes or frames.
 """
 
@@ -49,11 +49,12 @@ class DiskStore:
     All methods may be called from any thread, but only in the process that made the store.
 
     Args:
-        directory: where to make the private folder; made itself if it does not exist.
+        directory: where to make the files; made itself if it does not exist.
         budget_bytes: the most that the files may take; None for what is free now less 1 GiB or 5%
             of it, whichever is more. Stores that share a disk need budgets of their own.
         slab_bytes: size of the first files.
-        checksum: check every byte that comes back, in the background threads.
+        checksum: check all bytes that come back, in the background threads; see
+            `disk_files.checksum`.
         threads: how many write, and how many read.
         max_queued_bytes: what may wait to be written; None for `DEFAULT_QUEUED_BYTES`.
 
@@ -67,7 +68,7 @@ class DiskStore:
         *,
         budget_bytes: int | None = None,
         slab_bytes: int = DEFAULT_DISK_SLAB_BYTES,
-        checksum: bool = False,
+        checksum: bool = True,
         threads: int = 2,
         max_queued_bytes: int | None = None,
     ) -> None:
@@ -79,7 +80,7 @@ class DiskStore:
             budget_bytes = max(0, free_bytes - max(_LEAST_LEFT_BYTES, free_bytes // 20))
         queued_bytes = DEFAULT_QUEUED_BYTES if max_queued_bytes is None else max_queued_bytes
         space = DiskSpace(folder, slab_bytes=slab_bytes, budget_bytes=budget_bytes)
-        self._transfers = Transfers(folder, space, checksum=checksum, max_queued_bytes=queued_bytes)
+        self._transfers = Transfers(folder, space, verify=checksum, max_queued_bytes=queued_bytes)
         self._writers = _make_threads(self._transfers, threads, "write")
         self._readers = _make_threads(self._transfers, threads, "read")
         # Runs on close, when nobody refers to the store any more, or at the interpreter's exit.
@@ -89,7 +90,7 @@ class DiskStore:
 
     @property
     def path(self) -> Path:
-        """The private folder."""
+        """Where the files are made."""
         return self._path
 
     @property

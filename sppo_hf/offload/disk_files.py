@@ -3,22 +3,28 @@
 What is read back a step later has no use for the page cache, and would push out what has; so files
 are opened with O_DIRECT where the filesystem has it. Then addresses, offsets and lengths must be
 multiples of `BLOCK_BYTES`; memory that is not passes through a small aligned buffer of the thread.
-Elsewhere pages are given back to the system after use. Knows nothing of who owns which bytes.
+Elsewhere pages are given back to the system after use.
+
+A file is removed from its folder as soon as it is open, before any space is taken for it, unless it
+has to keep its name (`disk_folder` knows). The system then keeps its bytes for as long as it is
+open, and frees them when the process ends, however it ends.
+
+Knows nothing of who owns which bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-from sppo_hf.offload.disk_folder import close_descriptor, free_bytes, open_descriptor
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,12 @@ PIECE_BYTES = 16 * 2**20
 """The most that one system call moves; so that progress shows and closing need not wait long."""
 BOUNCE_BYTES = 4 * 2**20
 """Size of a thread's aligned buffer for memory that is not aligned."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system answers where there is no space, or not for this user or process."""
+
+_WEIGHTS = np.random.default_rng(0).integers(0, 2**63, BLOCK_BYTES // 8, np.uint64) * 2 + 1
+"""Odd factors of a block's words in its checksum, uint64 [512]; the same ones in every process."""
 
 _Call = Callable[[int, list[memoryview], int], int]
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -45,25 +57,34 @@ class SlabFile:
     Args:
         path: a file that does not exist yet.
         num_bytes: its size, a multiple of `BLOCK_BYTES`.
+        keep_name: whether it stays in its folder; else nobody sees it there any more.
 
     Raises:
         OSError: the disk has no room (ENOSPC and the like) or gives no file. Nothing stays then.
     """
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, num_bytes: int, *, keep_name: bool) -> None:
         assert num_bytes % BLOCK_BYTES == 0, "a slab file is a whole number of blocks"
         self.path = path
         self.num_bytes = num_bytes
+        self.keeps_name = keep_name
         self._direct: int | None = None
         self._buffered = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
+            self._direct = _open_direct(path, self._buffered)
+            if not keep_name:
+                path.unlink()
+            # Last, because it can take long: a process that is killed in it leaves nothing.
             _reserve(self._buffered, num_bytes)
-            self._direct = _open_direct(path)
         except BaseException:
-            close_descriptor(self._buffered)
-            path.unlink()
+            self.close()
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
             raise
         self._is_direct = self._direct is not None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.keeps_name else f"{self.path} (removed once it was open)"
 
     def write(self, source: Bytes, offset: int, on_moved: Callable[[int], None]) -> None:
         """Write `source` at `offset`, a multiple of `BLOCK_BYTES`, in whole blocks.
@@ -94,7 +115,7 @@ class SlabFile:
                 target[start:end] = piece[: end - start]
 
     def close(self) -> None:
-        """Close the file, which stays on the disk. No transfer may be under way."""
+        """Close the file; without a name its bytes are free then. No transfer may be under way."""
         close_descriptor(self._buffered)
         if self._direct is not None:
             close_descriptor(self._direct)
@@ -153,6 +174,56 @@ class SlabFile:
         return moved
 
 
+def open_descriptor(path: Path, flags: int) -> int:
+    """Open a file for this process alone: neither a forked nor a started child keeps it open.
+
+    A child that did would keep the disk space of removed files, and locks, past our end.
+    """
+    descriptor = os.open(path, flags, 0o600)
+    _descriptors.add(descriptor)
+    return descriptor
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Close what `open_descriptor` opened."""
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+def free_bytes(descriptor: int) -> int:
+    """Bytes that this process may still take on the filesystem of an open file."""
+    status = os.fstatvfs(descriptor)
+    return status.f_bavail * status.f_frsize
+
+
+_descriptors: set[int] = set()
+
+
+def _close_all_in_child() -> None:
+    while _descriptors:
+        os.close(_descriptors.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all_in_child)
+
+
+def checksum(memory: Bytes) -> int:
+    """A number of 32 bits that tells uint8 `memory` [n] from what damage makes of it.
+
+    The CRC-32 of one 64-bit sum for each block of 4096 bytes: its words times odd factors, modulo
+    2**64. Factors differ, and a CRC knows order, so neither words nor blocks change places unseen.
+    Zeroed, stale, foreign or flipped bytes go unseen in one case of 2**32; more often only if
+    nothing but the highest bits of several words of one block are flipped, which can cancel. It is
+    no defence against somebody who means to deceive.
+
+    Four times as fast as the CRC-32 of all bytes, in one call that leaves Python's lock free.
+    """
+    whole_bytes = memory.size - memory.size % BLOCK_BYTES
+    sums = memory[:whole_bytes].view(np.uint64).reshape(-1, _WEIGHTS.size).dot(_WEIGHTS)
+    return zlib.crc32(memory[whole_bytes:].data, zlib.crc32(sums.data))
+
+
 def aligned_bytes(num_bytes: int) -> Bytes:
     """Memory whose address is a multiple of `BLOCK_BYTES`: uint8 [num_bytes], not initialized."""
     memory: Bytes = np.empty(num_bytes + BLOCK_BYTES, np.uint8)
@@ -172,12 +243,21 @@ def _bounce(num_bytes: int) -> Bytes:
     return _local.buffer[: round_up(num_bytes)]
 
 
-def _open_direct(path: Path) -> int | None:
-    """Open the file past the page cache; None where the system or the filesystem cannot."""
+def _open_direct(path: Path, opened: int) -> int | None:
+    """Open the file past the page cache; None where the system or the filesystem cannot.
+
+    Args:
+        path: its name.
+        opened: a descriptor of it, since in a folder of many users a name can change its file.
+    """
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
-        return open_descriptor(path, os.O_RDWR | os.O_DIRECT)
+        direct = open_descriptor(path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW)
+        if os.path.samestat(os.fstat(direct), os.fstat(opened)):
+            return direct
+        close_descriptor(direct)
+        raise OSError(errno.ESTALE, "somebody put another file in its place")
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise

@@ -1,11 +1,18 @@
-"""The private folder of a disk store: made, locked, and removed even after a crash.
+"""Where a disk store keeps its files: below the user's folder, and gone with its process.
 
-A folder is `<directory>/sppo-<host>-<process>-<random>` and holds the file `lock`, on which its
-process keeps an flock for as long as it lives, however it ends. So whoever gets that lock knows
-that the owner is gone, kill -9 included, and removes what it left. Knows nothing of what the other
-files hold.
+Where the file system keeps the bytes of a removed file for as long as it is open, every file is
+removed as soon as it is open and before it has any bytes, so nothing is left on the disk whatever
+ends the process, kill -9 included. All local file systems of Linux and macOS do so, and NFS, whose
+client renames such files (`.nfs…`) until they are closed. `_why_not_nameless` does not go by names
+of file systems: it fills and reads one removed block whenever a store is made.
 
-Not covered: a filesystem without flock. Stores work there, but what a crash leaves stays.
+Elsewhere (some FUSE and 9p mounts) files keep their names, in a private folder
+`<directory>/sppo-<host>-<process>-<random>` with the file `lock`, on which its process keeps an
+flock for as long as it lives, however it ends. So whoever gets that lock knows that the owner is
+gone, kill -9 included, and removes what it left; every new store looks for such folders. Where a
+filesystem has no flock either, what a crash leaves stays.
+
+Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
@@ -19,7 +26,19 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from sppo_hf.errors import ConfigError
+from sppo_hf.offload.disk_files import (
+    BLOCK_BYTES,
+    NO_ROOM,
+    SlabFile,
+    aligned_bytes,
+    close_descriptor,
+    free_bytes,
+    open_descriptor,
+)
+from sppo_hf.rules import show
 
 try:
     import fcntl
@@ -30,14 +49,15 @@ logger = logging.getLogger(__name__)
 
 _LOCK = "lock"
 _FOLDER = re.compile(r"sppo-(?P<host>[^-]+)-[0-9]+-[0-9a-f]{16}")
+_MOST_SHOWN = 400
 # Two names that other processes can take before us are chance; eight are a broken filesystem.
 _MAX_TRIES = 8
 
 
 class StoreFolder:
-    """One private folder below `directory`, which is made if it does not exist.
+    """A place for one store's files below `directory`, which is made if it does not exist.
 
-    Making one also removes what ended processes of this host left there.
+    Making one also removes what ended processes of this host left there under a name.
 
     Args:
         directory: where the user wants offloaded bytes, the setting `offload_dir`.
@@ -49,17 +69,35 @@ class StoreFolder:
     def __init__(self, directory: Path) -> None:
         self.process_id = os.getpid()
         """The process that owns the folder; a forked child must leave it alone."""
-        if fcntl is None:
-            raise _refusal(directory, "this system has no POSIX file locks")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(directory)
-            self.path, lock = _make(directory)
-        except FileExistsError as error:
-            raise _refusal(directory, "it is a file") from error
-        except OSError as error:
-            raise _refusal(directory, error.strerror or str(error)) from error
-        self._lock: int | None = lock
+        with refuse_unusable(directory):
+            if fcntl is None:
+                raise OSError("this system has no POSIX file locks")
+            self.path = directory.absolute()
+            """Where files are to be made: `directory`, or a private folder below it."""
+            self.path.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.path)
+            refused = _why_not_nameless(self.path)
+            self.keeps_names = refused is not None
+            """Whether files must keep their names until they are closed."""
+            if self.keeps_names:
+                self.path, descriptor = _make(self.path)
+            else:
+                descriptor = open_descriptor(self.path, os.O_RDONLY)
+        self._descriptor: int | None = descriptor
+        if refused is not None:
+            logger.warning(
+                "%s: a file that is removed cannot be used any longer here (%s), so files stay in "
+                "this folder until the end; if the process is killed, until the next run",
+                *(self.path, refused),
+            )
+
+    def new_file(self, num_bytes: int) -> SlabFile:
+        """Make a file of `num_bytes` bytes, a multiple of `BLOCK_BYTES`.
+
+        Raises:
+            OSError: the disk has no room, or gives no file.
+        """
+        return SlabFile(self.path / f"{_new_name()}.bin", num_bytes, keep_name=self.keeps_names)
 
     @property
     def is_foreign(self) -> bool:
@@ -69,58 +107,65 @@ class StoreFolder:
     @property
     def free_bytes(self) -> int:
         """Bytes that this process may still take on the filesystem of the folder."""
-        assert self._lock is not None, "the folder was removed"
-        return free_bytes(self._lock)
+        assert self._descriptor is not None, "the folder was removed"
+        return free_bytes(self._descriptor)
 
     def remove(self) -> None:
-        """Delete the folder and all in it; does nothing the second time or in a forked child."""
-        if self._lock is None or self.is_foreign:
+        """Delete what has a name; does nothing the second time or in a forked child."""
+        if self._descriptor is None or self.is_foreign:
             return
-        lock, self._lock = self._lock, None
-        try:
-            _empty(self.path)
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", self.path, error)
-        close_descriptor(lock)
+        descriptor, self._descriptor = self._descriptor, None
+        if self.keeps_names:
+            try:
+                _empty(self.path)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", self.path, error)
+        close_descriptor(descriptor)
 
 
-def open_descriptor(path: Path, flags: int) -> int:
-    """Open a file for this process alone: neither a forked nor a started child keeps it open.
+@contextlib.contextmanager
+def refuse_unusable(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the system says of `directory`, the setting `offload_dir`, into one error.
 
-    A child that did would keep the lock, and the disk space of removed files, past our end.
+    Raises:
+        ConfigError: it has no such name, or cannot be reached, made or written, or is a file.
     """
-    descriptor = os.open(path, flags, 0o600)
-    _descriptors.add(descriptor)
-    return descriptor
+    try:
+        yield
+    except FileExistsError as error:
+        raise _refusal(directory, "what has that name is not a folder") from error
+    except OSError as error:
+        raise _refusal(directory, error.strerror or str(error)) from error
+    except ValueError as error:
+        # Zero bytes, and characters that no encoding of file names has.
+        raise _refusal(directory, f"no file can have that name ({error})") from error
 
 
-def close_descriptor(descriptor: int) -> None:
-    """Close what `open_descriptor` opened."""
-    _descriptors.discard(descriptor)
-    os.close(descriptor)
-
-
-def free_bytes(descriptor: int) -> int:
-    """Bytes that this process may still take on the filesystem of an open file."""
-    status = os.fstatvfs(descriptor)
-    return status.f_bavail * status.f_frsize
-
-
-_descriptors: set[int] = set()
-
-
-def _close_all_in_child() -> None:
-    while _descriptors:
-        os.close(_descriptors.pop())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_all_in_child)
+def _why_not_nameless(directory: Path) -> str | None:
+    """Why a file there cannot be filled and read after its removal; None if it can."""
+    block, seen = aligned_bytes(BLOCK_BYTES), aligned_bytes(BLOCK_BYTES)
+    block[:] = np.arange(BLOCK_BYTES) % 251
+    seen[:] = 0  # new memory may hold the same bytes from another trial
+    try:
+        file = SlabFile(directory / f"{_new_name()}.bin", BLOCK_BYTES, keep_name=False)
+        try:
+            file.write(block, 0, lambda _: None)
+            file.read(seen, 0, lambda _: None)
+        finally:
+            file.close()
+    except OSError as error:
+        # A full disk says nothing about names, and will be told of when it is to be used.
+        return None if error.errno in NO_ROOM else error.strerror or str(error)
+    return None if np.array_equal(block, seen) else "other bytes came back"
 
 
 def _host() -> str:
     """The name of this machine as a part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.]", "_", platform.node()) or "unknown"
+
+
+def _new_name() -> str:
+    return f"sppo-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _make(directory: Path) -> tuple[Path, int]:
@@ -130,7 +175,7 @@ def _make(directory: Path) -> tuple[Path, int]:
     gone or not to be had, and another name is tried.
     """
     for _ in range(_MAX_TRIES):
-        path = directory / f"sppo-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+        path = directory / _new_name()
         path.mkdir(mode=0o700)
         try:
             lock = open_descriptor(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -232,10 +277,13 @@ def _empty(path: Path) -> int:
     return num_bytes
 
 
-def _refusal(directory: Path, reason: str) -> ConfigError:
+def _refusal(directory: str | os.PathLike[str], reason: str) -> ConfigError:
     """The error of a directory that cannot be used."""
+    # Escaped, so that any name can be printed; whole, unless it would fill the screen.
+    name = repr(os.fspath(directory))
+    seen = name if len(name) <= _MOST_SHOWN else show(os.fspath(directory))
     return ConfigError(
-        f"offload_dir is '{directory}', which cannot be used: {reason}. Allowed: a folder that "
+        f"offload_dir is {seen}, which cannot be used: {reason}. Allowed: a folder that "
         "exists or can be made, and that can be written to. Remedy: name such a folder, best on a "
         "fast local disk."
     )

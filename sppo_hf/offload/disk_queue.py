@@ -11,13 +11,12 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.disk_files import Bytes
+from sppo_hf.offload.disk_files import Bytes, checksum
 from sppo_hf.offload.disk_folder import StoreFolder
 from sppo_hf.offload.disk_space import DiskExtent, DiskSpace, describe
 
@@ -33,12 +32,12 @@ class Transfers:
     Args:
         folder: where the files are.
         space: who owns which of their bytes.
-        checksum: whether what is read must have the CRC-32 of what was written.
+        verify: whether what is read must have the checksum of what was written.
         max_queued_bytes: what may wait to be written.
     """
 
     def __init__(
-        self, folder: StoreFolder, space: DiskSpace, *, checksum: bool, max_queued_bytes: int
+        self, folder: StoreFolder, space: DiskSpace, *, verify: bool, max_queued_bytes: int
     ) -> None:
         self.folder = folder
         self.space = space
@@ -50,7 +49,7 @@ class Transfers:
         self.write_bytes = 0
         self.read_bytes = 0
         self.wait_seconds = 0.0
-        self._checksum = checksum
+        self._verify = verify
         self._max_queued_bytes = max_queued_bytes
         self._moved_bytes = 0
         self._ending = 0
@@ -139,8 +138,8 @@ class Transfers:
         """
         try:
             with self._blaming("writing", extent):
-                if self._checksum:
-                    extent.checksum = zlib.crc32(source.data)
+                if self._verify:
+                    extent.checksum = checksum(source)
                 extent.slab.file.write(source, extent.offset, self._count)
             with self.changed:
                 self.write_bytes += extent.num_bytes
@@ -191,12 +190,15 @@ class Transfers:
             self.space.give(extent)
 
     def _check(self, extent: DiskExtent, target: Bytes) -> None:
-        if extent.checksum is not None and zlib.crc32(target.data) != extent.checksum:
+        if extent.checksum is None:
+            return
+        seen = checksum(target)
+        if seen != extent.checksum:
             raise OffloadError(
-                f"disk tier: {extent} came back changed: their checksum is "
-                f"{zlib.crc32(target.data):#010x} and was {extent.checksum:#010x} when written. "
-                "The disk, its cable or the memory is failing, or something wrote to the file; "
-                "set offload_dir to a folder on another disk"
+                f"disk tier: {extent} came back changed: their checksum is {seen:#010x} and was "
+                f"{extent.checksum:#010x} when written. The disk, its cable or the memory is "
+                "failing, or something wrote to the file; set offload_dir to a folder on another "
+                "disk"
             )
 
     @contextmanager

@@ -7,17 +7,19 @@ vouches that no transfer touches it, and the store calls all of this under its l
 from __future__ import annotations
 
 import errno
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.disk_files import BLOCK_BYTES, SlabFile, round_up
+from sppo_hf.offload.disk_files import BLOCK_BYTES, NO_ROOM, SlabFile, round_up
 from sppo_hf.offload.disk_folder import StoreFolder
 from sppo_hf.offload.holes import Holes
 
+logger = logging.getLogger(__name__)
+
 # Each new file is at most this part of all before it, which is also the most reserved in vain.
 _GROWTH = 8
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +47,12 @@ class DiskExtent:
     written: Future[None] | None = field(default=None, repr=False)
     """The write that fills the extent."""
     checksum: int | None = None
-    """CRC-32 of what was written, if the store checks."""
+    """Of what was written, if the store checks; see `disk_files.checksum`."""
     failure: OffloadError | None = field(default=None, repr=False)
     """Why the bytes cannot be had any more."""
 
     def __str__(self) -> str:
-        return f"{self.num_bytes} bytes at offset {self.offset} of {self.slab.file.path}"
+        return f"{self.num_bytes} bytes at offset {self.offset} of {self.slab.file}"
 
 
 class DiskSpace:
@@ -97,7 +99,7 @@ class DiskSpace:
         self.used_bytes -= extent.reserved_bytes
 
     def close(self) -> None:
-        """Close the files; they go with their folder. No transfer may be under way."""
+        """Close the files; those with a name go with their folder. No transfer may be under way."""
         for slab in self._slabs:
             slab.file.close()
         self._slabs.clear()
@@ -122,7 +124,7 @@ class DiskSpace:
         try:
             slab = self._new_slab(min(wanted_bytes, left_bytes), size)
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 raise BudgetError(self._no_room(size, error.strerror or str(error))) from error
             raise OffloadError(
                 f"disk tier: a file of {size} bytes could not be made in {self._folder.path}: "
@@ -130,16 +132,21 @@ class DiskSpace:
             ) from error
         self._slabs.append(slab)
         self.reserved_bytes += slab.file.num_bytes
+        # Files without a name are seen by nobody who lists the folder.
+        logger.info(
+            "disk tier: %d bytes are reserved in %s, in %d files%s",
+            *(self.reserved_bytes, self._folder.path, len(self._slabs)),
+            "" if slab.file.keeps_name else " without names (df and lsof show them, du does not)",
+        )
 
     def _new_slab(self, wanted_bytes: int, least_bytes: int) -> DiskSlab:
         """Make a file of the wanted size, or of the least if the disk is nearly full."""
-        path = self._folder.path / f"slab-{len(self._slabs):04}.bin"
         try:
-            return DiskSlab(SlabFile(path, wanted_bytes), Holes(wanted_bytes))
+            return DiskSlab(self._folder.new_file(wanted_bytes), Holes(wanted_bytes))
         except OSError as error:
-            if error.errno not in _NO_ROOM or wanted_bytes == least_bytes:
+            if error.errno not in NO_ROOM or wanted_bytes == least_bytes:
                 raise
-        return DiskSlab(SlabFile(path, least_bytes), Holes(least_bytes))
+        return DiskSlab(self._folder.new_file(least_bytes), Holes(least_bytes))
 
     def _no_room(self, size: int, reason: str) -> str:
         free_bytes = sum(slab.holes.free_bytes for slab in self._slabs)
@@ -162,7 +169,7 @@ def describe(action: str, extent: DiskExtent, error: OSError, folder: StoreFolde
         folder: where the file is.
     """
     reason = f"{errno.errorcode.get(error.errno or 0, 'error')}, {error.strerror or error}"
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         remedy = (
             f"The disk has {folder.free_bytes} bytes free; free some, lower disk_memory, or set "
             "offload_dir to a folder on a larger disk"

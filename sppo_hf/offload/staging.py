@@ -344,9 +344,11 @@ class Staging:
 
     def _fail(self, cargo: Cargo, error: SPPOError) -> None:
         stay = _stay(cargo)
-        stay.failure = error
+        # Not the error itself: its frames, and those of its cause, lead to the step's and so to the
+        # graph that holds this cargo, a circle through autograd that no garbage collection sees.
+        stay.failure = type(error)(str(error))
         stay.wanted = False
-        self._failures.append(error)
+        self._failures.append(stay.failure)
         self._arrived.pop(cargo, None)
         self._let_go(cargo)
 

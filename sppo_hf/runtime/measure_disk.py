@@ -66,9 +66,10 @@ def measure_disk(
                 if error.errno not in _NO_DIRECT:
                     raise
             return _run(file.name, blocks, most_seconds, clock, direct=False)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError where no file can have that name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"offload_dir={os.fspath(folder)!r} cannot be measured: {error.strerror}. Allowed: a "
+            f"offload_dir={os.fspath(folder)!r} cannot be measured: {reason}. Allowed: a "
             f"folder that can be written, with at least {4 * _LEAST_BLOCKS * _BLOCK_BYTES >> 20} "
             "MiB free. Remedy: name another folder, or make room there."
         ) from error

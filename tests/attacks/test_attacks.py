@@ -16,6 +16,7 @@ from tests.attacks.outcomes import (
 AREAS: dict[str, int] = {
     "checkpoints": 24,
     "commands": 80,
+    "disk": 20,
     "models": 60,
     "settings": 300,
 }

@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from sppo_hf.offload import disk_files
-from sppo_hf.offload.disk_files import BLOCK_BYTES, Bytes, SlabFile, aligned_bytes, round_up
-from sppo_hf.offload.disk_folder import StoreFolder
+from sppo_hf.offload.disk_files import (
+    BLOCK_BYTES,
+    Bytes,
+    SlabFile,
+    aligned_bytes,
+    checksum,
+    round_up,
+)
 from tests.offload.faulty_disk import FaultyDisk
 
 NUM_BYTES = 16 * BLOCK_BYTES
@@ -51,21 +57,63 @@ def check_round_trips(file: SlabFile) -> None:
             assert target[source.size] == 123, "the byte behind is somebody else's"
 
 
-def test_round_trips(path: Path) -> None:
-    file = SlabFile(path, NUM_BYTES)
-    assert path.stat().st_size == NUM_BYTES
+@pytest.mark.parametrize("keep_name", [True, False])
+def test_round_trips(path: Path, keep_name: bool) -> None:
+    file = SlabFile(path, NUM_BYTES, keep_name=keep_name)
+    assert path.exists() == keep_name
+    assert os.fstat(file._buffered).st_size == NUM_BYTES
+    assert os.fstat(file._buffered).st_nlink == keep_name
+    assert str(path) in str(file)
     check_round_trips(file)
     assert file._is_direct == (file._direct is not None), "nothing was refused"
     file.close()
 
 
 def test_space_is_taken_at_once(path: Path) -> None:
-    SlabFile(path, 64 * BLOCK_BYTES).close()
-    assert path.stat().st_blocks * 512 >= 64 * BLOCK_BYTES
+    file = SlabFile(path, 64 * BLOCK_BYTES, keep_name=False)
+    assert os.fstat(file._buffered).st_blocks * 512 >= 64 * BLOCK_BYTES
+    file.close()
+
+
+def test_a_file_has_no_name_any_more_before_it_has_bytes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    reserve = os.posix_fallocate
+
+    def look(descriptor: int, offset: int, num_bytes: int) -> None:
+        seen.append(path.exists())
+        reserve(descriptor, offset, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", look)
+    SlabFile(path, NUM_BYTES, keep_name=False).close()
+    assert seen == [False], "a process killed here would leave a file"
+
+
+def test_a_file_that_was_put_in_its_place_is_not_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(os, "O_DIRECT"):
+        pytest.skip("the file is opened once here")
+    real_open, ways = os.open, [os.link, os.symlink]
+    victim = path.with_name("victim")
+    victim.write_bytes(b"precious")
+
+    def swap(name: Path, flags: int, mode: int) -> int:
+        if flags & os.O_DIRECT:
+            path.unlink()
+            ways.pop()(victim, path)
+        return real_open(name, flags, mode)
+
+    monkeypatch.setattr(os, "open", swap)
+    while ways:
+        with pytest.raises(OSError, match=r"another file|symbolic links"):
+            SlabFile(path, NUM_BYTES, keep_name=False)
+    assert victim.read_bytes() == b"precious"
 
 
 def test_neighbours_are_left_alone(path: Path) -> None:
-    file = SlabFile(path, NUM_BYTES)
+    file = SlabFile(path, NUM_BYTES, keep_name=False)
     background = aligned_bytes(NUM_BYTES)
     background[:] = 7
     file.write(background, 0, lambda _: None)
@@ -85,7 +133,7 @@ def test_partial_transfers_are_continued(
     path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, direct: bool
 ) -> None:
     faulty = FaultyDisk(monkeypatch)
-    file = SlabFile(path, NUM_BYTES)
+    file = SlabFile(path, NUM_BYTES, keep_name=False)
     file._is_direct = direct and file._is_direct
     faulty.most_bytes = most_bytes
     check_round_trips(file)
@@ -96,7 +144,7 @@ def test_partial_transfers_are_continued(
 def test_what_a_partial_transfer_left_unaligned_goes_through_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = SlabFile(path, NUM_BYTES)
+    file = SlabFile(path, NUM_BYTES, keep_name=False)
     if file._direct is None:
         pytest.skip("the filesystem of the tests has no O_DIRECT")
     used: list[tuple[bool, int]] = []
@@ -128,7 +176,7 @@ def test_a_filesystem_that_refuses_o_direct_is_used_without(
         return real_open(name, flags, mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    file = SlabFile(path, NUM_BYTES)
+    file = SlabFile(path, NUM_BYTES, keep_name=False)
     assert file._direct is None
     check_round_trips(file)
     file.close()
@@ -137,7 +185,7 @@ def test_a_filesystem_that_refuses_o_direct_is_used_without(
 def test_a_filesystem_that_accepts_o_direct_but_cannot_is_used_without(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = SlabFile(path, NUM_BYTES)
+    file = SlabFile(path, NUM_BYTES, keep_name=False)
     if file._direct is None:
         pytest.skip("the filesystem of the tests has no O_DIRECT")
     refused: list[int] = []
@@ -159,7 +207,7 @@ def test_another_error_of_o_direct_is_no_reason_to_go_on(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty = FaultyDisk(monkeypatch)
-    file = SlabFile(path, NUM_BYTES)
+    file = SlabFile(path, NUM_BYTES, keep_name=False)
     faulty.errors = [OSError(errno.EIO, "Input/output error")]
     with pytest.raises(OSError, match="Input/output"):
         file.write(aligned_bytes(BLOCK_BYTES), 0, lambda _: None)
@@ -175,13 +223,12 @@ def test_a_filesystem_that_cannot_reserve_is_asked_for_its_free_bytes(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    file = SlabFile(path, NUM_BYTES)
+    file = SlabFile(path, NUM_BYTES, keep_name=False)
     check_round_trips(file)
     file.close()
-    path.unlink()
     monkeypatch.setattr(disk_files, "free_bytes", lambda descriptor: NUM_BYTES - 1)
     with pytest.raises(OSError, match="No space left"):
-        SlabFile(path, NUM_BYTES)
+        SlabFile(path, NUM_BYTES, keep_name=False)
     assert not path.exists()
 
 
@@ -196,7 +243,7 @@ def test_a_file_that_does_not_fit_leaves_nothing(
     open_before = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else set()
     for _ in range(3):
         with pytest.raises(OSError, match="No space left"):
-            SlabFile(path, NUM_BYTES)
+            SlabFile(path, NUM_BYTES, keep_name=False)
     assert not path.exists()
     if open_before:
         assert len(os.listdir("/proc/self/fd")) == len(open_before)
@@ -209,11 +256,29 @@ def test_aligned_bytes_can_be_a_tensor() -> None:
         assert memory.data_ptr() % BLOCK_BYTES == 0
 
 
-def test_files_are_private_to_user_and_process(tmp_path: Path) -> None:
-    folder = StoreFolder(tmp_path)
-    file = SlabFile(folder.path / "slab.bin", NUM_BYTES)
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    assert file.path.stat().st_mode & 0o777 == 0o600
+def test_files_are_private_to_user_and_process(path: Path) -> None:
+    file = SlabFile(path, NUM_BYTES, keep_name=True)
+    assert path.stat().st_mode & 0o777 == 0o600
     assert not os.get_inheritable(file._buffered)
     file.close()
-    folder.remove()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 8, BLOCK_BYTES, 3 * BLOCK_BYTES + 77])
+def test_a_checksum_knows_every_bit_and_every_place(num_bytes: int) -> None:
+    generator = np.random.default_rng(num_bytes)
+    memory = aligned_bytes(num_bytes)
+    memory[:] = generator.integers(0, 256, num_bytes, dtype=np.uint8)
+    good = checksum(memory)
+    assert checksum(np.concatenate([memory[:1], memory])[1:]) == good, "wherever the bytes are"
+    for bit in (0, 7):
+        for byte in {0, num_bytes // 2, num_bytes - 1}:
+            memory[byte] ^= 1 << bit
+            assert checksum(memory) != good
+            memory[byte] ^= 1 << bit
+    if num_bytes > 2 * BLOCK_BYTES:
+        words = memory[: 2 * BLOCK_BYTES].view(np.uint64)
+        for first, second in ((0, 1), (3, 511), (5, 512 + 5), (0, 1023)):
+            words[[first, second]] = words[[second, first]]
+            assert checksum(memory) != good, "words that changed places"
+            words[[first, second]] = words[[second, first]]
+    assert checksum(memory) == good

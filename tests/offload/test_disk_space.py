@@ -1,6 +1,7 @@
 """Extents are disjoint, files grow in number slowly, and a full disk leaves all as it was."""
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -30,8 +31,9 @@ def folder(tmp_path: Path) -> Iterator[StoreFolder]:
 class FakeFile:
     """A slab file without a file."""
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self.path = path
+    keeps_name = False
+
+    def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
 
     def close(self) -> None:
@@ -41,6 +43,7 @@ class FakeFile:
 class FakeFolder:
     path = Path("/nowhere")
     free_bytes = 0
+    new_file = FakeFile
 
 
 def check_disjoint(extents: list[DiskExtent]) -> None:
@@ -57,38 +60,32 @@ def check_disjoint(extents: list[DiskExtent]) -> None:
     budget=st.integers(0, 12 * SLAB_BYTES),
 )
 def test_any_sequence_of_loans(actions: list[tuple[bool, int]], budget: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_space, "SlabFile", FakeFile)
-        space = DiskSpace(FakeFolder(), slab_bytes=SLAB_BYTES, budget_bytes=budget)  # pyright: ignore
-        lent: list[DiskExtent] = []
-        for is_loan, value in actions:
-            if is_loan:
-                try:
-                    lent.append(space.allocate(value))
-                except BudgetError:
-                    assert space.reserved_bytes + value > budget - BLOCK_BYTES
-            elif lent:
-                space.give(lent.pop(value % len(lent)))
-            check_disjoint(lent)
-            assert all(
-                e.offset % BLOCK_BYTES == 0 and e.num_bytes <= e.reserved_bytes for e in lent
-            )
-            assert space.used_bytes == sum(extent.reserved_bytes for extent in lent)
-            assert space.used_bytes <= space.peak_bytes <= space.reserved_bytes <= budget
-        for extent in lent:
-            space.give(extent)
-        assert space.used_bytes == 0
+    space = DiskSpace(FakeFolder(), slab_bytes=SLAB_BYTES, budget_bytes=budget)  # pyright: ignore
+    lent: list[DiskExtent] = []
+    for is_loan, value in actions:
+        if is_loan:
+            try:
+                lent.append(space.allocate(value))
+            except BudgetError:
+                assert space.reserved_bytes + value > budget - BLOCK_BYTES
+        elif lent:
+            space.give(lent.pop(value % len(lent)))
+        check_disjoint(lent)
+        assert all(e.offset % BLOCK_BYTES == 0 and e.num_bytes <= e.reserved_bytes for e in lent)
+        assert space.used_bytes == sum(extent.reserved_bytes for extent in lent)
+        assert space.used_bytes <= space.peak_bytes <= space.reserved_bytes <= budget
+    for extent in lent:
+        space.give(extent)
+    assert space.used_bytes == 0
 
 
 def test_a_large_disk_needs_few_files() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_space, "SlabFile", FakeFile)
-        space = DiskSpace(FakeFolder(), slab_bytes=2**30, budget_bytes=2**41)  # pyright: ignore
-        extents = [space.allocate(2**28) for _ in range(2**13)]
-        assert len({id(extent.slab) for extent in extents}) < 70
-        assert space.reserved_bytes == space.used_bytes == 2**41
-        with pytest.raises(BudgetError):
-            space.allocate(1)
+    space = DiskSpace(FakeFolder(), slab_bytes=2**30, budget_bytes=2**41)  # pyright: ignore
+    extents = [space.allocate(2**28) for _ in range(2**13)]
+    assert len({id(extent.slab) for extent in extents}) < 70
+    assert space.reserved_bytes == space.used_bytes == 2**41
+    with pytest.raises(BudgetError):
+        space.allocate(1)
 
 
 def test_a_full_disk_names_the_folder_and_leaves_all_as_it_was(
@@ -107,8 +104,22 @@ def test_a_full_disk_names_the_folder_and_leaves_all_as_it_was(
     for seen in (str(folder.path), f"{2 * BLOCK_BYTES} bytes more", "bytes free"):
         assert seen in str(caught.value)
     assert space.used_bytes == space.reserved_bytes == SLAB_BYTES
-    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "slab-0000.bin"]
+    assert not list(folder.path.iterdir())
     assert space.allocate(5000).slab is not first.slab
+    space.close()
+
+
+def test_what_is_reserved_is_told_because_nobody_sees_it_in_the_folder(
+    folder: StoreFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=disk_space.__name__)
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=100 * SLAB_BYTES)
+    for _ in range(2):
+        space.allocate(SLAB_BYTES)
+    told = [record.getMessage() for record in caplog.records]
+    start = f"disk tier: {2 * SLAB_BYTES} bytes are reserved in {folder.path}, in 2 files"
+    assert len(told) == 2
+    assert told[1].startswith(f"{start} without names")
     space.close()
 
 
@@ -158,7 +169,7 @@ def test_an_error_is_described_by_place_cause_and_remedy(folder: StoreFolder) ->
     space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=SLAB_BYTES)
     space.allocate(BLOCK_BYTES)
     extent = space.allocate(10)
-    place = f"reading 10 bytes at offset {BLOCK_BYTES} of {folder.path}/slab-0000.bin failed"
+    place = f"reading 10 bytes at offset {BLOCK_BYTES} of {extent.slab.file} failed"
     text = describe("reading", extent, OSError(errno.EIO, "Input/output error"), folder)
     assert text.startswith(f"disk tier: {place}: EIO, Input/output error. ")
     assert "check the disk" in text

@@ -81,6 +81,12 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         measure_disk(tmp_path / "file" / "x", 32 * MIB)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b", "x" * 300])
+def test_a_name_that_no_folder_can_have(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"offload_dir='.*cannot be measured.*Remedy"):
+        measure_disk(tmp_path / name, 32 * MIB)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
