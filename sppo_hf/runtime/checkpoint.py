@@ -23,6 +23,7 @@ from sppo_hf.model.convert import get_engine
 from sppo_hf.runtime.checkpoint_marks import mark_complete, mark_incomplete
 from sppo_hf.runtime.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.watchdog import explaining
 
 _open: set[Path] = set()
 
@@ -102,7 +103,14 @@ def saving(folder: str | Path, place: Place) -> Iterator[Path]:
 
     Raises:
         PipelineError: The ranks do not see the same folder.
+        RankLostError: Another rank was lost.
     """
+    with explaining(f"saving {Path(folder).name}"), _marked(folder, place) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _marked(folder: str | Path, place: Place) -> Iterator[Path]:
     folder = Path(folder).absolute()
     if folder in _open:
         yield folder
