@@ -31,3 +31,7 @@ class OffloadError(SPPOError):
 
 class PipelineError(SPPOError):
     """A rank of a pipeline failed, or the ranks do not agree on what they run."""
+
+
+class RankLostError(PipelineError):
+    """Another rank failed, ended or was lost, so this one cannot go on."""

@@ -6,7 +6,7 @@ from sppo_hf import errors
 
 def test_every_error_has_the_common_base_and_a_public_name() -> None:
     kinds = [value for value in vars(errors).values() if isinstance(value, type)]
-    assert len(kinds) == 7
+    assert len(kinds) == 8
     for kind in kinds:
         assert issubclass(kind, errors.SPPOError)
         assert getattr(sppo_hf, kind.__name__) is kind

@@ -35,6 +35,7 @@ from sppo_hf.runtime.affinity import bind_to_device
 from sppo_hf.runtime.checkpoint_weights import gather_weights, save_weights
 from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.pipeline import convert_to_stages, shared_mesh
+from sppo_hf.runtime.watchdog import explaining
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
@@ -60,6 +61,7 @@ class SPPOAccelerator(Accelerator):
         config = self.sppo_plugin.config
         return shared_mesh(config.pp_size, self.device, config.pp_timeout_seconds)
 
+    @explaining("preparing")
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Convert every model among the arguments, then prepare as always.
 
@@ -99,6 +101,7 @@ class SPPOAccelerator(Accelerator):
         self._dataloaders.append(loader)
         return loader
 
+    @explaining("clipping gradients")
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Clip by the norm of all gradients; in a pipeline that is over all its stages.
 
@@ -114,11 +117,13 @@ class SPPOAccelerator(Accelerator):
         clip_to(parameters, norm, max_norm)
         return norm
 
+    @explaining()
     def gather(self, tensor: Any) -> Any:
         """Gather over all ranks; while metrics are gathered, one rank's part per pipeline."""
         gathered = super().gather(tensor)
         return once_per_pipeline(self._mesh, gathered) if self._gathers_metrics else gathered
 
+    @explaining("gathering metrics")
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather for metrics: every row of the dataset once, also in a pipeline."""
         if not self._in_pipeline:
@@ -138,12 +143,14 @@ class SPPOAccelerator(Accelerator):
         last = self.gradient_state.end_of_dataloader and remainder > 0
         return gathered[:remainder] if last else gathered
 
+    @explaining("saving the state")
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save everything; in a pipeline every process calls this and writes what it holds."""
         if not self._in_pipeline:
             return super().save_state(*args, **kwargs)
         return save_pipeline_state(self, super().save_state, *args, **kwargs)
 
+    @explaining("loading the state")
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load everything; in a pipeline every process reads what it holds."""
         if self._in_pipeline:
@@ -151,6 +158,7 @@ class SPPOAccelerator(Accelerator):
         else:
             super().load_state(input_dir, *args, **kwargs)
 
+    @explaining("saving the model")
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: Any = "10GB", **kwargs: Any
     ) -> None:
@@ -160,11 +168,22 @@ class SPPOAccelerator(Accelerator):
         else:
             super().save_model(model, save_directory, max_shard_size, **kwargs)
 
+    @explaining("gathering the weights")
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the weights; a pipeline's on the first rank, and nothing on all others."""
         if is_cut(inner := self.unwrap_model(model)):
             return gather_weights(inner)
         return super().get_state_dict(model, unwrap)
+
+    @explaining()
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce over all ranks."""
+        return super().reduce(*args, **kwargs)
+
+    @explaining("waiting for all ranks")
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks."""
+        super().wait_for_everyone()
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

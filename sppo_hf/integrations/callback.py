@@ -24,6 +24,7 @@ from sppo_hf.integrations.limits import refuse_arguments, refuse_for_pipeline_ar
 from sppo_hf.integrations.metrics import StepMeter
 from sppo_hf.model.convert import is_converted
 from sppo_hf.planning.flops import peak_flops
+from sppo_hf.runtime.watchdog import AFTER_TRAINING, explaining, watchdog
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -88,6 +89,7 @@ class SPPOCallback(TrainerCallback):
         """
         if not self._active or model is None:
             return
+        self._tell(f"before step {state.global_step + 1}")
         # The Trainer switches checkpointing on at every train(), but prepares only at the first.
         own_recomputation(model)
         if not is_converted(model):
@@ -104,6 +106,7 @@ class SPPOCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop counting."""
+        self._tell(AFTER_TRAINING)
         self._meter.listening = False
         self._plugin.observer.unsubscribe(self._meter)
 
@@ -111,12 +114,14 @@ class SPPOCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the clock of an optimizer step."""
+        self._tell(f"in step {state.global_step + 1}")
         self._step_began_seconds = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop the clock."""
+        self._tell(f"after step {state.global_step}")
         if self._step_began_seconds is not None:
             self._meter.add_step(time.perf_counter() - self._step_began_seconds)
             self._step_began_seconds = None
@@ -128,6 +133,18 @@ class SPPOCallback(TrainerCallback):
         """Prepare the log entry of an epoch, if there is to be one."""
         self._count_world_tokens(args, control)
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the other ranks."""
+        self._tell_detail("in the optimizer")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the other ranks."""
+        self._tell_detail("after the optimizer")
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -137,6 +154,7 @@ class SPPOCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add our numbers to a training log entry, in place: loggers that come later see them."""
+        self._tell_detail("logging")
         # Entries without a loss are evaluations and summaries.
         wanted = self._active and self._plugin.config.log_metrics
         if not wanted or not self._meter.listening or logs is None or "loss" not in logs:
@@ -152,6 +170,17 @@ class SPPOCallback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)
 
+    def _tell(self, words: str) -> None:
+        """Tell the other ranks of a pipeline where this one is, for when it is lost."""
+        current = watchdog() if self._active else None
+        if current is not None:
+            current.in_step(words)
+
+    def _tell_detail(self, words: str) -> None:
+        current = watchdog() if self._active else None
+        if current is not None:
+            current.doing(words)
+
     def _count_world_tokens(self, args: TrainingArguments, control: TrainerControl) -> None:
         """Sum tokens over ranks, at a point where the Trainer is about to gather its loss anyway.
 
@@ -161,7 +190,8 @@ class SPPOCallback(TrainerCallback):
             return
         tokens = self._meter.tokens
         if args.world_size > 1:
-            summed: Any = reduce(torch.tensor(tokens, device=args.device), reduction="sum")
+            with explaining("counting tokens"):
+                summed: Any = reduce(torch.tensor(tokens, device=args.device), reduction="sum")
             tokens = int(summed.item())
         self._world_tokens = tokens
 

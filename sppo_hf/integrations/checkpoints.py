@@ -54,6 +54,7 @@ from sppo_hf.runtime.checkpoint_state import (
 )
 from sppo_hf.runtime.checkpoint_weights import load_weights, save_weights
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.watchdog import explaining
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -123,6 +124,7 @@ class TrainerCheckpoints:
     def _in_pipeline(self) -> bool:
         return is_cut(self._trainer.model)
 
+    @explaining()
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:

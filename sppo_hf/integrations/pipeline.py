@@ -7,8 +7,9 @@ the business of `sppo_hf.runtime`.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from sppo_hf.model.convert import get_engine
 from sppo_hf.runtime.agreement import first_rank_says
 from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.watchdog import explaining
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,7 +69,7 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
     if mesh.dp_size == 1:
         _shuffle_alike(loader, mesh)
     rng_types: Any = accelerator.rng_types
-    return prepare_data_loader(
+    prepared = prepare_data_loader(
         loader,
         accelerator.device,
         num_processes=mesh.dp_size,
@@ -83,6 +85,21 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+    # Accelerate's loaders ask for the iterator of the one that they wrap by this name.
+    inner: Any = prepared.base_dataloader
+    inner.__iter__ = functools.partial(_tell_reading, inner.__iter__)
+    return prepared
+
+
+def _tell_reading(read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Iterate over what a loader reads, and let other ranks hear that this one is reading."""
+    batches, ended = read(), object()
+    while True:
+        with explaining("reading a batch"):
+            batch = next(batches, ended)
+        if batch is ended:
+            return
+        yield batch
 
 
 def _shuffle_alike(loader: Any, mesh: PipelineMesh) -> None:

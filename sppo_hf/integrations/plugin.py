@@ -29,7 +29,8 @@ from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.model.convert import revert
 from sppo_hf.rules import show
 from sppo_hf.runtime.mesh import check_world
-from sppo_hf.runtime.pipeline import load_model_stages
+from sppo_hf.runtime.pipeline import launch_watchdog, load_model_stages
+from sppo_hf.runtime.watchdog import watch_launch_soon
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -82,6 +83,8 @@ class SPPOPlugin(ParallelismConfig):
             ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
+        if self.config.pp_size > 1:
+            watch_launch_soon(self.config.pp_timeout_seconds)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
@@ -278,6 +281,7 @@ class SPPOPlugin(ParallelismConfig):
         pp_size = self.config.pp_size
         refuse_for_pipeline(accelerator, pp_size)
         check_world(pp_size, accelerator.num_processes)
+        launch_watchdog(pp_size, self.config.pp_timeout_seconds)
         given = {k: v for k, v in self._given_sizes.items() if v > 1}
         replicas = accelerator.num_processes // pp_size
         if given not in ({}, {"dp_replicate": replicas}):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -46,7 +46,8 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
     dist.all_gather(others, mine, group=mesh.control)
     for rank, other in enumerate(others):
         differ = [
-            f"{name} ({theirs} on rank {rank}, {ours} on rank {mesh.pp_rank})"
+            f"{name} ({theirs} on rank {mesh.world_rank(rank)}, "
+            f"{ours} on rank {mesh.world_rank(mesh.pp_rank)})"
             for (name, ours), theirs in zip(facts.items(), other.tolist(), strict=True)
             if ours != theirs
         ]
@@ -57,6 +58,34 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
                 "data loader by the Accelerator, shuffle with the same seed, and start all ranks "
                 "with the same settings file."
             )
+
+
+def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:
+    """Whether any rank cannot run the step that all are about to run; every rank calls this.
+
+    Args:
+        mesh: The ranks.
+        refusal: Why this rank cannot; None if it can.
+        with_replicas: Ask the other replicas too, because they will wait for this one's gradients.
+
+    Returns:
+        The reasons of the ranks that cannot, by rank.
+    """
+    groups = [mesh.control, *([mesh.replicas_control] if with_replicas else [])]
+    refuses = torch.tensor([0 if refusal is None else 1])
+    for group in groups:
+        dist.all_reduce(refuses, op=dist.ReduceOp.MAX, group=group)
+    if not refuses.item():
+        return []
+    said: list[str] = []
+    if refusal is not None:
+        rank = mesh.world_rank(mesh.pp_rank)
+        said = [f"rank {rank} refuses it: {type(refusal).__name__}: {refusal}"]
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, said, group=group)
+        said = sorted({words for part in parts for words in part})
+    return said
 
 
 ValueT = TypeVar("ValueT")

@@ -22,6 +22,7 @@ from sppo_hf.runtime.checkpoint_files import Digest, write_tensors, writing
 from sppo_hf.runtime.checkpoint_marks import mark_complete, mark_incomplete, what_is_torn
 from sppo_hf.runtime.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.watchdog import explaining
 
 STAGING = ".sppo-saving"
 """Folder inside a checkpoint's for files that are moved out of it when all are written."""
@@ -133,7 +134,14 @@ def saving(folder: str | Path, place: Place) -> Iterator[Path]:
 
     Raises:
         PipelineError: The ranks do not see the same folder, or the disk refused to write.
+        RankLostError: Another rank was lost.
     """
+    with explaining(f"saving {Path(folder).name}"), _marked(folder, place) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _marked(folder: str | Path, place: Place) -> Iterator[Path]:
     folder = Path(folder).absolute()
     if folder in _open:
         yield folder

@@ -35,7 +35,7 @@ class Executor:
         dtype: torch.dtype,
         scale: Tensor,
         reduce: Callable[[int], None],
-        on_action: Callable[[Action], None],
+        on_action: Callable[[Action, str], None],
     ) -> None:
         """Prepare; runs nothing.
 
@@ -48,7 +48,7 @@ class Executor:
             dtype: Of the messages.
             scale: Gradient of the loss's sum, `[]`.
             reduce: Starts reducing a stage's gradients over replicas.
-            on_action: Is told before each action.
+            on_action: Is told before each action, which it is and in words.
         """
         self._schedule = schedule
         self._rank = rank
@@ -81,21 +81,15 @@ class Executor:
             What was done and when, in order.
 
         Raises:
-            PipelineError: An action failed; names the rank, the step and the action. Whatever the
-                action raised is its cause.
+            PipelineError: The schedule is wrong. Whatever an action raises is passed on as it is;
+                `on_action` was told which one it is.
         """
         done: list[Done] = []
         for step, action in enumerate(self._schedule.ranks[self._rank]):
             start = self._ready_seconds = time.perf_counter()
-            try:
-                self._on_action(action)
-                with record_function(f"sppo/{action}"):
-                    self._handlers[action.kind](action)
-            except Exception as error:
-                raise PipelineError(
-                    f"rank {self._rank} of the pipeline failed at action {step} "
-                    f"({self._say(action)}): {type(error).__name__}: {error}"
-                ) from error
+            self._on_action(action, f"action {step} ({self._say(action)})")
+            with record_function(f"sppo/{action}"):
+                self._handlers[action.kind](action)
             done.append(Done(action, start, time.perf_counter(), self._ready_seconds))
         self._transport.finish()
         if self._outbox or not self._units.finished():

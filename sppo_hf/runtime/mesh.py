@@ -84,7 +84,8 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
     Args:
         pp_size: Ranks of a pipeline.
         device: Of this rank.
-        timeout_seconds: After which an operation without an answer fails.
+        timeout_seconds: After which an operation without an answer fails. The watchdog's should be
+            shorter: it knows which rank does not answer.
 
     Raises:
         ConfigError: The number of processes is no multiple of `pp_size`.

@@ -28,7 +28,7 @@ from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stages import split_layers
 from sppo_hf.runtime.mesh import PipelineMesh, check_world, make_mesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
-from sppo_hf.runtime.watchdog import Watchdog
+from sppo_hf.runtime.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -42,9 +42,20 @@ def shared_mesh(pp_size: int, device: torch.device, timeout_seconds: int) -> Pip
     Raises:
         ConfigError: There is no launch, or its size is no multiple of `pp_size`.
     """
-    _check_launch(pp_size)
     # Groups end with the launch's own, which a process may leave and form anew.
-    return _mesh(pp_size, device, timeout_seconds, dist.group.WORLD)
+    watchdog = launch_watchdog(pp_size, timeout_seconds)
+    with watchdog.explaining("forming groups of ranks"):
+        return _mesh(pp_size, device, timeout_seconds, dist.group.WORLD)
+
+
+def launch_watchdog(pp_size: int, timeout_seconds: int) -> Watchdog:
+    """The watchdog of this process, started if it is not running.
+
+    Raises:
+        ConfigError: There is no launch.
+    """
+    _check_launch(pp_size)
+    return watch_launch(timeout_seconds)
 
 
 def _check_launch(pp_size: int) -> None:
@@ -58,15 +69,7 @@ def _check_launch(pp_size: int) -> None:
 
 @functools.cache
 def _mesh(pp_size: int, device: torch.device, timeout_seconds: int, _: Any) -> PipelineMesh:
-    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds)
-
-
-@functools.cache
-def _shared_watchdog(mesh: PipelineMesh, timeout_seconds: int) -> Watchdog:
-    everyone = range(mesh.pp_size * mesh.dp_size)
-    watchdog = Watchdog(dist.get_rank(), everyone, timeout_seconds=timeout_seconds)
-    watchdog.watch_exit()
-    return watchdog
+    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds + GROUP_MARGIN_SECONDS)
 
 
 def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
@@ -127,7 +130,7 @@ def convert_to_stages(
         PipelineEngine,
         staged=staged,
         mesh=mesh,
-        watchdog=_shared_watchdog(mesh, config.pp_timeout_seconds),
+        watchdog=launch_watchdog(config.pp_size, config.pp_timeout_seconds),
     )
     return convert(model, config, observer=observer, make_engine=make_engine)
 
@@ -171,7 +174,7 @@ def load_model_stages(
             does not fit.
         UnsupportedModelError: The model cannot be cut.
     """
-    _check_launch(config.pp_size)
+    launch_watchdog(config.pp_size, config.pp_timeout_seconds)
     check_world(config.pp_size, dist.get_world_size())
     pp_rank = dist.get_rank() % config.pp_size
     return load_stages(

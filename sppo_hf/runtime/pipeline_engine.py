@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from sppo_hf.model.stage_units import StageUnits, first_layer_hook, last_layer_h
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.planning.partition import Bounds
-from sppo_hf.runtime.agreement import agree, settings_number
+from sppo_hf.runtime.agreement import agree, refused, settings_number
 from sppo_hf.runtime.call_limits import refuse_call
 from sppo_hf.runtime.executor import Done, Executor
 from sppo_hf.runtime.gradients import (
@@ -46,10 +47,25 @@ from sppo_hf.runtime.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.runtime.stage_plans import BatchPlans, StagePlans
 from sppo_hf.runtime.step_watch import StepWatch
 from sppo_hf.runtime.transport import Transport
-from sppo_hf.runtime.watchdog import Watchdog
+from sppo_hf.runtime.watchdog import Watchdog, is_broken_connection
 from sppo_hf.schedule.generate import Size
 
 # B batch rows, C tokens of a chunk, D model width.
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What one call will run."""
+
+    rows: list[tuple[int, int]]
+    """Half-open rows of each micro-batch."""
+    plans: BatchPlans
+    bounds: Bounds
+    """Of the chunks that hold any token that counts."""
+    step: StepSchedule
+    reduces: bool
+    """Whether gradients are reduced over replicas."""
+    watch: StepWatch = field(init=False)
 
 
 class PipelineEngine(Engine):
@@ -90,7 +106,8 @@ class PipelineEngine(Engine):
         self._replicas = Replicas(mesh.replicas, mesh.replicas_control)
         self._stage_plans = StagePlans(self)
         self._scale = 1.0
-        self._steps = 0
+        self._calls = 0
+        self._size_checked = False
         self._units: StageUnits | None = None
         self._hook_ends()
 
@@ -112,6 +129,7 @@ class PipelineEngine(Engine):
             ConfigError: The batch or the settings cannot be run in a pipeline (see the message).
             UnsupportedModelError: The model cannot be trained exactly.
             PipelineError: A rank failed, or ranks do not agree.
+            RankLostError: Another rank failed, ended or was lost.
         """
         if self.running is not None:
             return self.original_forward(*args, **kwargs)
@@ -143,63 +161,97 @@ class PipelineEngine(Engine):
         )
 
     def _run_guarded(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:
-        self._steps += 1
-        self.watchdog.doing(f"in forward {self._steps}")
-        try:
-            return self._run(call, layout)
-        except BaseException as error:
-            self.watchdog.report(error)
-            if not isinstance(error, Exception):
-                raise  # an interrupt, which is nobody's failure
-            reason = self.watchdog.explain(error)
-            if reason is error and isinstance(error, RuntimeError):
-                # A collective that broke off; actions have been named by the executor.
-                reason = PipelineError(
-                    f"rank {self.mesh.pp_rank} of the pipeline failed while "
-                    f"{self.watchdog.activity}: {error}"
-                )
-            if reason is error:
-                raise
-            raise reason from error
-        finally:
-            self.watchdog.doing(f"after forward {self._steps}")
+        self._calls += 1
+        kind = "forward" if torch.is_grad_enabled() else "evaluation"
+        name = f"in {kind} pass {self._calls}"
+        with self.watchdog.explaining(name):
+            prepared = self._prepare(call, layout, name)
+            try:
+                output = self._run(call, layout, prepared)
+            except BaseException as error:
+                if is_broken_connection(error):
+                    raise
+                # The schedule of the others waits for this rank: nobody can go on.
+                self.watchdog.report(error)
+                if not isinstance(error, Exception):
+                    raise  # an interrupt, which is nobody's failure
+                raise PipelineError(self.watchdog.words_for(error)) from error
+        self.watchdog.doing(f"after {kind} pass {self._calls}")
+        return output
 
-    def _run(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:  # type: ignore[override]
-        began = time.perf_counter()
-        self._agree(call, layout)
-        training = torch.is_grad_enabled()
+    def _prepare(self, call: ForwardCall, layout: BatchLayout, name: str) -> _Prepared:
+        """See that all ranks are about to run the same step, and that each of them can.
+
+        [Note: refused by all]
+        What is refused here is refused by every rank before anything was sent, whoever of them
+        could not run it. So a script may catch the error and go on with another batch.
+
+        Raises:
+            Exception: What this rank refuses.
+            PipelineError: Another rank refuses, or they do not agree.
+        """
+        began, training = time.perf_counter(), torch.is_grad_enabled()
+        reduces = training and self.mesh.dp_size > 1 and self.reduces()
+        refusal: Exception | None = None
+        prepared = None
+        try:
+            self._agree(call, layout)
+            prepared = self._plan(call, layout, training=training, reduces=reduces)
+            prepared.watch = StepWatch(self, call, prepared.step, began=began, name=name)
+        except Exception as error:
+            if is_broken_connection(error):
+                raise
+            refusal = error  # raised below, when the others have heard of it
+        said = refused(self.mesh, refusal, with_replicas=reduces)
+        if refusal is not None:
+            raise refusal
+        if said:
+            raise PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
+        assert prepared is not None, "nothing was refused, so all was planned"
+        return prepared
+
+    def _plan(
+        self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
+    ) -> _Prepared:
+        if reduces:
+            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         rows = _micro_batches(call.batch_rows, self.config)
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
         used = max(1, layout.used_tokens)
         bounds = tuple(b for b in plans.bounds if b[0] < used)
-        reduces = training and self.mesh.dp_size > 1 and self.reduces()
         step = step_schedule(
             self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
         )
-        if self._steps == 1:
+        if not self._size_checked:
             # Later batches may be short: the last one of an epoch, or one with much padding. They
             # run, with more idle time.
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
-        watch = StepWatch(self, call, step, began)
-        units = self._make_units(call, layout, bounds, rows, plans, step)
-        if reduces:
-            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
+            self._size_checked = True
+        return _Prepared(rows, plans, bounds, step, reduces)
+
+    def _run(  # type: ignore[override]
+        self, call: ForwardCall, layout: BatchLayout, prepared: _Prepared
+    ) -> CausalLMOutputWithPast:
+        training = torch.is_grad_enabled()
+        units = self._make_units(
+            call, layout, prepared.bounds, prepared.rows, prepared.plans, prepared.step
+        )
         parameters = list(self.parts.causal_lm.parameters())
         gradients = StepGradients(parameters) if training else None
         try:
             with hooks_set_aside(parameters):
-                self._execute(call, step, plans, units, bounds, rows, gradients, watch)
+                self._execute(call, prepared, units, gradients)
             if gradients is not None:
-                self._finish_gradients(gradients, reduces)
+                self._finish_gradients(gradients, prepared.reduces)
         except BaseException:
             if gradients is not None:
                 gradients.abandon()
             raise
         finally:
             self._units = None
-        watch.done(self.executed, training=training)
+        prepared.watch.done(self.executed, training=training)
         return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
 
     # -- one step ----------------------------------------------------------------------------
@@ -273,15 +325,12 @@ class PipelineEngine(Engine):
     def _execute(
         self,
         call: ForwardCall,
-        step: StepSchedule,
-        plans: BatchPlans,
+        prepared: _Prepared,
         units: StageUnits,
-        bounds: Bounds,
-        rows: list[tuple[int, int]],
         gradients: StepGradients | None,
-        watch: StepWatch,
     ) -> None:
         width = self.parts.text_config.hidden_size
+        rows, bounds = prepared.rows, prepared.bounds
 
         def shape(unit: int) -> tuple[int, ...]:
             micro_batch, chunk = divmod(unit, len(bounds))
@@ -293,15 +342,15 @@ class PipelineEngine(Engine):
             gradients.start_reducing(self._parameters_of(stage), self._replicas)
 
         self.executed = Executor(
-            step.schedule,
+            prepared.step.schedule,
             self.mesh.pp_rank,
             units,
             Transport(self.mesh),
             shapes=shape,
-            dtype=plans.dtype,
+            dtype=prepared.plans.dtype,
             scale=self._gradient_of_sum(call),
             reduce=reduce,
-            on_action=watch.action,
+            on_action=prepared.watch.action,
         ).run()
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:

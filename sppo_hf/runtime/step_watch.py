@@ -25,17 +25,32 @@ class StepWatch:
     """Watches one step of one rank."""
 
     def __init__(
-        self, engine: PipelineEngine, call: ForwardCall, step: StepSchedule, began: float
+        self,
+        engine: PipelineEngine,
+        call: ForwardCall,
+        step: StepSchedule,
+        *,
+        began: float,
+        name: str,
     ) -> None:
-        """Start watching; `began` is `time.perf_counter()` when the call came in."""
+        """Start watching.
+
+        Args:
+            engine: Whose observer and watchdog are told.
+            call: What is run.
+            step: How it is run.
+            began: `time.perf_counter()` when the call came in.
+            name: Of the call, for the words of others when this rank is lost.
+        """
         self._engine = engine
         self._call = call
         self._step = step
         self._began = began
+        self._name = name
 
-    def action(self, action: Action) -> None:
+    def action(self, action: Action, words: str) -> None:
         """The rank is about to carry out `action`."""
-        self._engine.watchdog.doing(f"in action {action}")
+        self._engine.watchdog.doing(f"{self._name}, {words}")
         if action.kind == "F" or action.kind in _BACKWARDS:
             direction = "forward" if action.kind == "F" else "backward"
             units = self._step.schedule.num_units

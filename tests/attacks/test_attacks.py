@@ -18,6 +18,7 @@ AREAS: dict[str, int] = {
     "commands": 80,
     "disk": 20,
     "models": 60,
+    "ranks": 3,
     "settings": 300,
 }
 """Module of this folder, and how many of its cases CI tries."""

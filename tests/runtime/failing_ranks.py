@@ -1,33 +1,35 @@
-"""A job that test_failures.py starts once per rank: train through a pipeline until one rank fails.
+"""A job of test_failures.py: train through a pipeline by hand until one rank fails.
 
-    failing_ranks.py '{"pp_size": 3, "rank": 1, "how": "throw", "timeout": 10, "folder": "..."}'
-
-In the third forward, in the backward of chunk 1, rank `rank` throws, hangs or waits for its death;
-"config" gives it another number of chunks from the start. "step 3" is written to its file first.
+In the third forward, in the backward of chunk 1, rank `rank` throws, hangs, or leaves by
+`os._exit`; with "refuse" it alone finds no plan for the second batch, with "config" it has another
+number of chunks from the start. What is refused is tried once more and given up, so that a later
+failure (`then`) must be told in its own words.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import BudgetError, PipelineError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.tiny import build_tiny_model, make_batch
 from sppo_hf.runtime.pipeline import convert_to_stages
+from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
 
 class Saboteur(StepObserver):
     """Fails in one unit."""
 
-    def __init__(self, job: dict) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self.forwards = 0
 
@@ -35,35 +37,49 @@ class Saboteur(StepObserver):
         if direction == "forward" and chunk == 0:
             self.forwards += 1
         if self.forwards == 3 and direction == "backward" and chunk == 1:
-            (Path(self.job["folder"]) / "reached").write_text(str(os.getpid()))
-            if self.job["how"] == "throw":
-                raise ValueError("sabotage")
-            time.sleep(600)  # "die" is killed meanwhile, "hang" is not
+            (Path(self.job["folder"]) / "reached").touch()
+            if self.job["how"] == "hang":
+                time.sleep(600)
+            if self.job["how"] == "leave":
+                os._exit(0)
+            raise ValueError("sabotage")
 
 
-def main() -> None:
+def main(job: dict[str, Any]) -> None:
     """Train until something breaks."""
-    job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    mine = rank == job["rank"]
+    mine = dist.get_rank() == job["rank"]
     config = SPPOConfig(
         pp_size=job["pp_size"],
         num_chunks=5 if mine and job["how"] == "config" else 4,
         pp_timeout_seconds=job["timeout"],
     )
     model = build_tiny_model("llama", num_hidden_layers=4, dtype=torch.float32)
-    sabotages = mine and job["how"] in ("throw", "hang", "die")
-    observer = Saboteur(job) if sabotages else StepObserver()
-    convert_to_stages(model, config, observer=observer)
+    convert_to_stages(model, config, observer=Saboteur(job) if mine else StepObserver())
     engine = get_engine(model)
-    assert engine is not None
+    assert isinstance(engine, PipelineEngine)
     for step in range(50):
-        loss = model(**make_batch(rows=2, tokens=23, seed=step)).loss
-        loss.backward()
+        rows = 2 if dist.get_rank() < job["pp_size"] else 3
+        batch = make_batch(rows=rows, tokens=23, seed=step)
+        if job["how"] == "refuse" and step == 1:
+            _refuse_once(engine, model, batch, mine=mine, rank=job["rank"])
+        model(**batch).loss.backward()
         model.zero_grad()
     raise AssertionError("nothing failed")
 
 
-if __name__ == "__main__":
-    main()
+def _refuse_once(
+    engine: PipelineEngine, model: Any, batch: dict[str, Any], *, mine: bool, rank: int
+) -> None:
+    """Let one rank refuse a batch: all do, and the same batch runs afterwards."""
+    get = engine._stage_plans.get
+
+    def refuse(*_: Any, **others: Any) -> None:
+        raise BudgetError("no room")
+
+    if mine:
+        engine._stage_plans.get = refuse  # type: ignore[method-assign]
+    said = "no room" if mine else f"run by no rank, because rank {rank} refuses it: BudgetError: no"
+    with pytest.raises(BudgetError if mine else PipelineError, match=said):
+        model(**batch)
+    engine._stage_plans.get = get  # type: ignore[method-assign]

@@ -1,90 +1,74 @@
-"""A rank that throws, hangs or is killed ends all ranks of its pipeline, with its reason."""
+"""A rank that throws, hangs, leaves or refuses ends all ranks of its pipeline, with its reason.
 
-import json
-import os
+Ranks that are killed or stopped, in every phase of training: tests/attacks/ranks.py.
+"""
+
+import re
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.launch import environment, free_port
+from tests.runtime.nursery import Ended, Nursery
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-TIMEOUT_SECONDS = 12
-RANKS = 3
+TIMEOUT_SECONDS = 6
 
 
-def _run(how: str, rank: int, folder: Path) -> tuple[list[int | None], list[str], float]:
-    """Start the ranks, kill one if `how` says so; returns exit codes, logs, seconds until all end.
-
-    Seconds count from the moment at which the rank failed.
-    """
-    job = {"pp_size": RANKS, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS}
-    job["folder"] = str(folder)
-    script = Path(__file__).with_name("failing_ranks.py")
-    port = free_port()
-    logs = [folder / f"rank{r}.log" for r in range(RANKS)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), json.dumps(job)],
-            env=environment(r, RANKS, port),
-            stdout=logs[r].open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for r in range(RANKS)
-    ]
-    try:
-        reached, deadline = folder / "reached", time.monotonic() + 60
-        while not reached.exists() and time.monotonic() < deadline:
-            if how == "config" and all(p.poll() is not None for p in processes):
-                break
-            time.sleep(0.02)
-        if how == "die":
-            time.sleep(0.2)
-            os.kill(int(reached.read_text()), signal.SIGKILL)
-        failed_at = time.monotonic()
-        while any(p.poll() is None for p in processes) and time.monotonic() < failed_at + 60:
-            time.sleep(0.05)
-        seconds = time.monotonic() - failed_at
-        return [p.poll() for p in processes], [log.read_text() for log in logs], seconds
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery("tests.runtime.failing_ranks") as made:
+        yield made
 
 
-def test_a_rank_that_throws_ends_all_with_its_error_step_and_action(tmp_path):
-    codes, logs, seconds = _run("throw", 1, tmp_path)
-    assert all(code not in (None, 0) for code in codes), codes
-    assert seconds < TIMEOUT_SECONDS
-    for log in logs:
-        assert "ValueError: sabotage" in log
-        assert "(1B1: backward of stage 1, micro-batch 0, chunk 1)" in log
+def run(nursery: Nursery, how: str, rank: int, folder: Path, *, pp_size: int, ranks: int) -> Ended:
+    job = {"pp_size": pp_size, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS}
+    ended = nursery.launch(job, ranks=ranks, folder=folder)
+    assert all(code not in (None, 0) for r, code in enumerate(ended.codes) if r != rank), ended
+    return ended
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_that_is_killed_ends_all(tmp_path, rank):
-    codes, logs, seconds = _run("die", rank, tmp_path)
-    assert codes[rank] == -signal.SIGKILL
-    assert all(code not in (None, 0) for code in codes), codes
-    assert seconds < TIMEOUT_SECONDS
-    others = [log for r, log in enumerate(logs) if r != rank]
-    assert all("PipelineError" in log or "sppo_hf: rank" in log for log in others), others
+def test_a_rank_that_throws_ends_all_with_its_error_step_and_action(nursery, tmp_path):
+    ended = run(nursery, "throw", 1, tmp_path, pp_size=3, ranks=3)
+    assert ended.seconds < TIMEOUT_SECONDS
+    for rank, log in enumerate(ended.logs):
+        assert "rank 1 failed in forward pass 3, action " in log
+        assert "(1B1: backward of stage 1, micro-batch 0, chunk 1): ValueError: sabotage" in log
+        assert ("RankLostError" in log) == (rank != 1)
 
 
-def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_of_two_replicas_that_leaves_without_a_word_is_lost(nursery, tmp_path, rank):
+    ended = run(nursery, "leave", rank, tmp_path, pp_size=2, ranks=4)
+    assert ended.seconds < TIMEOUT_SECONDS
+    for log in ended.logs[:rank] + ended.logs[rank + 1 :]:
+        assert f"RankLostError: lost rank {rank}, last seen " in log
+        assert all(f"lost rank {r}" not in log for r in range(4) if r != rank)
+        assert not re.search(r"rank \d failed", log)
+
+
+def test_a_rank_that_hangs_ends_all_within_the_timeout(nursery, tmp_path):
     # It still shows signs of life, so its neighbours' messages are what times out.
-    codes, logs, seconds = _run("hang", 1, tmp_path)
-    assert all(code not in (None, 0) for code in codes), codes
-    assert seconds < 3 * TIMEOUT_SECONDS
-    assert "sppo_hf: rank 1 ends because" in logs[1]
+    ended = run(nursery, "hang", 1, tmp_path, pp_size=3, ranks=3)
+    assert ended.seconds < TIMEOUT_SECONDS + 30
+    assert "sppo_hf: rank 1 ends because" in ended.logs[1]
+    for log in ended.logs:
+        assert "no rank has reported an error" in log
+        assert "rank 1 is in forward pass 3, action" in log or log is ended.logs[1]
 
 
-def test_ranks_that_disagree_say_so(tmp_path):
-    codes, logs, _ = _run("config", 1, tmp_path)
-    assert all(code not in (None, 0) for code in codes), codes
-    assert any("about to run different steps" in log for log in logs)
+def test_ranks_that_disagree_say_so(nursery, tmp_path):
+    ended = run(nursery, "config", 1, tmp_path, pp_size=3, ranks=3)
+    assert all("about to run different steps" in log for log in ended.logs)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_one_rank_refuses_all_do_and_it_leaves_no_trace(nursery, tmp_path, rank):
+    ended = run(nursery, "refuse", rank, tmp_path, pp_size=2, ranks=4)
+    assert ended.codes.count(1) + ended.codes.count(-signal.SIGTERM) == 4
+    for log in ended.logs:
+        assert f"rank {rank} failed in forward pass 4, action " in log
+        assert "ValueError: sabotage" in log
+        assert "no room" not in log
