@@ -176,8 +176,8 @@ def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
         refuse(
             "tokens",
             tokens,
-            allowed=f"at most {most:,} (attention scores and logits of {format_bytes(LARGEST_BYTES)}"
-            f" each; {heads} heads, vocabulary {vocab_size:,})",
+            allowed=f"at most {most:,} ({heads} heads and a vocabulary of {vocab_size:,}: attention"
+            f" scores and logits of {format_bytes(LARGEST_BYTES)})",
             remedy="check a shorter sequence: what is exact does not depend on the length",
         )
 

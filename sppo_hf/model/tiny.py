@@ -27,9 +27,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
 from sppo_hf.planning.report import format_bytes
 from sppo_hf.rules import refuse
-from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -266,7 +266,8 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
         language model of its own.
     """
     text = config.get_text_config(decoder=True)
-    if text.model_type != config.model_type:
+    # A draft model is described by its model's configuration, and is no wrapper around it.
+    if text.model_type != config.model_type and not config.model_type.endswith("_assistant"):
         return text if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else config
     return config
 
