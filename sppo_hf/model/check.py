@@ -7,8 +7,9 @@ terminals and files to write; raises only for input that names no model at all.
 
 from __future__ import annotations
 
+import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,6 @@ from sppo_hf.model.tiny import (
     BUILD_ERRORS,
     LARGEST_BYTES,
     build_tiny_model,
-    check_counts,
     decoder_config,
     first_line,
     make_batch,
@@ -30,9 +30,11 @@ from sppo_hf.model.tiny import (
     shrunk_config,
     weights_bytes,
 )
-from sppo_hf.planning.config_file import read_fields
+from sppo_hf.model.tiny_families import FAMILIES
+from sppo_hf.planning.config_file import check_sizes, read_fields
+from sppo_hf.planning.refusals import is_multimodal
 from sppo_hf.planning.report import format_bytes
-from sppo_hf.rules import refuse
+from sppo_hf.rules import refuse, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,6 +76,8 @@ class CheckResult:
     dtype: str = "float64"
     random_weights: bool = True
     """False where a local model's own weights were used."""
+    note: str = ""
+    """What was checked in place of what was named: the text decoder of a larger model."""
 
 
 def check_model(
@@ -103,8 +107,9 @@ def check_model(
     direct = dtype in (torch.float64, torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, random_weights = small_model(name, dtype=dtype if direct else torch.float32)
-        return _check(model, random_weights, name, config, rows, tokens, dtype, seed)
+        model, random_weights, note = small_model(name, dtype=dtype if direct else torch.float32)
+        result = _check(model, random_weights, name, config, rows, tokens, dtype, seed)
+        return replace(result, note=note)
 
 
 def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult:
@@ -235,7 +240,9 @@ def _by_drift(
     )
 
 
-def small_model(name: str, *, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel, bool]:
+def small_model(
+    name: str, *, dtype: torch.dtype = torch.float64
+) -> tuple[PreTrainedModel, bool, str]:
     """Find or build the small model that stands for `name`.
 
     Args:
@@ -246,16 +253,20 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64) -> tuple[PreTr
         dtype: of the weights.
 
     Returns:
-        The model in training mode on the CPU, and whether its weights are random.
+        The model in training mode on the CPU, whether its weights are random, and a note where it
+        is only a part of what was named.
 
     Raises:
         ConfigError: there is no such model, it is no causal language model, or none of it can be
             built in little memory.
     """
     path = Path(name).expanduser()
-    local = _exists(path)
+    local = os.path.exists(path)  # False for what can be no path, where Path raises
     if not (local or "/" in name or name.endswith(".json")):
-        return build_tiny_model(name, dtype=dtype), True
+        model = build_tiny_model(name, dtype=dtype)
+        if name in FAMILIES or model.config.model_type == name:
+            return model, True, ""
+        return model, True, _part_of(AutoConfig.for_model(name), model)
     config = _read_config(name, path, local)
     whole = decoder_config(config) is config
     if local and whole and path.is_dir() and _has_weights(path) and _is_small(config):
@@ -265,36 +276,38 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64) -> tuple[PreTr
             raise ConfigError(
                 f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
             ) from error
-        return model.train(), False
-    return _tiny_of(config, dtype), True
+        return model.train(), False, ""
+    model = _tiny_of(config, dtype)
+    return model, True, "" if whole else _part_of(config, model)
+
+
+def _part_of(config: PreTrainedConfig, model: PreTrainedModel) -> str:
+    """Say that `model` is the text decoder of what `config` describes."""
+    note = f"the text decoder of {config.model_type} alone ({model.config.model_type})"
+    if is_multimodal(config):
+        note += f"; {config.model_type} as a whole is multimodal, and refused in training"
+    return note
 
 
 def _tiny_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model_from_config(shrunk_config(config), dtype=dtype)
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        # No path at all: too long, or with a zero byte in it.
-        return False
-
-
 def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:
     if not local and (path.is_absolute() or name.count("/") != 1):
-        raise ConfigError(f"{name!r} is no file or folder. {_NAMES}")
+        raise ConfigError(f"{show(name)} is no file or folder. {_NAMES}")
     source = path if local else name
     try:
         # Read first as it is: a configuration's class may make a list of as many layers as it asks.
         fields = read_fields(path) if local else PreTrainedConfig.get_config_dict(name)[0]
-        check_counts(fields)
+        check_sizes(fields)
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except SPPOError:
         raise
     except (OSError, *BUILD_ERRORS) as error:
         raise ConfigError(
-            f"no model configuration could be read from {name!r} ({first_line(error)}). {_NAMES}"
+            f"no model configuration could be read from {show(name)} ({first_line(error)})."
+            f" {_NAMES}"
         ) from error
 
 

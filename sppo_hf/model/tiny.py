@@ -14,9 +14,8 @@ Knows nothing of chunks, plans or the comparison itself.
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +27,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
+from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
+from sppo_hf.planning.refusals import is_multimodal
 from sppo_hf.planning.report import format_bytes
-from sppo_hf.rules import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,6 @@ __all__ = [
     "VOCAB_SIZE",
     "add_lora",
     "build_tiny_model",
-    "check_counts",
     "decoder_config",
     "first_line",
     "make_batch",
@@ -57,15 +56,6 @@ VOCAB_SIZE = 97
 
 LARGEST_BYTES = 256 * 2**20
 """Most bytes of weights that a tiny model may take; what would take more is refused unbuilt."""
-
-MOST_MODULES = 2048
-"""Most layers, or experts of a layer, that a configuration may ask for.
-
-Known models have a few hundred; each is a module that Python makes, also without memory.
-"""
-
-# Settings that count modules: num_hidden_layers, n_layer, encoder_layers, moe_num_experts, depth.
-_COUNTS = re.compile(r"(?:^|_)(?:num|n)_\w*(?:layer|expert|block)|(?:^|_)layers?$|^depth$")
 
 BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
@@ -276,9 +266,14 @@ def _check_causal(config: PreTrainedConfig) -> None:
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
     text_type = config.get_text_config(decoder=True).model_type
-    inner = f", nor has its decoder {text_type!r}" if text_type != config.model_type else ""
+    if is_multimodal(config):
+        raise ConfigError(
+            f"model type {config.model_type!r} is multimodal, which is not supported, and"
+            f" Transformers has no causal language model of its text decoder ({text_type!r})"
+            " alone; check a text-only family such as 'llama' or 'qwen3'"
+        )
     raise ConfigError(
-        f"model type {config.model_type!r} has no causal language model in Transformers{inner};"
+        f"model type {config.model_type!r} has no causal language model in Transformers;"
         " only decoder-only causal language models can be fine-tuned"
     )
 
@@ -293,7 +288,7 @@ def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
     config = decoder_config(config)
     _check_causal(config)
     bookkeeping = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"}
-    check_counts(config.to_dict())
+    check_sizes(config.to_dict())
     stated = {
         name: value for name, value in config.to_diff_dict().items() if name not in bookkeeping
     }
@@ -337,34 +332,6 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
         return AutoConfig.for_model(family.model_type, **settings)
     except BUILD_ERRORS as error:
         raise _not_buildable(family.model_type, error) from error
-
-
-def check_counts(settings: Mapping[str, Any]) -> None:
-    """Refuse a configuration with more layers or experts than Python could make modules of.
-
-    Args:
-        settings: the fields of a `config.json`, nested ones included.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    for name, value in _walk(settings):
-        if _COUNTS.search(name.rpartition(".")[2]) and isinstance(value, int):
-            if value > MOST_MODULES:
-                refuse(
-                    name,
-                    value,
-                    allowed=f"at most {MOST_MODULES:,} (known models have a few hundred)",
-                    remedy="correct it in the configuration",
-                )
-
-
-def _walk(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting and its dotted name, those of nested configurations too."""
-    for name, value in settings.items():
-        yield f"{prefix}{name}", value
-        if isinstance(value, Mapping):
-            yield from _walk(value, f"{prefix}{name}.")
 
 
 def build_tiny_model(
@@ -426,7 +393,7 @@ def _check_bytes(config: PreTrainedConfig) -> None:
     sizes = {size for size in largest.shape if size >= MOST_MODULES} or set(largest.shape)
     causes = ", ".join(
         f"{setting}={value}"
-        for setting, value in _walk(config.to_dict())
+        for setting, value in walk(config.to_dict())
         if isinstance(value, int) and value in sizes
     )
     shape = " x ".join(map(str, largest.shape))
@@ -440,7 +407,7 @@ def _check_bytes(config: PreTrainedConfig) -> None:
 
 def _without_memory(config: PreTrainedConfig) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a model of `config` on the meta device."""
-    check_counts(config.to_dict())
+    check_sizes(config.to_dict())
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = _construct(config)
     return [*model.named_parameters(), *model.named_buffers()]

@@ -16,7 +16,8 @@ RECURRENT = frozenset(
     (
         "bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba "
         "kimi_linear mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-        "qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+        "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 "
+        "zaya"
     ).split()
 )
 """Families that carry a state from token to token beside keys and values."""
