@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, refuse_multimodal
+from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, NO_LAYERS, refuse_multimodal
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ def find_parts(model: nn.Module) -> ModelParts:
     layers = _decoder_layers(base)
     if not layers:
         raise UnsupportedModelError(
-            f"{name}: no list of decoder layers was found in {type(base).__name__}. sppo_hf needs "
-            "decoder layers that derive from Transformers' GradientCheckpointingLayer."
+            f"{name} cannot be trained chunk by chunk: {NO_LAYERS} (in {type(base).__name__}). "
+            "Train it without sppo_hf, or choose a family from the README's table."
         )
     configs: dict[int, PreTrainedConfig] = {}
     for module in causal_lm.modules():

@@ -29,7 +29,7 @@ Known models have a few hundred; each is a module that Python makes, also withou
 """
 
 # Settings that count modules: num_hidden_layers, n_layer, encoder_layers, moe_num_experts, depth.
-_COUNTS = re.compile(r"(?:^|_)(?:num|n)_\w*(?:layer|expert|block)|(?:^|_)layers?$|^depth$")
+_COUNTS = re.compile(r"(?:^|_)(?:num|n)_\w*(?:layer|expert|block)|(?:^|_)layers$|^depth$")
 _SIZES = re.compile(r"_(?:size|dim|heads|layers|experts)$|^n_(?:embd|head|layer)$|^d_model$")
 _AT_LEAST_ONE = frozenset(
     "vocab_size hidden_size num_hidden_layers num_attention_heads n_embd n_layer n_head".split()
@@ -140,8 +140,8 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
             continue
         if value < 1 and name in _AT_LEAST_ONE:
             refuse(path, value, allowed="a whole number from 1", remedy=remedy)
-        if _COUNTS.search(name) and not 0 <= value <= MOST_MODULES:
-            allowed = f"at most {MOST_MODULES:,} (known models have a few hundred), not negative"
+        if _COUNTS.search(name) and value > MOST_MODULES:
+            allowed = f"at most {MOST_MODULES:,} (known models have a few hundred)"
             refuse(path, value, allowed=allowed, remedy=remedy)
 
 

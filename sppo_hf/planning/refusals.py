@@ -30,13 +30,18 @@ OWN_ATTENTION = frozenset(
 )
 """Families whose attention does not go through Transformers' AttentionInterface."""
 
+NO_LAYERS = (
+    "no list of decoder layers was found that derive from Transformers' GradientCheckpointingLayer"
+)
+"""Why older families, whose layers are written otherwise, are refused."""
+
 OTHER_FAMILIES = {
     **dict.fromkeys(
         (
             "bert bert-generation camembert ctrl data2vec-text electra ernie hrm_text opt roberta "
             "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
         ).split(),
-        "its decoder layers do not derive from Transformers' GradientCheckpointingLayer",
+        NO_LAYERS,
     ),
     **dict.fromkeys(("diffllama", "longcat_flash"), "one of its decoder layers attends twice"),
     **dict.fromkeys(

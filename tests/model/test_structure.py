@@ -133,11 +133,11 @@ def test_every_family_is_planned_as_it_trains(tmp_path: Path) -> None:
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = tiny_config(name)
+            config.save_pretrained(tmp_path)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
         except (ValueError, TypeError, AttributeError, AssertionError):
             continue  # of what cannot be built, nothing can be told
-        config.save_pretrained(tmp_path)
         trained = _said(lambda: find_parts(model))  # noqa: B023 — called at once
         planned = _said(lambda: refusals.check_config(load_config(tmp_path)))
         if bool(trained) != bool(planned) and model.config.model_type not in FOUND_BY_TRYING:
