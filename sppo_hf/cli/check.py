@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,12 +19,15 @@ from rich.table import Table
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import SPPOError
+from sppo_hf.planning.config_file import check_sizes, read_fields
 
 if TYPE_CHECKING:
     from sppo_hf.model.check import CheckResult
 
 EXIT_CODES = {"exact": 0, "not exact": 1, "refused": 2}
 BAD_INPUT = 2
+MOST_TOKENS = 4096
+"""What even a model of one head may be checked with; see `sppo_hf.model.check`."""
 
 
 class Dtype(StrEnum):
@@ -53,7 +58,9 @@ def check(
         str,
         typer.Option(help="Number of chunks, or their lengths in tokens: 9,6,14."),
     ] = "4",
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences, in tokens.")] = 29,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="Length of the sequences, in tokens.")
+    ] = 29,
     dtype: Annotated[
         Dtype,
         typer.Option(
@@ -105,6 +112,10 @@ def _chunks(text: str) -> dict[str, Any]:
 
 
 def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResult:
+    path = Path(model).expanduser()
+    if os.path.exists(path):  # False for what can be no path, where Path raises
+        # Before torch is imported, which takes seconds.
+        check_sizes(read_fields(path))
     import torch
     import transformers
 
@@ -134,6 +145,8 @@ def _print(result: CheckResult, tokens: int) -> None:
     table.add_row(
         "model", f"{result.model_class}, {result.num_parameters:,} parameters ({weights})"
     )
+    if result.note:
+        table.add_row("checked", result.note)
     if result.status == "refused":
         table.add_row("reason", result.reason)
     else:

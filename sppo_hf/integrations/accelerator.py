@@ -8,6 +8,7 @@ switches activation checkpointing on in the model, which the engine must own alo
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +31,7 @@ from sppo_hf.integrations.pipeline import (
     prepare_loader,
     total_norm,
 )
-from sppo_hf.model.convert import convert, get_engine
+from sppo_hf.model.convert import check_convertible, convert, get_engine
 from sppo_hf.runtime.affinity import bind_to_device
 from sppo_hf.runtime.checkpoint_weights import gather_weights, save_weights
 from sppo_hf.runtime.mesh import PipelineMesh
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
 
 logger = logging.getLogger(__name__)
+
+_left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models of which it was said that they are not converted."""
 
 
 class SPPOAccelerator(Accelerator):
@@ -69,7 +73,8 @@ class SPPOAccelerator(Accelerator):
         """
         modules = [module for module in args if isinstance(module, nn.Module)]
         for module in modules:
-            convert_once(module, self.sppo_plugin, self.device)
+            frozen = not any(parameter.requires_grad for parameter in module.parameters())
+            convert_once(module, self.sppo_plugin, self.device, evaluated=frozen)
         if self._in_pipeline:
             for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
                 keep_own_parameters(optimizer, [*modules, *self._models])
@@ -79,8 +84,12 @@ class SPPOAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Convert the model, for training and for evaluation, before it is wrapped."""
-        convert_once(model, self.sppo_plugin, self.device)
+        """Convert the model, for training and for evaluation, before it is wrapped.
+
+        One that is only evaluated (a reward model, a teacher) need not be convertible.
+        """
+        frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        convert_once(model, self.sppo_plugin, self.device, evaluated=evaluation_mode or frozen)
         engine = engine_of([model])
         if engine is not None:
             engine.reduces = lambda: self.sync_gradients
@@ -230,21 +239,37 @@ def _class_for(kind: type[Accelerator]) -> type[SPPOAccelerator]:
     return type(f"SPPO{kind.__name__}", (SPPOAccelerator, kind), {"__module__": kind.__module__})
 
 
-def convert_once(model: nn.Module, plugin: SPPOPlugin, device: torch.device | None = None) -> None:
+def convert_once(
+    model: nn.Module,
+    plugin: SPPOPlugin,
+    device: torch.device | None = None,
+    *,
+    evaluated: bool = False,
+) -> None:
     """Convert a model unless that was done, and take recomputation over from it.
 
     A module that holds no Transformers model at all (a loss, a value head) is none of our business
-    and is left alone.
+    and is left alone; so is a model that is only evaluated, where it could not be converted.
 
     Args:
         model: What is to be prepared, before or after Accelerate wrapped it.
         plugin: Settings, and the observer of the engine.
         device: Where a pipeline will run; where the model is, by default.
+        evaluated: Whether the model is not trained here.
 
     Raises:
         ConfigError: The model is compiled, or was converted with other settings.
         UnsupportedModelError: The model cannot be run chunk by chunk exactly.
     """
+    reason = _obstacle(model) if evaluated else None
+    if reason is not None:
+        # Accelerate prepares a model by two methods, one of which calls the other.
+        if model not in _left_alone:
+            _left_alone.add(model)
+            logger.warning(
+                "SPPO leaves %s alone, which is only evaluated: %s", type(model).__name__, reason
+            )
+        return
     if is_compiled_module(model):
         raise ConfigError(
             f"The model is compiled ({type(model).__name__}), which SPPO cannot look into. "
@@ -270,6 +295,20 @@ def convert_once(model: nn.Module, plugin: SPPOPlugin, device: torch.device | No
             "model first, or use the plugin that converted it."
         )
     engine.observer = plugin.observer
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    """Why a model with a Transformers model in it cannot be converted, in one sentence, or None."""
+    if is_compiled_module(model):
+        return "it is compiled"
+    model = extract_model_from_parallel(model)
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        return None
+    try:
+        check_convertible(model)
+    except UnsupportedModelError as error:
+        return str(error).split(". ")[0]
+    return None
 
 
 def own_recomputation(model: nn.Module) -> bool:

@@ -26,6 +26,8 @@ _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index
 _PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _HEAD_ARGUMENTS = ("fused_lm_head",)
 """Keywords by which TRL asks the head that it put on the model for log-probabilities in tiles."""
+_OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
+"""Parts of the names of inputs that are no text; each chunk would get all of them."""
 _OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -142,6 +144,12 @@ class ForwardCall:
                 f"{name}: logits_to_keep together with labels is not supported. Mask labels with "
                 f"{self.ignore_index} instead; masked positions cost no logits memory."
             )
+        for argument, value in self.constants.items():
+            if isinstance(value, Tensor) and any(word in argument for word in _OTHER_INPUTS):
+                raise ConfigError(
+                    f"{name}: {argument} holds images or sound, which belong to single chunks. "
+                    "Train on batches of text, or revert the model."
+                )
         if self.batch_rows == 0 or self.total_tokens == 0:
             raise ConfigError(
                 f"{name}: the batch is empty ({self.batch_rows} rows of {self.total_tokens} "

@@ -7,21 +7,37 @@ terminals and files to write; raises only for input that names no model at all.
 
 from __future__ import annotations
 
+import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.model.exactness import compare, compare_drift
-from sppo_hf.model.tiny import build_tiny_model, make_batch, model_from_config, shrunk_config
+from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
+from sppo_hf.model.exactness import compare, compare_drift, run_reference
+from sppo_hf.model.tiny import (
+    BUILD_ERRORS,
+    LARGEST_BYTES,
+    build_tiny_model,
+    decoder_config,
+    first_line,
+    make_batch,
+    model_from_config,
+    shrunk_config,
+    weights_bytes,
+)
+from sppo_hf.model.tiny_families import FAMILIES
+from sppo_hf.planning.config_file import check_sizes, read_fields
+from sppo_hf.planning.refusals import is_multimodal
+from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import refuse, show
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 __all__ = ["CheckResult", "check_config", "check_model", "small_model"]
 
@@ -60,6 +76,8 @@ class CheckResult:
     dtype: str = "float64"
     random_weights: bool = True
     """False where a local model's own weights were used."""
+    note: str = ""
+    """What was checked in place of what was named: the text decoder of a larger model."""
 
 
 def check_model(
@@ -83,16 +101,18 @@ def check_model(
         seed: of weights and batch.
 
     Raises:
-        ConfigError: `name` is no model, or `config` does not fit the batch.
+        ConfigError: `name` is no model, `config` does not fit the batch, the unmodified model
+            cannot run it, or `tokens` would take more than `LARGEST_BYTES`.
     """
     direct = dtype in (torch.float64, torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, random_weights = small_model(name, dtype=dtype if direct else torch.float32)
-        return _check(model, random_weights, name, config, rows, tokens, dtype, seed)
+        model, random_weights, note = small_model(name, dtype=dtype if direct else torch.float32)
+        result = _check(model, random_weights, name, config, rows, tokens, dtype, seed)
+        return replace(result, note=note)
 
 
-def check_config(hf_config: PretrainedConfig, config: SPPOConfig) -> CheckResult:
+def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult:
     """The same for a tiny random model of a Transformers configuration, in float64.
 
     Raises:
@@ -115,7 +135,9 @@ def _check(
     seed: int,
 ) -> CheckResult:
     direct = dtype in (torch.float64, torch.float32)
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    text = model.config.get_text_config(decoder=True)
+    vocab_size = text.vocab_size
+    _check_tokens(rows, tokens, getattr(text, "num_attention_heads", 1), vocab_size)
     padding = (0,) * (rows - 1) + (tokens // 3,) if rows > 1 else ()
     batches = [
         make_batch(
@@ -136,6 +158,49 @@ def _check(
         return _by_drift(model, batches, config, dtype, facts)
     except UnsupportedModelError as error:
         return CheckResult(status="refused", reason=str(error), **facts)
+    except SPPOError:
+        raise
+    except BUILD_ERRORS as error:
+        _check_runs(model, batches[0])
+        reason = f"it fails in chunks, where the unmodified model does not ({first_line(error)})"
+        return CheckResult(status="refused", reason=reason, **facts)
+
+
+def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
+    """Refuse a length whose attention scores or logits would not be small.
+
+    Raises:
+        ConfigError: naming the length.
+    """
+    most = next(
+        length
+        for length in (2**power for power in range(24, -1, -1))
+        if rows * length * max(heads * length, vocab_size) * torch.float64.itemsize <= LARGEST_BYTES
+    )
+    if tokens > most:
+        refuse(
+            "tokens",
+            tokens,
+            allowed=f"at most {most:,} ({heads} heads and a vocabulary of {vocab_size:,}: attention"
+            f" scores and logits of {format_bytes(LARGEST_BYTES)})",
+            remedy="check a shorter sequence: what is exact does not depend on the length",
+        )
+
+
+def _check_runs(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
+    """Refuse a model that cannot run `batch` without sppo_hf either.
+
+    Raises:
+        ConfigError: with the model's own error.
+    """
+    try:
+        run_reference(model, batch)
+    except BUILD_ERRORS as error:
+        raise ConfigError(
+            f"the unmodified {type(model).__name__} cannot run"
+            f" {batch['input_ids'].shape[1]} tokens in {model.dtype} itself ({first_line(error)})."
+            " Give fewer tokens, or the folder of a model that runs"
+        ) from error
 
 
 def _direct(
@@ -175,58 +240,79 @@ def _by_drift(
     )
 
 
-def small_model(name: str, *, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel, bool]:
+def small_model(
+    name: str, *, dtype: torch.dtype = torch.float64
+) -> tuple[PreTrainedModel, bool, str]:
     """Find or build the small model that stands for `name`.
 
     Args:
         name: a tiny family or Transformers model type; a local folder with a model (its own
             weights if it has at most 20 million parameters, else a tiny random model of its
             configuration); a `config.json`; or a hub id, of which only the configuration is read.
+            Of a multimodal model, the text decoder alone is built.
         dtype: of the weights.
 
     Returns:
-        The model in training mode on the CPU, and whether its weights are random.
+        The model in training mode on the CPU, whether its weights are random, and a note where it
+        is only a part of what was named.
 
     Raises:
-        ConfigError: there is no such model, or it is no causal language model.
+        ConfigError: there is no such model, it is no causal language model, or none of it can be
+            built in little memory.
     """
     path = Path(name).expanduser()
-    if path.exists() or "/" in name or name.endswith(".json"):
-        config = _read_config(name, path)
-        if path.is_dir() and _parameters(config) <= LARGEST_PARAMETERS and _has_weights(path):
+    local = os.path.exists(path)  # False for what can be no path, where Path raises
+    if not (local or "/" in name or name.endswith(".json")):
+        model = build_tiny_model(name, dtype=dtype)
+        if name in FAMILIES or model.config.model_type == name:
+            return model, True, ""
+        return model, True, _part_of(AutoConfig.for_model(name), model)
+    config = _read_config(name, path, local)
+    whole = decoder_config(config) is config
+    if local and whole and path.is_dir() and _has_weights(path) and _is_small(config):
+        try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-            return model.train(), False
-        return _tiny_of(config, dtype), True
-    return build_tiny_model(name, dtype=dtype), True
+        except (OSError, *BUILD_ERRORS) as error:
+            raise ConfigError(
+                f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
+            ) from error
+        return model.train(), False, ""
+    model = _tiny_of(config, dtype)
+    return model, True, "" if whole else _part_of(config, model)
 
 
-def _tiny_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _part_of(config: PreTrainedConfig, model: PreTrainedModel) -> str:
+    """Say that `model` is the text decoder of what `config` describes."""
+    note = f"the text decoder of {config.model_type} alone ({model.config.model_type})"
+    if is_multimodal(config):
+        note += f"; {config.model_type} as a whole is multimodal, and refused in training"
+    return note
+
+
+def _tiny_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model_from_config(shrunk_config(config), dtype=dtype)
 
 
-def _read_config(name: str, path: Path) -> PretrainedConfig:
-    if not path.exists() and (path.is_absolute() or name.count("/") != 1):
-        raise ConfigError(f"{name!r} is no file or folder. {_NAMES}")
+def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:
+    if not local and (path.is_absolute() or name.count("/") != 1):
+        raise ConfigError(f"{show(name)} is no file or folder. {_NAMES}")
+    source = path if local else name
     try:
-        return AutoConfig.from_pretrained(path if path.exists() else name)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0].rstrip(".")
+        # Read first as it is: a configuration's class may make a list of as many layers as it asks.
+        fields = read_fields(path) if local else PreTrainedConfig.get_config_dict(name)[0]
+        check_sizes(fields)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except SPPOError:
+        raise
+    except (OSError, *BUILD_ERRORS) as error:
         raise ConfigError(
-            f"no model configuration could be read from {name!r}: {first_line}. {_NAMES}"
+            f"no model configuration could be read from {show(name)} ({first_line(error)})."
+            f" {_NAMES}"
         ) from error
 
 
-def _parameters(config: PretrainedConfig) -> int:
-    """Parameters of a model of `config`, counted without memory."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise ConfigError(
-            f"model type {config.model_type!r} has no causal language model in Transformers;"
-            " only decoder-only causal language models can be fine-tuned"
-        ) from error
-    return sum(parameter.numel() for parameter in model.parameters())
+def _is_small(config: PreTrainedConfig) -> bool:
+    return weights_bytes(config) <= LARGEST_PARAMETERS * torch.float64.itemsize
 
 
 def _has_weights(path: Path) -> bool:

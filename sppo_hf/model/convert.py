@@ -114,6 +114,16 @@ def revert(model: ModelT) -> ModelT:
     return model
 
 
+def check_convertible(model: nn.Module) -> None:
+    """Find out whether `convert` would take `model`, and change nothing; a converted one passes.
+
+    Raises:
+        UnsupportedModelError: If the model could not be trained exactly.
+    """
+    if get_engine(model) is None:
+        check_family(find_parts(model))
+
+
 def is_converted(model: nn.Module) -> bool:
     """Whether `model` (or what it wraps) trains chunk by chunk now."""
     engine = get_engine(model)

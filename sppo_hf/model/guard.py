@@ -17,13 +17,14 @@ from sppo_hf.model.structure import ModelParts
 
 PROVED = frozenset(
     (
-        "afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 "
-        "ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text glm "
-        "glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
-        "granitemoe helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 jetmoe laguna "
-        "llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral "
-        "nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 qwen2_moe qwen3 "
-        "qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
+        "afmoe apertus arcee bitnet cohere cohere2 cohere_compass_text cwm dbrx deepseek_v2 "
+        "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 "
+        "gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
+        "gpt_oss granite granite_swa granitemoe helium hunyuan_v1_dense hunyuan_v1_moe "
+        "hyperclovax jais2 jetmoe laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 "
+        "ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe "
+        "persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
+        "starcoder2 vaultgemma youtu"
     ).split()
 )
 """Model types whose tiny models are exact in `tests/model/test_exactness.py`."""

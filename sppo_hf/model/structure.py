@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import UnsupportedModelError
-
-_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, NO_LAYERS, refuse_multimodal
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +111,21 @@ def find_parts(model: nn.Module) -> ModelParts:
     name = type(causal_lm).__name__
     _refuse_architecture(causal_lm, name)
     base = causal_lm.base_model
-    if base is causal_lm or causal_lm.get_output_embeddings() is None:
+    if causal_lm.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{name} has no language-model head on top of a base model. Load it with "
             "AutoModelForCausalLM."
         )
+    if base is causal_lm:
+        raise UnsupportedModelError(
+            f"{name} cannot be trained chunk by chunk: its class names no base model beside the "
+            "head (base_model_prefix). Train it without sppo_hf."
+        )
     layers = _decoder_layers(base)
     if not layers:
         raise UnsupportedModelError(
-            f"{name}: no list of decoder layers was found in {type(base).__name__}. sppo_hf needs "
-            "decoder layers that derive from Transformers' GradientCheckpointingLayer."
+            f"{name} cannot be trained chunk by chunk: {NO_LAYERS} (in {type(base).__name__}). "
+            "Train it without sppo_hf, or choose a family from the README's table."
         )
     configs: dict[int, PreTrainedConfig] = {}
     for module in causal_lm.modules():
@@ -160,19 +164,14 @@ def check_trainable(parts: ModelParts) -> None:
 
 
 def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
+    refuse_multimodal(causal_lm.config, name)
     config: Any = causal_lm.config.get_text_config(decoder=True)
     reason = None
     if causal_lm.config.is_encoder_decoder:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
-    elif causal_lm.config is not config and causal_lm.base_model is not getattr(
-        causal_lm, "model", causal_lm.base_model
-    ):
-        reason = "it is a multimodal wrapper; convert its text model instead"
     elif getattr(causal_lm, "_is_stateful", False):
         reason = "it has recurrent layers, whose state would have to be carried between chunks"
-    elif foreign := sorted(
-        set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
-    ):
+    elif foreign := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES):
         reason = f"it has layers of type {', '.join(foreign)}; only softmax attention is exact"
     elif not getattr(causal_lm, "_supports_attention_backend", False):
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"

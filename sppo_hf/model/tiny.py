@@ -5,6 +5,9 @@ turned on (see `tiny_families`), and every parameter is drawn at random: sinks, 
 parameters and norm weights too, which Transformers starts at zero or one. So attention scores,
 soft caps and routing are far from degenerate and no gradient is zero by accident.
 
+Nothing is allocated before it is counted: a model is first built without memory, and refused where
+its weights would take more than 256 MiB, by the names of the settings that make it large.
+
 Knows nothing of chunks, plans or the comparison itself.
 """
 
@@ -18,35 +21,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
+from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
+from sppo_hf.planning.refusals import is_multimodal
+from sppo_hf.planning.report import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 __all__ = [
+    "BUILD_ERRORS",
+    "LARGEST_BYTES",
     "VOCAB_SIZE",
     "add_lora",
     "build_tiny_model",
+    "decoder_config",
+    "first_line",
     "make_batch",
     "model_from_config",
     "randomise",
     "shrink",
     "shrunk_config",
     "tiny_config",
+    "weights_bytes",
 ]
 
 VOCAB_SIZE = 97
 """Tokens a tiny model knows; odd, so that nothing divides it by luck."""
 
-# What model and configuration classes raise when shrunk settings do not fit together.
-_BUILD_ERRORS = (
+LARGEST_BYTES = 256 * 2**20
+"""Most bytes of weights that a tiny model may take; what would take more is refused unbuilt."""
+
+BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
     *(AssertionError, ImportError, StrictDataclassError),
 )
+"""What model and configuration classes raise where settings do not fit together."""
 
 _LAYERS = 3
 _MOST_KINDS = 6
@@ -62,9 +77,15 @@ _SIZES: Mapping[str, Any] = {
     "word_embed_proj_dim": 32,
     "intermediate_size": 48,
     "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
     "num_hidden_layers": _LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "kv_n_heads": 2,
     "max_position_embeddings": 512,
     # Experts: few, and two of them active, so that most see some tokens.
     "moe_intermediate_size": 24,
@@ -76,6 +97,8 @@ _SIZES: Mapping[str, Any] = {
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_k": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
     "n_shared_experts": 1,
     "n_group": 2,
     "topk_group": 1,
@@ -98,6 +121,10 @@ _SIZES: Mapping[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "lru_width": 32,
+    # Tables of embeddings by something else than tokens.
+    "encoder_hash_byte_group_vocab": VOCAB_SIZE,
+    "shape_vocab_size": VOCAB_SIZE,
+    "pronunciation_vocab_size": VOCAB_SIZE,
     # Per-layer embeddings of the Gemma 3n/4 line.
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -106,7 +133,7 @@ _SIZES: Mapping[str, Any] = {
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def shrink(config: PretrainedConfig) -> dict[str, Any]:
+def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     """Settings that make `config` tiny and keep its features.
 
     Args:
@@ -115,6 +142,7 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
     Returns:
         Keyword arguments for the same configuration class: few layers (of every kind the original
         has), few heads and experts, windows of 8 tokens, rotary scaling past 16, no dropout.
+        Configurations inside it (of attention, or of an encoder) are shrunk alike.
     """
     original = config.to_dict()
     settings = {
@@ -125,14 +153,22 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
     for name, value in original.items():
         is_rate = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
         if is_rate and isinstance(value, (int, float)) and not isinstance(value, bool):
-            settings[name] = 0.0
+            settings[name] = type(value)(0)
         if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
             settings[name] = min(value, _WINDOW_TOKENS)
+        if name == "num_experts_per_tok" and value == 1:
+            # Some routers know no other number.
+            settings[name] = 1
+        nested = vars(config).get(name)
+        if isinstance(nested, PreTrainedConfig):
+            settings[name] = {**nested.to_dict(), **shrink(nested)}
     for name in _TOKEN_IDS:
         if name in original:
             settings[name] = None if _optional(config, name) else 0
     if "head_dim" in original:
-        settings["head_dim"] = _HEAD_SIZE
+        # With latent attention it may be the size of the rotary part, or of both parts.
+        both = (original["head_dim"] or 0) > (original.get("qk_rope_head_dim") or math.inf)
+        settings["head_dim"] = 2 * _HEAD_SIZE if both else _HEAD_SIZE
     if "kv_lora_rank" in original:
         settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
     settings |= _shrink_layers(original, getattr(config, "num_hidden_layers", None))
@@ -142,12 +178,12 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
     return settings
 
 
-def _stored_name(config: PretrainedConfig, name: str) -> str:
+def _stored_name(config: PreTrainedConfig, name: str) -> str:
     """The field behind an alias such as GPT-2's `hidden_size`; two names of one field conflict."""
     return config.attribute_map.get(name, name)
 
 
-def _optional(config: PretrainedConfig, name: str) -> bool:
+def _optional(config: PreTrainedConfig, name: str) -> bool:
     """Whether a field may be None; configurations that are no dataclasses take anything."""
     field = getattr(type(config), "__dataclass_fields__", {}).get(name)
     return field is None or "None" in str(field.type)
@@ -168,10 +204,11 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
     }
     own = {int(key): value for key, value in (original.get("per_layer_config") or {}).items()}
     kinds: dict[str, int] = {}
+    described = ""
     for layer in range(layers):
         described = repr([values[layer] for values in lists.values()] + [own.get(layer)])
         kinds.setdefault(described, layer)
-        last = list(kinds).index(described)
+    last = list(kinds).index(described)
     first_of_kind = list(kinds.values())[:_MOST_KINDS]
     count = max(_LAYERS, len(first_of_kind))
     shift = min(last, len(first_of_kind) - 1) - (count - 1)
@@ -189,7 +226,9 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
 
 def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """One layer's own settings: heads twice as large as the others', and half as many keys."""
-    sizes = {"head_dim": 2 * _HEAD_SIZE, "num_key_value_heads": 1}
+    sizes = {**_SIZES, "head_dim": 2 * _HEAD_SIZE, "num_key_value_heads": 1}
+    if "kv_lora_rank" in overrides:
+        sizes["num_key_value_heads"] = _SIZES["num_attention_heads"]
     return {name: sizes.get(name, value) for name, value in overrides.items()}
 
 
@@ -209,24 +248,58 @@ def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return shrunk
 
 
-def shrunk_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A tiny configuration with the features of `config`; see `shrink`.
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text decoder alone, where Transformers has a class for that.
+
+    Returns:
+        `config` itself if it describes a decoder alone, or if its text decoder has no causal
+        language model of its own.
+    """
+    text = config.get_text_config(decoder=True)
+    # A draft model is described by its model's configuration, and is no wrapper around it.
+    if text.model_type != config.model_type and not config.model_type.endswith("_assistant"):
+        return text if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else config
+    return config
+
+
+def _check_causal(config: PreTrainedConfig) -> None:
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    text_type = config.get_text_config(decoder=True).model_type
+    if is_multimodal(config):
+        raise ConfigError(
+            f"model type {config.model_type!r} is multimodal, which is not supported, and"
+            f" Transformers has no causal language model of its text decoder ({text_type!r})"
+            " alone; check a text-only family such as 'llama' or 'qwen3'"
+        )
+    raise ConfigError(
+        f"model type {config.model_type!r} has no causal language model in Transformers;"
+        " only decoder-only causal language models can be fine-tuned"
+    )
+
+
+def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A tiny configuration with the features of `config`, of its text decoder alone; see `shrink`.
 
     Raises:
-        ConfigError: the shrunk settings do not fit together.
+        ConfigError: the shrunk settings do not fit together, or `config` counts more than
+            `MOST_MODULES` layers or experts.
     """
+    config = decoder_config(config)
+    _check_causal(config)
     bookkeeping = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"}
+    check_sizes(config.to_dict())
     stated = {
         name: value for name, value in config.to_diff_dict().items() if name not in bookkeeping
     }
     try:
         return AutoConfig.for_model(config.model_type, **{**stated, **shrink(config)})
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         raise _not_buildable(config.model_type, error) from error
 
 
-def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """The tiny configuration of a family.
+def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """The tiny configuration of a family; of a multimodal type, that of its text decoder alone.
 
     Args:
         name: an entry of `tiny_families.FAMILIES`, or any Transformers `model_type`.
@@ -243,11 +316,21 @@ def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
         )
     try:
         default = AutoConfig.for_model(family.model_type)
+    except BUILD_ERRORS as error:
+        raise _not_buildable(family.model_type, error) from error
+    decoder = decoder_config(default)
+    if decoder is not default:
+        return tiny_config(decoder.model_type, **overrides)
+    _check_causal(default)
+    try:
         settings = shrink(default)
+        if isinstance(getattr(default, "is_decoder", None), bool):
+            # Families that also read in both directions.
+            settings["is_decoder"] = True
         for field, value in {**family.overrides, **overrides}.items():
             settings[_stored_name(default, field)] = value
         return AutoConfig.for_model(family.model_type, **settings)
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         raise _not_buildable(family.model_type, error) from error
 
 
@@ -274,37 +357,86 @@ def build_tiny_model(
 
 
 def model_from_config(
-    config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> PreTrainedModel:
-    """A random causal language model of `config`; see `build_tiny_model`."""
-    # Grouped matrix products exist in few dtypes; the plain loop over experts runs in all.
-    kwargs = {"experts_implementation": "eager"} if _has_experts(config) else {}
+    """A random causal language model of `config`; see `build_tiny_model`.
+
+    Raises:
+        ConfigError: besides, its weights would take more than `LARGEST_BYTES`.
+    """
+    _check_bytes(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **kwargs)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
-                raise _not_buildable(config.model_type, error) from error
-            raise ConfigError(
-                f"model type {config.model_type!r} has no causal language model in Transformers;"
-                " only decoder-only causal language models can be fine-tuned"
-            ) from error
-        except _BUILD_ERRORS as error:
-            raise _not_buildable(config.model_type, error) from error
+        model = _construct(config)
+        if model._can_set_experts_implementation():
+            # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
+            model.set_experts_implementation("eager")
         randomise(model)
     return model.to(dtype).train()
 
 
-def _not_buildable(model_type: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"no tiny {model_type!r} can be built from shrunk settings"
-        f" ({type(error).__name__}: {error}); save a small model of it and give its folder"
+def weights_bytes(config: PreTrainedConfig) -> int:
+    """Bytes of the weights of a model of `config` in float64, counted without memory.
+
+    Raises:
+        ConfigError: there is no causal language model of `config`, or it has too many layers.
+    """
+    return sum(_tensor_bytes(tensor) for _, tensor in _without_memory(config))
+
+
+def _check_bytes(config: PreTrainedConfig) -> None:
+    tensors = _without_memory(config)
+    total_bytes = sum(_tensor_bytes(tensor) for _, tensor in tensors)
+    if total_bytes <= LARGEST_BYTES:
+        return
+    name, largest = max(tensors, key=lambda item: item[1].numel())
+    sizes = {size for size in largest.shape if size >= MOST_MODULES} or set(largest.shape)
+    causes = ", ".join(
+        f"{setting}={value}"
+        for setting, value in walk(config.to_dict())
+        if isinstance(value, int) and value in sizes
+    )
+    shape = " x ".join(map(str, largest.shape))
+    raise ConfigError(
+        f"a tiny {config.model_type!r} would take {format_bytes(total_bytes)} of weights in"
+        f" float64. Allowed: {format_bytes(LARGEST_BYTES)}. The largest is {name} ({shape}), by"
+        f" {causes or 'settings that are no numbers'}. Remedy: save a small model of it and give"
+        " its folder"
     )
 
 
-def _has_experts(config: PretrainedConfig) -> bool:
-    return any(hasattr(config, name) for name in ("num_experts_per_tok", "moe_k"))
+def _without_memory(config: PreTrainedConfig) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a model of `config` on the meta device."""
+    check_sizes(config.to_dict())
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = _construct(config)
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * torch.float64.itemsize
+
+
+def _construct(config: PreTrainedConfig) -> PreTrainedModel:
+    """The causal language model of `config` in float64, on the device of the context."""
+    _check_causal(config)
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    except BUILD_ERRORS as error:
+        raise _not_buildable(config.model_type, error) from error
+
+
+def _not_buildable(model_type: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"no tiny {model_type!r} can be built from shrunk settings ({first_line(error)}); save a"
+        " small model of it and give its folder"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """An error of another library in one line: its class and the beginning of what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
 
 
 @torch.no_grad()

@@ -212,6 +212,29 @@ _OTHERS = {
     "lfm2": _family(
         "lfm2", "convolutions and attention", layer_types=["conv", "full_attention", "conv"]
     ),
+    "lfm2_moe": _family(
+        "lfm2_moe", "convolutions and attention", layer_types=["conv", "full_attention", "conv"]
+    ),
+    "qwen4_exp_text": _family(
+        "qwen4_exp_text",
+        "linear attention, sparse attention by an indexer",
+        layer_types=["linear_attention", "indexed_attention", "linear_attention"],
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=8,
+        indexer_compress_ratio=2,
+    ),
+    "dbrx": _family(
+        "dbrx",
+        "clipped QKV",
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+    ),
+    "cohere_compass_text": _family(
+        "cohere_compass_text",
+        "parallel blocks",
+        rope_parameters={"full_attention": _rope("default")},
+    ),
     "deepseek_v32": _family("deepseek_v32", "sparse attention by an indexer"),
     "mamba2": _family("mamba2", "state space", num_heads=8, head_dim=8),
     "falcon_mamba": _family("falcon_mamba", "state space"),

@@ -7,6 +7,8 @@ do: commands that only plan start in a fraction of the time that importing Trans
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -16,10 +18,23 @@ from typing import Any, cast
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.reader import text_config
 from sppo_hf.reading import MOST_JSON_BYTES, parse_json, read_text
-from sppo_hf.rules import show
+from sppo_hf.rules import refuse, show
 
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
+
+MOST_MODULES = 2048
+"""Most layers, or experts of a layer, that a model may have where it is built.
+
+Known models have a few hundred; each is a module that Python makes, also without memory.
+"""
+
+# Settings that count modules: num_hidden_layers, n_layer, encoder_layers, moe_num_experts, depth.
+_COUNTS = re.compile(r"(?:^|_)(?:num|n)_\w*(?:layer|expert|block)|(?:^|_)layers$|^depth$")
+_SIZES = re.compile(r"_(?:size|dim|heads|layers|experts)$|^n_(?:embd|head|layer)$|^d_model$")
+_AT_LEAST_ONE = frozenset(
+    "vocab_size hidden_size num_hidden_layers num_attention_heads n_embd n_layer n_head".split()
+)
 
 
 @cache
@@ -97,6 +112,37 @@ def read_fields(path: str | Path) -> dict[str, Any]:
             "(generation_config.json, adapter_config.json) will not do; give config.json"
         )
     return known
+
+
+def check_sizes(settings: Mapping[str, Any]) -> None:
+    """Refuses sizes of which no model can be built: nonsense, and too many layers or experts.
+
+    Args:
+        settings: the fields of a `config.json`, nested ones included.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    remedy = "correct it in the configuration"
+    for path, value in walk(settings):
+        name = path.rpartition(".")[2]
+        if isinstance(value, str) and value.isdigit() and _SIZES.search(name):
+            refuse(path, value, allowed="a whole number", remedy="take the quotation marks off")
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if value < 1 and name in _AT_LEAST_ONE:
+            refuse(path, value, allowed="a whole number from 1", remedy=remedy)
+        if _COUNTS.search(name) and value > MOST_MODULES:
+            allowed = f"at most {MOST_MODULES:,} (known models have a few hundred)"
+            refuse(path, value, allowed=allowed, remedy=remedy)
+
+
+def walk(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting and its dotted name, those of nested configurations too."""
+    for name, value in settings.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, Mapping):
+            yield from walk(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
 
 
 def weight_dtype(config: object) -> str:

@@ -110,6 +110,79 @@ def test_bad_input(arguments: list[str], message: str) -> None:
     assert message in result["reason"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "64"}, "hidden_size is '64' (str)"),
+        ({"hidden_size": -4}, "hidden_size is -4"),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"text_config": {"num_hidden_layers": 10**12}}, "text_config.num_hidden_layers is 10000"),
+        ({"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_torch_is_imported(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **changes}))
+    code, _, err = _check(str(tmp_path))
+    assert code == 2
+    assert message in err
+    assert "Remedy: " in err
+    if "hidden_size" in changes:
+        return
+    script = (
+        "import sys; from typer.testing import CliRunner; from sppo_hf.cli import app;"
+        f"result = CliRunner().invoke(app, ['check', {str(tmp_path)!r}]);"
+        "assert result.exit_code == 2; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("tokens", ["1000000000", "4097"])
+def test_lengths_that_are_too_long_are_refused_at_once(tokens: str) -> None:
+    code, _, err = _check("llama", "--tokens", tokens)
+    assert code == 2
+    assert "4096" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama", "--tokens", "2049"], "Allowed: at most 2,048"),
+        (["gpt2", "--tokens", "600"], "unmodified GPT2LMHeadModel cannot run 600 tokens"),
+    ],
+)
+def test_lengths_that_this_model_cannot_run(arguments: list[str], message: str) -> None:
+    code, result = _json(*arguments)
+    assert code == 2
+    assert message in result["reason"]
+
+
+def test_a_model_that_fails_in_chunks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise IndexError("of nobody's making")
+
+    monkeypatch.setattr(check_module, "compare", fails)
+    code, result = _json("llama")
+    assert code == 2
+    assert result["status"] == "refused"
+    assert "fails in chunks" in result["reason"]
+    assert "of nobody's making" in result["reason"]
+
+
+@pytest.mark.parametrize("source", ["type", "folder"])
+def test_of_a_multimodal_model_the_text_decoder_is_checked(source: str, tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    name = "gemma3" if source == "type" else str(tmp_path)
+    code, result = _json(name)
+    assert code == 0, result
+    assert result["model_class"] == "Gemma3ForCausalLM"
+    assert result["note"].startswith("the text decoder of gemma3 alone (gemma3_text)")
+    assert "multimodal, and refused in training" in result["note"]
+    assert result["num_parameters"] < 100_000
+
+
 def test_chunks_that_are_no_numbers() -> None:
     code, _, err = _check("llama", "--chunks", "x")
     assert code == 2

@@ -9,8 +9,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from transformers import LlamaForSequenceClassification
 
-from sppo_hf import ConfigError, SPPOPlugin
+from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.integrations import accelerator as accelerator_module
 from sppo_hf.integrations.accelerator import own_recomputation
 from sppo_hf.model.convert import get_engine, is_converted
@@ -151,3 +152,44 @@ def test_the_process_is_bound_next_to_its_device_before_anything_is_pinned(monke
     monkeypatch.setattr(accelerator_module, "bind_to_device", bound.append)
     accelerator = Accelerator(parallelism_config=SPPOPlugin(show_plan=False))
     assert bound == [accelerator.device]
+
+
+def _reward_model() -> LlamaForSequenceClassification:
+    config = make_model().config
+    config.num_labels, config.pad_token_id = 1, 0
+    return LlamaForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("how", ["evaluation_mode", "frozen"])
+def test_a_model_that_is_only_evaluated_and_cannot_be_converted_is_left_alone(caplog, how):
+    model = _reward_model().eval()
+    switch_checkpointing_on(model)
+    before = set(vars(model))
+    expected = model(input_ids=_batch()["input_ids"]).logits
+    accelerator = _accelerator()
+    with caplog.at_level(logging.INFO, logger="sppo_hf"):
+        if how == "frozen":
+            prepared = accelerator.prepare(model.requires_grad_(False))
+        else:
+            prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    assert prepared is model
+    assert set(vars(model)) - before <= {"_is_accelerate_prepared"}
+    assert is_checkpointing(model), "its settings are its own"
+    assert torch.equal(model(input_ids=_batch()["input_ids"]).logits, expected)
+    said = [record.getMessage() for record in caplog.records if "alone" in record.getMessage()]
+    assert len(said) == 1
+    assert "LlamaForSequenceClassification has no language-model head" in said[0]
+    assert "\n" not in said[0]
+
+
+def test_the_same_model_is_refused_for_training():
+    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+        _accelerator().prepare(_reward_model())
+    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+        _accelerator().prepare_model(_reward_model())
+
+
+def test_a_compiled_model_is_left_alone_if_it_is_only_evaluated():
+    model = torch.compile(make_model(), backend="eager")
+    _accelerator().prepare_model(model, evaluation_mode=True)
+    assert get_engine(model._orig_mod) is None

@@ -1,12 +1,19 @@
-"""Tiny models are tiny, random everywhere, reproducible, and keep the features of their family."""
+"""Tiny models are tiny, random everywhere, reproducible, and keep the features of their family.
+
+What could not be tiny is refused before it is built, in every type of the installed Transformers.
+"""
 
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.model import tiny
 from sppo_hf.model.exactness import run_batch
 from sppo_hf.model.tiny import (
+    LARGEST_BYTES,
     VOCAB_SIZE,
     add_lora,
     build_tiny_model,
@@ -15,6 +22,7 @@ from sppo_hf.model.tiny import (
     shrink,
     shrunk_config,
     tiny_config,
+    weights_bytes,
 )
 
 # Gradients that are zero in exact arithmetic: without rotary, the key bias moves all scores alike.
@@ -113,6 +121,62 @@ def test_settings_of_single_layers_follow_their_layer() -> None:
     assert config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
     assert sizes == [16, 8, 16]
     assert torch.isfinite(model_from_config(config)(**make_batch()).loss)
+
+
+def _outcome(model_type: str) -> int | str:
+    """What a tiny model of a type would take in bytes, counted without memory, or the refusal."""
+    try:
+        return weights_bytes(tiny_config(model_type))
+    except ConfigError as error:
+        return str(error)
+
+
+def _assert_tiny(outcomes: dict[str, int | str]) -> None:
+    large = {n: size for n, size in outcomes.items() if isinstance(size, int)}
+    assert {name for name, size in large.items() if size > LARGEST_BYTES} == set()
+    told = {name: text for name, text in outcomes.items() if isinstance(text, str)}
+    assert not [text for text in told.values() if "\n" in text], "one line each"
+
+
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+def test_types_with_configurations_inside_stay_tiny() -> None:
+    nested = [t for t in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if CONFIG_MAPPING[t].sub_configs]
+    outcomes = {name: _outcome(name) for name in nested}
+    _assert_tiny(outcomes)
+    built = {name for name, outcome in outcomes.items() if isinstance(outcome, int)}
+    expected = {"gemma3", "gemma4", "llama4", "phi4_multimodal", "qwen3_5", "dbrx"}
+    assert built >= expected & set(nested), "they are counted, not refused"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_type_with_configurations_inside_stays_tiny() -> None:
+    # Types without a causal language model are refused before anything of them is shrunk or built.
+    nested = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name].sub_configs]
+    assert len(nested) > 150
+    _assert_tiny({name: _outcome(name) for name in nested})
+
+
+def test_what_would_be_large_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "randomise", lambda _: pytest.fail("it was built"))
+    with pytest.raises(ConfigError, match=r"7\.45 TiB.*Allowed: 256 MiB.*vocab_size=16000000000"):
+        build_tiny_model("llama", vocab_size=16_000_000_000)
+    with pytest.raises(ConfigError, match="num_hidden_layers is 100000"):
+        build_tiny_model("llama", num_hidden_layers=100_000)
+
+
+def test_configurations_inside_are_shrunk_too() -> None:
+    config = tiny_config("phi4_multimodal")
+    assert config.vision_config.hidden_size == config.audio_config.hidden_size == 32
+    assert config.vision_config.num_hidden_layers == 3
+
+
+def test_of_a_multimodal_configuration_the_text_decoder_is_built() -> None:
+    config = shrunk_config(AutoConfig.for_model("gemma3"))
+    assert config.model_type == "gemma3_text"
+    assert tiny_config("gemma3").to_dict() == tiny_config("gemma3_text").to_dict()
+    with pytest.raises(ConfigError, match=r"'qwen3_vl' is multimodal.*'qwen3_vl_text'"):
+        tiny_config("qwen3_vl")
 
 
 def test_unknown_families_are_named() -> None:
