@@ -26,6 +26,7 @@ from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
+from sppo_hf.model.logits import LogitsCollector, LogitsRequest
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.plans import PlanBook
@@ -59,6 +60,10 @@ class Engine:
         self.enabled = True
         self.counters: dict[str, int] = {}
         self.running: Sequence | None = None
+        self.logits_request: LogitsRequest | None = None
+        """What calls in evaluation do with logits while it is set."""
+        self.loss_is_outside = ""
+        """Who computes the loss from logits, as a script names it; "" where nobody said."""
         self.head = ModelHead(parts, original_forward)
         self.room = OffloadRoom(config)
         self.plans = PlanBook(parts, config, self.room)
@@ -91,9 +96,13 @@ class Engine:
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
         let_go_of_failed(self._last_watch())
-        layout = call.layout()
+        logits = self._wanted_logits(call)
+        wanted = logits.whole or logits.reduce is not None
+        layout = call.layout(all_positions=wanted)
         self.plans.correct(self.observer)
-        plan = self.plan(call.batch_rows, call.total_tokens, call.device)
+        plan = self.plan(
+            call.batch_rows, call.total_tokens, call.device, return_logits=logits.whole
+        )
         watch = ForwardWatch(
             self.observer,
             plan,
@@ -107,24 +116,47 @@ class Engine:
         if call.head_arguments:
             output = self._whole_head(call, layout, plan, watch)
         elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
-            output = self._loss(call, layout, plan, watch)
+            output = self._loss(call, layout, plan, watch, logits)
         else:
             self._warn_of_whole_logits(call)
             output = self._whole_head(call, layout, plan, watch)
         watch.forward_done(output)
         return output
 
+    def _wanted_logits(self, call: ForwardCall) -> LogitsRequest:
+        """What this call does with logits."""
+        request = self.logits_request
+        if request is None or torch.is_grad_enabled():
+            return LogitsRequest(whole=self.config.return_logits)
+        if request.reduce is not None and call.aligned_labels is None:
+            return LogitsRequest(whole=True)
+        return request
+
     def _loss(
-        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        watch: ForwardWatch,
+        logits: LogitsRequest,
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
+        labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
+        whole = LogitsCollector() if logits.whole else None
+        reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
+        collectors = [collector for collector in (whole, reduced) if collector is not None]
+
+        def on_logits(logits_MV: Tensor, tile: slice) -> None:
+            for collector in collectors:
+                collector.add(logits_MV, tile)
+
         is_sharded = self.parts.is_sharded()
         loss = ChunkedLoss(
             self.head.logits,
             self.parts.head_parameters(),
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
-            keep_logits=self.config.return_logits,
+            on_logits=on_logits if collectors else None,
             fused=fused_tile(self.parts, self.head, call.device),
             head_in_backward=is_sharded,
         )
@@ -133,6 +165,8 @@ class Engine:
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
         for group in groups:
+            for collector in collectors:
+                collector.begin_group()
             labels_BT = call.shift_labels[group[0] : group[1]]
             # Not where a head runs before the layers' backward: its logits are at the peak.
             backward_next = group == groups[-1] and not is_sharded
@@ -141,11 +175,22 @@ class Engine:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
                     final = (group, chunk) == last
+                    for collector in collectors:
+                        collector.begin_chunk(labels[group[0] : group[1], start:end])
                     totals.append(loss.add(hidden_BCD, labels_BT[:, start:end], last=final))
         total = torch.stack(totals).sum()
         count = (call.shift_labels != call.ignore_index).sum().to(total.device)
         value = divide_loss(total, count, call.divisor(count))
-        return CausalLMOutputWithPast(loss=value, logits=self._kept_logits(loss, groups, plan))
+        if reduced is not None:
+            logits.reduced = reduced.result()
+            logits.logits_tokens, logits.vocab_size = call.total_tokens, reduced.vocab_size
+        kept = None if whole is None else whole.result()
+        if kept is not None and call.kept_positions is not None:
+            kept = kept.take_along_dim(call.kept_positions[..., None].to(kept.device), dim=1)
+        if kept is None and reduced is not None:
+            # Whoever collects outputs of several ranks learns the number of tokens from it.
+            kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
+        return CausalLMOutputWithPast(loss=value, logits=kept)
 
     def _whole_head(
         self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
@@ -223,23 +268,20 @@ class Engine:
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
         return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
 
-    def _kept_logits(
-        self, loss: ChunkedLoss, groups: list[tuple[int, int]], plan: Plan
-    ) -> Tensor | None:
-        if loss.logits is None:
-            return None
-        per_group = len(loss.logits) // len(groups)
-        rows = [
-            torch.cat(loss.logits[i * per_group : (i + 1) * per_group], dim=1)
-            for i in range(len(groups))
-        ]
-        return torch.cat(rows)
-
     # -- decisions ---------------------------------------------------------------------------
 
-    def plan(self, batch_rows: int, total_tokens: int, device: torch.device) -> Plan:
+    def plan(
+        self,
+        batch_rows: int,
+        total_tokens: int,
+        device: torch.device,
+        *,
+        return_logits: bool = False,
+    ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
-        return self.plans.get(batch_rows, total_tokens, device, self.observer)
+        return self.plans.get(
+            batch_rows, total_tokens, device, self.observer, return_logits=return_logits
+        )
 
     def shape(self) -> ModelShape:
         """The model's shape, read once."""

@@ -45,7 +45,7 @@ class PlanBook:
         self._parts = parts
         self._config = config
         self._room = room
-        self._plans: dict[tuple[int, int, bool, torch.device], Plan] = {}
+        self._plans: dict[tuple[int, int, bool, torch.device, bool], Plan] = {}
         self._selections: dict[tuple[Requirement, int], Selection] = {}
         self._shape: ModelShape | None = None
         self._accumulates = False
@@ -53,9 +53,22 @@ class PlanBook:
         self._teacher = Teacher()
 
     def get(
-        self, batch_rows: int, total_tokens: int, device: torch.device, observer: StepObserver
+        self,
+        batch_rows: int,
+        total_tokens: int,
+        device: torch.device,
+        observer: StepObserver,
+        *,
+        return_logits: bool = False,
     ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time.
+
+        Args:
+            batch_rows: Rows.
+            total_tokens: Tokens of each row.
+            device: Where the model is.
+            observer: Is shown a new plan.
+            return_logits: Whether the logits of all tokens are kept.
 
         Raises:
             ConfigError: The device is of another type, or the settings do not fit the length.
@@ -68,9 +81,11 @@ class PlanBook:
             )
         training = torch.is_grad_enabled()
         self._notice_accumulation(training)
-        key = (batch_rows, total_tokens, training, device)
+        key = (batch_rows, total_tokens, training, device, return_logits)
         if key not in self._plans:
-            plan = self._make_plan(device, batch_rows, total_tokens, training=training)
+            plan = self._make_plan(
+                device, batch_rows, total_tokens, training=training, return_logits=return_logits
+            )
             for warning in plan.warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)
@@ -102,12 +117,13 @@ class PlanBook:
         total_tokens: int,
         *,
         training: bool,
+        return_logits: bool,
         **learned: Any,
     ) -> Plan:
         shape = self.shape()
         name, reason = self.describe_backends(shape, device)
         return make_plan(
-            self._config,
+            self._config.replace(return_logits=return_logits),
             shape,
             device=device_facts(device, self._config),
             backend_name=name,
@@ -119,6 +135,26 @@ class PlanBook:
             dtype_name=dtype_name(self._parts),
             **learned,
         )
+
+    def need_for_logits(
+        self, batch_rows: int, total_tokens: int, device: torch.device
+    ) -> tuple[int, int | None]:
+        """What an evaluation takes that keeps the logits of all tokens.
+
+        Args:
+            batch_rows: Rows of the batch.
+            total_tokens: Tokens of each row.
+            device: Where the model is.
+
+        Returns:
+            The predicted peak on the device in bytes, logits among them, and the device's budget;
+            None where none is known.
+
+        Raises:
+            BudgetError: The weights alone are over the budget.
+        """
+        plan = self._make_plan(device, batch_rows, total_tokens, training=False, return_logits=True)
+        return plan.estimate.device.total, plan.budgets.device
 
     def step_done(self, watch: ForwardWatch) -> None:
         """A training step has ended on the host; the device may be behind."""
@@ -133,12 +169,13 @@ class PlanBook:
             key = next((key for key, plan in self._plans.items() if plan is before), None)
             if key is None:
                 continue
-            rows, tokens, training, device = key
+            rows, tokens, training, device, return_logits = key
             after = self._make_plan(
                 device,
                 rows,
                 tokens,
                 training=training,
+                return_logits=return_logits,
                 correction=lesson.correction,
                 # Other chunks would round sums in another order; other modes change no number.
                 bounds=before.bounds,
