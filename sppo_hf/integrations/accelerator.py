@@ -16,10 +16,12 @@ from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel, gather_object, is_compiled_module
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.accelerate_state import load_pipeline_state, save_pipeline_state
 from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
+from sppo_hf.integrations.limits import COMPILED_PARTS
 from sppo_hf.integrations.pipeline import (
     agree_on_infinities,
     clip_to,
@@ -226,11 +228,7 @@ def convert_once(model: nn.Module, plugin: SPPOPlugin, device: torch.device | No
         ConfigError: The model is compiled, or was converted with other settings.
         UnsupportedModelError: The model cannot be run chunk by chunk exactly.
     """
-    if is_compiled_module(model):
-        raise ConfigError(
-            f"The model is compiled ({type(model).__name__}), which SPPO cannot look into. "
-            "Allowed: uncompiled models. Remedy: drop torch.compile."
-        )
+    _refuse_compiled(model)
     model = extract_model_from_parallel(model)
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         logger.info("SPPO leaves %s alone: no Transformers model is in it", type(model).__name__)
@@ -251,6 +249,19 @@ def convert_once(model: nn.Module, plugin: SPPOPlugin, device: torch.device | No
             "model first, or use the plugin that converted it."
         )
     engine.observer = plugin.observer
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse what torch.compile has hidden from the engine: the layers, or what calls them."""
+    for module in model.modules():
+        # The second is what `module.compile()` leaves, in place.
+        compiled = is_compiled_module(module) or module._compiled_call_impl is not None
+        if compiled and any(isinstance(m, GradientCheckpointingLayer) for m in module.modules()):
+            raise ConfigError(
+                f"{type(module).__name__} is compiled, which SPPO cannot look into. Allowed: "
+                "uncompiled models, and compiled parts without attention. Remedy: drop "
+                f"torch.compile; instead, {COMPILED_PARTS}."
+            )
 
 
 def own_recomputation(model: nn.Module) -> bool:

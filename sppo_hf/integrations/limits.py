@@ -28,6 +28,10 @@ _ALLOWED_TYPES = (
     DistributedType.FSDP,
 )
 _ALLOWED_WORDS = "one process, DDP, or FSDP2"
+COMPILED_PARTS = (
+    "compile what holds no attention: for layer in model.model.layers: layer.mlp.compile()"
+)
+"""What works in place of compiling the model."""
 
 
 def refuse_sizes(sizes: Mapping[str, int]) -> None:
@@ -76,7 +80,8 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
     if backend != DynamoBackend.NO:
         _refuse(
             f"torch.compile is on (dynamo backend {backend.value})",
-            "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate)",
+            "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate); instead, "
+            f"{COMPILED_PARTS}",
         )
 
 

@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
@@ -68,6 +69,8 @@ class Engine:
         self.room = OffloadRoom(config)
         self.plans = PlanBook(parts, config, self.room)
         self._warned: set[str] = set()
+        self._has_run = False
+        self._passes_on = False
         # Weakly: the graph owns it, and its backward may never come.
         self._last_watch: Callable[[], ForwardWatch | None] = lambda: None
 
@@ -86,15 +89,51 @@ class Engine:
         call = read_call(self.parts, self.original_forward, args, kwargs)
         training = self.parts.causal_lm.training and torch.is_grad_enabled()
         if not call.has_labels and (not training or call.uses_cache):
-            return self.original_forward(*args, **kwargs)
+            return self._pass_on(*args, **kwargs)
         call.refuse_unsupported(self.parts.name)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         output = self._run(call)
         return output if call.return_dict else output.to_tuple()
 
+    def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the untouched model."""
+        before, self._passes_on = self._passes_on, True
+        try:
+            return self.original_forward(*args, **kwargs)
+        finally:
+            self._passes_on = before
+
+    def layer_runs_outside(self) -> None:
+        """A decoder layer is about to run, and no sequence of ours is running.
+
+        Raises:
+            ConfigError: It trains, and `forward` has never been called: somebody kept the one from
+                before the conversion, so all of training would go on without chunks.
+        """
+        trains = self.parts.causal_lm.training and torch.is_grad_enabled()
+        if self._passes_on or not trains:
+            return
+        if not any(p.requires_grad for p in self.parts.causal_lm.parameters()):
+            return
+        name, base = self.parts.name, type(self.parts.base).__name__
+        seen = (
+            f"layers of {name} run in training, but not through the forward that SPPO put there: "
+            f"their {base} is called directly, or by a wrapper that stored the model's forward "
+            "before it was converted (PEFT's AdaptionPrompt does)"
+        )
+        if self._has_run:
+            self._warn_once("outside", f"{seen}. Such calls are not chunked.")
+            return
+        raise ConfigError(
+            f"{seen}. SPPO would never be in use. Allowed: calls of {name} itself, or of a wrapper "
+            "made after the conversion. Remedy: model = plugin.convert(model) before the model is "
+            "wrapped (by get_peft_model, for one); or train without SPPO."
+        )
+
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
+        self._has_run = True
         let_go_of_failed(self._last_watch())
         logits = self._wanted_logits(call)
         wanted = logits.whole or logits.reduce is not None
@@ -118,7 +157,7 @@ class Engine:
         elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
             output = self._loss(call, layout, plan, watch, logits)
         else:
-            self._warn_of_whole_logits(call)
+            self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
             output = self._whole_head(call, layout, plan, watch)
         watch.forward_done(output)
         return output
@@ -127,9 +166,10 @@ class Engine:
         """What this call does with logits."""
         request = self.logits_request
         if request is None or torch.is_grad_enabled():
-            return LogitsRequest(whole=self.config.return_logits)
+            whole = self.config.return_logits
+            return LogitsRequest(whole=whole, asked_by="return_logits" if whole else "")
         if request.reduce is not None and call.aligned_labels is None:
-            return LogitsRequest(whole=True)
+            return LogitsRequest(whole=True, asked_by=request.asked_by)
         return request
 
     def _loss(
@@ -141,6 +181,8 @@ class Engine:
         logits: LogitsRequest,
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
+        if logits.whole and logits.asked_by:
+            self._warn_of_whole_logits(call, logits.asked_by)
         labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
         whole = LogitsCollector() if logits.whole else None
         reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
@@ -202,15 +244,23 @@ class Engine:
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
         return self.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
 
-    def _warn_of_whole_logits(self, call: ForwardCall) -> None:
+    def _who_computes_the_loss(self, call: ForwardCall) -> str:
+        """Who asks for whole logits in place of the standard loss."""
+        if call.has_labels:
+            loss = self.parts.causal_lm.loss_function
+            return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
+        return self.loss_is_outside or "whoever called the model without labels"
+
+    def _warn_of_whole_logits(self, call: ForwardCall, asked_by: str) -> None:
         vocab = self.parts.text_config.vocab_size
+        size = call.batch_rows * call.total_tokens * vocab
+        more = ", several times that while their gradient is computed"
+        outside = torch.is_grad_enabled() and asked_by != "return_logits"
         self._warn_once(
-            "whole logits",
-            "the loss is computed outside the chunked model (label smoothing, compute_loss_func or "
-            f"a loss of the model's own), so logits of the whole sequence are made: "
-            f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
-            f"{4 * call.batch_rows * call.total_tokens * vocab / 2**30:.2f} GiB in float32, "
-            "several times that while their gradient is computed.",
+            f"whole logits: {asked_by}",
+            f"logits of the whole sequence are made, asked for by {asked_by}: {call.batch_rows} x "
+            f"{call.total_tokens} x {vocab} values, {4 * size / 2**30:.2f} GiB in float32"
+            f"{more if outside else ''}.",
         )
 
     def _hidden(
