@@ -224,8 +224,9 @@ class Engine:
         count = (call.shift_labels != call.ignore_index).sum().to(total.device)
         value = divide_loss(total, count, call.divisor(count))
         if reduced is not None:
-            logits.reduced = reduced.result()
-            logits.logits_tokens, logits.vocab_size = call.total_tokens, reduced.vocab_size
+            logits.reduced, logits.failure = reduced.result(), reduced.failure
+            logits.logits_tokens = call.total_tokens
+            logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
         kept = None if whole is None else whole.result()
         if kept is not None and call.kept_positions is not None:
             kept = kept.take_along_dim(call.kept_positions[..., None].to(kept.device), dim=1)

@@ -33,10 +33,14 @@ class LogitsRequest:
     """Called tile by tile, if the call has labels of the inputs' shape; else `whole` holds."""
     reduced: Any = None
     """What it returned, joined to `[B, T, ...]`; None while no call has been made."""
+    failure: str = ""
+    """Why its results could not be joined; "" where they were."""
     logits_tokens: int = 0
-    """T of that call."""
+    """T of that call; 0 while no call has been made."""
     vocab_size: int = 0
     """V of that call."""
+    logits_dtype: torch.dtype | None = None
+    """Of that call."""
 
 
 class NotTokenWise(Exception):
@@ -47,7 +51,8 @@ class LogitsCollector:
     """Joins logits, or what a function makes of them, over tiles, chunks and groups of rows.
 
     Args:
-        reduce: Is given each tile; None keeps the logits themselves.
+        reduce: Is given each tile; None keeps the logits themselves. Where it raises
+            `NotTokenWise`, or its results cannot be joined, the rest is left out.
     """
 
     def __init__(self, reduce: Reduce | None = None) -> None:
@@ -57,12 +62,15 @@ class LogitsCollector:
         self._chunks: list[Any] = []
         self._groups: list[Any] = []
         self.vocab_size = 0
+        self.logits_dtype: torch.dtype | None = None
+        self.failure = ""
+        """Why nothing can be joined."""
 
     def begin_group(self) -> None:
         """The chunks of other rows come next."""
         self._end_chunk()
         if self._chunks:
-            self._groups.append(join(self._chunks, dim=1))
+            self._groups.append(self._join(self._chunks, dim=1))
         self._chunks = []
 
     def begin_chunk(self, labels_BC: Tensor) -> None:
@@ -78,31 +86,53 @@ class LogitsCollector:
     def add(self, logits_MV: Tensor, tile: slice) -> None:
         """Take the logits of some tokens of the chunk, whose rows lie one behind the other."""
         logits_1MV = logits_MV.detach()[None]
-        self.vocab_size = logits_1MV.shape[-1]
+        self.vocab_size, self.logits_dtype = logits_1MV.shape[-1], logits_1MV.dtype
         if self._reduce is None:
             self._tiles.append(logits_1MV)
-            return
-        labels_1M = self._labels_BC.reshape(1, -1)[:, tile]
-        # The caller's function runs outside of autocast, as it does on whole logits.
-        with torch.autocast(logits_1MV.device.type, enabled=False):
-            self._tiles.append(self._reduce(logits_1MV, labels_1M))
-        check_leading(self._tiles[-1], labels_1M.shape)
+        elif not self.failure:
+            self._tiles.append(self._reduced(logits_1MV, self._labels_BC.reshape(1, -1)[:, tile]))
 
     def result(self) -> Any:
-        """What was kept, `[B, T, ...]`: a tensor, or a nest of tensors as the function's."""
+        """What was kept, `[B, T, ...]`: a tensor, or a nest of tensors as the function's.
+
+        None where parts could not be joined.
+        """
         self.begin_group()
-        return join(self._groups, dim=0)
+        joined = self._join(self._groups, dim=0)
+        return None if self.failure else joined
+
+    def _reduced(self, logits_1MV: Tensor, labels_1M: Tensor) -> Any:
+        assert self._reduce is not None, "asked only where there is one"
+        try:
+            # The caller's function runs outside of autocast, as it does on whole logits.
+            with torch.autocast(logits_1MV.device.type, enabled=False):
+                reduced = self._reduce(logits_1MV, labels_1M)
+            _check_leading(reduced, labels_1M.shape)
+        except NotTokenWise as answer:
+            self.failure = str(answer)
+            return None
+        return reduced
 
     def _end_chunk(self) -> None:
         if not self._tiles:
             return
         shape = self._labels_BC.shape
-        flat = join(self._tiles, dim=1)
-        self._chunks.append(map_tensors(lambda x: x.reshape(*shape, *x.shape[2:]), flat))
+        flat = self._join(self._tiles, dim=1)
+        if not self.failure:
+            self._chunks.append(map_tensors(lambda x: x.reshape(*shape, *x.shape[2:]), flat))
         self._tiles = []
 
+    def _join(self, parts: Sequence[Any], *, dim: int) -> Any:
+        if self.failure:
+            return None
+        try:
+            return join(parts, dim=dim)
+        except (NotTokenWise, RuntimeError) as answer:
+            self.failure = str(answer)
+            return None
 
-def check_leading(nest: Any, shape: Sequence[int]) -> None:
+
+def _check_leading(nest: Any, shape: Sequence[int]) -> None:
     """Check that all tensors of a nest begin with `shape`.
 
     Raises:
