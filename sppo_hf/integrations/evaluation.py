@@ -237,6 +237,8 @@ class TrainerEvaluation:
         """Call the function on a tile; that it cannot take one is an answer."""
         try:
             return self._reduce(logits_1MV, labels_1M)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise NotTokenWise(f"on a part it raised {type(error).__name__}: {error}") from error
 
@@ -257,6 +259,8 @@ class TrainerEvaluation:
                 for part in (slice(0, cut), slice(cut, None))
                 if labels_1M[:, part].numel()
             ]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise NotTokenWise(f"on a part it raised {type(error).__name__}: {error}") from error
         if not same(join(parts, dim=1), whole):

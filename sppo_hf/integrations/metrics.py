@@ -39,7 +39,6 @@ def summary(numbers: Mapping[str, float], *, device_bytes: int | None = None) ->
         "1,912 tokens/s, peak 3.1 GiB of 8.0 GiB, offloaded 1.2 GiB, stalled 0.3 s", the rear cut
         off where it is too long for a progress bar.
     """
-
     parts: list[str] = []
 
     def add(name: str, text: Callable[[float], str]) -> None:

@@ -127,7 +127,7 @@ class LogitsCollector:
             return None
         try:
             return join(parts, dim=dim)
-        except (NotTokenWise, RuntimeError) as answer:
+        except NotTokenWise as answer:
             self.failure = str(answer)
             return None
 
@@ -174,10 +174,19 @@ def map_tensors(function: Callable[..., Any], nest: Any, *more: Any) -> Any:
 
 
 def join(parts: Sequence[Any], *, dim: int) -> Any:
-    """Concatenate nests of tensors."""
-    if len(parts) == 1:
-        return parts[0]
-    return map_tensors(lambda *tensors: torch.cat(tensors, dim=dim), *parts)
+    """Concatenate nests of tensors.
+
+    Raises:
+        NotTokenWise: The nests are not alike, or their tensors are along another dim as well.
+    """
+
+    def concatenate(*tensors: Tensor) -> Tensor:
+        rests = {(*x.shape[:dim], None, *x.shape[dim + 1 :]) for x in tensors if x.ndim > dim}
+        if len(rests) != 1 or any(x.ndim <= dim for x in tensors):
+            raise NotTokenWise("it made tensors of other shapes of one part than of another")
+        return torch.cat(tensors, dim=dim)
+
+    return parts[0] if len(parts) == 1 else map_tensors(concatenate, *parts)
 
 
 def same(ours: Any, theirs: Any) -> bool:
