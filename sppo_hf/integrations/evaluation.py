@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.utils import reduce
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, ConfigError, UnsupportedModelError
@@ -204,9 +205,13 @@ class TrainerEvaluation:
             return LogitsRequest(whole=True, asked_by=asked_by)
         if known:
             return LogitsRequest(whole=False, reduce=self._reduce)
+        fits = True
         try:
             self._check_room(engine, *labels.shape)
         except BudgetError:
+            fits = False
+        # What ranks gather must have one form, whatever the length of their rows.
+        if not self._on_all_ranks(fits):
             return LogitsRequest(whole=False, reduce=self._reduce_in_two_parts)
         return LogitsRequest(whole=True, reduce=self._try_to_reduce)
 
@@ -281,8 +286,8 @@ class TrainerEvaluation:
             return reduced
         expected = function(logits, labels)
         token_wise = not request.failure and reduced is not None and same(reduced, expected)
-        self._verdict = (function, token_wise)
-        if not token_wise:
+        self._verdict = (function, self._on_all_ranks(token_wise))
+        if not self._verdict[1]:
             logger.warning(
                 "preprocess_logits_for_metrics does not treat tokens one by one (%s), so it gets "
                 "the logits of whole batches.",
@@ -320,6 +325,14 @@ class TrainerEvaluation:
         except UnsupportedModelError:
             return None
         return engine if engine is not None and engine.enabled else None
+
+    def _on_all_ranks(self, flag: bool) -> bool:
+        """Whether a flag is set on all ranks; all of them ask at the same time."""
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return flag
+        summed: Any = reduce(torch.tensor(int(flag), device=accelerator.device), reduction="sum")
+        return int(summed.item()) == accelerator.num_processes
 
     def _check_room(self, engine: Engine, batch_rows: int, total_tokens: int) -> None:
         """Raises BudgetError where whole logits of a batch do not fit."""
