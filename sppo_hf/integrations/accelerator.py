@@ -17,10 +17,12 @@ from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel, gather_object, is_compiled_module
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.accelerate_state import load_pipeline_state, save_pipeline_state
 from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
+from sppo_hf.integrations.limits import COMPILED_PARTS
 from sppo_hf.integrations.pipeline import (
     agree_on_infinities,
     clip_to,
@@ -270,11 +272,7 @@ def convert_once(
                 "SPPO leaves %s alone, which is only evaluated: %s", type(model).__name__, reason
             )
         return
-    if is_compiled_module(model):
-        raise ConfigError(
-            f"The model is compiled ({type(model).__name__}), which SPPO cannot look into. "
-            "Allowed: uncompiled models. Remedy: drop torch.compile."
-        )
+    _refuse_compiled(model)
     model = extract_model_from_parallel(model)
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         logger.info("SPPO leaves %s alone: no Transformers model is in it", type(model).__name__)
@@ -299,7 +297,7 @@ def convert_once(
 
 def _obstacle(model: nn.Module) -> str | None:
     """Why a model with a Transformers model in it cannot be converted, in one sentence, or None."""
-    if is_compiled_module(model):
+    if _compiled_part(model) is not None:
         return "it is compiled"
     model = extract_model_from_parallel(model)
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
@@ -309,6 +307,26 @@ def _obstacle(model: nn.Module) -> str | None:
     except UnsupportedModelError as error:
         return str(error).split(". ")[0]
     return None
+
+
+def _compiled_part(model: nn.Module) -> nn.Module | None:
+    """What torch.compile has hidden from the engine: the layers, or what calls them."""
+    for module in model.modules():
+        # The second is what `module.compile()` leaves, in place.
+        compiled = is_compiled_module(module) or module._compiled_call_impl is not None
+        if compiled and any(isinstance(m, GradientCheckpointingLayer) for m in module.modules()):
+            return module
+    return None
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    part = _compiled_part(model)
+    if part is not None:
+        raise ConfigError(
+            f"{type(part).__name__} is compiled, which SPPO cannot look into. Allowed: "
+            "uncompiled models, and compiled parts without attention. Remedy: drop "
+            f"torch.compile; instead, {COMPILED_PARTS}."
+        )
 
 
 def own_recomputation(model: nn.Module) -> bool:

@@ -10,25 +10,35 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from accelerate.utils import reduce
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import own_recomputation
 from sppo_hf.integrations.limits import refuse_arguments, refuse_for_pipeline_arguments
-from sppo_hf.integrations.metrics import StepMeter
+from sppo_hf.integrations.metrics import StepMeter, summary
 from sppo_hf.model.convert import is_converted
 from sppo_hf.planning.flops import peak_flops
 from sppo_hf.runtime.watchdog import AFTER_TRAINING, explaining, watchdog
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import Trainer
 
+    from sppo_hf.integrations.evaluation import TrainerEvaluation
     from sppo_hf.integrations.plugin import SPPOPlugin
 
 
@@ -56,6 +66,13 @@ class SPPOCallback(TrainerCallback):
         self._active = False
         self._step_began_seconds: float | None = None
         self._world_tokens: int | None = None
+        # Weakly: the callback waits in a list of the process, where it must keep nothing alive.
+        self._trainer: Callable[[], Trainer | None] = lambda: None
+        self._evaluation: Callable[[], TrainerEvaluation | None] = lambda: None
+
+    def watch(self, trainer: Trainer, evaluation: TrainerEvaluation) -> None:
+        """Get to know the Trainer that is being made."""
+        self._trainer, self._evaluation = weakref.ref(trainer), weakref.ref(evaluation)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,6 +90,7 @@ class SPPOCallback(TrainerCallback):
             if self._plugin.config.pp_size > 1:
                 refuse_for_pipeline_arguments(args, self._plugin.config.pp_size)
             self._plugin.progress.bars_wanted = not args.disable_tqdm
+            self._shorten_console()
 
     def on_train_begin(
         self,
@@ -85,7 +103,9 @@ class SPPOCallback(TrainerCallback):
         """Start counting; the model is prepared by now.
 
         Raises:
-            ConfigError: The Trainer prepared its model without the Accelerator.
+            ConfigError: The Trainer prepared its model without the Accelerator, or metrics need
+                logits that a pipeline does not gather.
+            BudgetError: Metrics need logits of whole batches, which do not fit.
         """
         if not self._active or model is None:
             return
@@ -98,6 +118,10 @@ class SPPOCallback(TrainerCallback):
                 "it. Allowed: Trainers that call Accelerator.prepare. Remedy: "
                 "model = plugin.convert(model) before the Trainer is made."
             )
+        evaluation = self._evaluation()
+        if evaluation is not None:
+            evaluation.before_training()
+        self._shorten_console()
         self._meter.clear()
         self._meter.listening = True
         self._plugin.observer.subscribe(self._meter)
@@ -181,6 +205,15 @@ class SPPOCallback(TrainerCallback):
         if current is not None:
             current.doing(words)
 
+    def _shorten_console(self) -> None:
+        """Have what prints logs print a summary in place of our numbers; loggers get them all."""
+        trainer = self._trainer()
+        if trainer is None:
+            return
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback | PrinterCallback):
+                callback.__dict__.setdefault("on_log", _Shortened(callback))
+
     def _count_world_tokens(self, args: TrainingArguments, control: TrainerControl) -> None:
         """Sum tokens over ranks, at a point where the Trainer is about to gather its loss anyway.
 
@@ -196,7 +229,31 @@ class SPPOCallback(TrainerCallback):
         self._world_tokens = tokens
 
 
-def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
+class _Shortened:
+    """The `on_log` of a callback that prints: it is given a summary of our numbers."""
+
+    def __init__(self, callback: TrainerCallback) -> None:
+        self._on_log = type(callback).on_log
+        self._callback = callback
+
+    def __call__(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Print."""
+        ours = {k: v for k, v in (logs or {}).items() if k.startswith("sppo/")}
+        if logs is not None and ours:
+            logs = {k: v for k, v in logs.items() if k not in ours}
+            if text := summary(ours, device_bytes=_device_bytes(args.device)):
+                logs["sppo"] = text
+        return self._on_log(self._callback, args, state, control, logs=logs, **kwargs)
+
+
+def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> SPPOCallback | None:
     """Have the Trainer that is making this Accelerator, if one is, install an `SPPOCallback`.
 
     The offer ends when any Trainer has been made, when the Accelerator is gone (its Trainer's
@@ -204,12 +261,13 @@ def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
     """
     module = sys.modules.get("transformers.trainer")
     if module is None:
-        return
+        return None
     for entry in [entry for entry in module.DEFAULT_CALLBACKS if isinstance(entry, SPPOCallback)]:
         _withdraw(entry)
     callback = SPPOCallback(plugin)
     module.DEFAULT_CALLBACKS.append(callback)
     weakref.finalize(accelerator, _withdraw, callback)
+    return callback
 
 
 def _withdraw(callback: SPPOCallback) -> None:
@@ -220,6 +278,10 @@ def _withdraw(callback: SPPOCallback) -> None:
 
 def _peak_flops(device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def _device_bytes(device: torch.device) -> int | None:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _memory_numbers(device: torch.device) -> dict[str, float]:

@@ -89,21 +89,20 @@ def is_cut(model: nn.Module | None) -> bool:
         return False
 
 
-def wrap_calling_trainer(plugin: SPPOPlugin) -> None:
-    """Take over the checkpoints of the Trainer that is making an Accelerator with `plugin` now.
+def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
+    """The Trainer that is making an Accelerator with `plugin` now; None where none is.
 
-    The Trainer is found on the stack, because nothing hands it to us. Where an Accelerator is made
-    without a Trainer, nothing happens.
+    It is found on the stack, because nothing hands it to us.
     """
     module = sys.modules.get("transformers.trainer")
     frame: Any = sys._getframe(1)
     while module is not None and frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, module.Trainer):
-            if getattr(caller.args, "parallelism_config", None) == plugin:
-                TrainerCheckpoints(caller).install()
-            return
+            asked_for = getattr(caller.args, "parallelism_config", None)
+            return caller if asked_for == plugin else None
         frame = frame.f_back
+    return None
 
 
 class TrainerCheckpoints:

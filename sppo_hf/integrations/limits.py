@@ -31,6 +31,10 @@ _ALLOWED_TYPES = (
     DistributedType.FSDP,
 )
 _ALLOWED_WORDS = "one process, DDP, or FSDP2"
+COMPILED_PARTS = (
+    "compile what holds no attention: for layer in model.model.layers: layer.mlp.compile()"
+)
+"""What works in place of compiling the model."""
 
 
 def refuse_sizes(given: Mapping[str, object]) -> None:
@@ -89,7 +93,8 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
     if backend != DynamoBackend.NO:
         _refuse(
             f"torch.compile is on (dynamo backend {backend.value})",
-            "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate)",
+            "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate); instead, "
+            f"{COMPILED_PARTS}",
         )
 
 

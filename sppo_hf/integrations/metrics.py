@@ -17,9 +17,48 @@ tokens of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.planning.report import format_bytes
 
 TERA = 1e12
+
+_LONGEST_SUMMARY = 100
+"""Characters; the Trainer's progress bar shows no longer text."""
+
+
+def summary(numbers: Mapping[str, float], *, device_bytes: int | None = None) -> str:
+    """Say in one line what a log entry's numbers say; what is zero is left out.
+
+    Args:
+        numbers: As `StepMeter.drain` and the callback name them.
+        device_bytes: Memory of the device; None where it is the host's.
+
+    Returns:
+        "1,912 tokens/s, peak 3.1 GiB of 8.0 GiB, offloaded 1.2 GiB, stalled 0.3 s", the rear cut
+        off where it is too long for a progress bar.
+    """
+    parts: list[str] = []
+
+    def add(name: str, text: Callable[[float], str]) -> None:
+        value = numbers.get(f"sppo/{name}", 0.0)
+        if text(value) != text(0.0):
+            parts.append(text(value))
+
+    own = "" if "sppo/tokens_per_second" in numbers else "_per_device"
+    add(f"tokens_per_second{own}", lambda rate: f"{rate:,.0f} tokens/s")
+    add("mfu", lambda share: f"MFU {share:.0%}")
+    of = "" if device_bytes is None else f" of {format_bytes(device_bytes)}"
+    add("device_peak_bytes", lambda size: f"peak {format_bytes(int(size))}{of}")
+    if "sppo/device_peak_bytes" not in numbers:
+        add("host_rss_bytes", lambda size: f"host {format_bytes(int(size))}")
+    add("d2h_bytes", lambda size: f"offloaded {format_bytes(int(size))}")
+    add("disk_write_bytes", lambda size: f"to disk {format_bytes(int(size))}")
+    add("stall_seconds", lambda seconds: f"stalled {seconds:.1f} s")
+    while len(text := ", ".join(parts)) > _LONGEST_SUMMARY:
+        parts.pop()
+    return text
 
 
 class StepMeter(StepObserver):

@@ -21,7 +21,8 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback
-from sppo_hf.integrations.checkpoints import wrap_calling_trainer
+from sppo_hf.integrations.checkpoints import TrainerCheckpoints, calling_trainer
+from sppo_hf.integrations.evaluation import TrainerEvaluation
 from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
 from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
@@ -247,9 +248,7 @@ class SPPOPlugin(ParallelismConfig):
         refuse_accelerator(accelerator)
         if self.config.pp_size > 1:
             self._lay_out_pipeline(accelerator)
-            attach(accelerator, self)
-            offer_callback(accelerator, self)
-            wrap_calling_trainer(self)
+            self._attach(accelerator)
             return
         if accelerator.is_fsdp2 and self.total_size == 1 and accelerator.num_processes > 1:
             # Accelerate would fall back to plain replication here, which FSDP2 cannot shard over.
@@ -258,9 +257,20 @@ class SPPOPlugin(ParallelismConfig):
             state: Any = accelerator.state
             state.device_mesh = self.get_device_mesh(accelerator.device.type)
         super()._validate_accelerator(accelerator)
+        self._attach(accelerator)
+
+    def _attach(self, accelerator: Accelerator) -> None:
+        """Take part in an Accelerator, and in the Trainer that is making it, if one is."""
         attach(accelerator, self)
-        offer_callback(accelerator, self)
-        wrap_calling_trainer(self)
+        callback = offer_callback(accelerator, self)
+        trainer = calling_trainer(self)
+        if trainer is None:
+            return
+        TrainerCheckpoints(trainer).install()
+        evaluation = TrainerEvaluation(trainer)
+        evaluation.install()
+        if callback is not None:
+            callback.watch(trainer, evaluation)
 
     @property
     def tp_enabled(self) -> bool:

@@ -45,13 +45,14 @@ class ForwardCall:
     num_items_in_batch: Tensor | int | None
     ignore_index: int
     loss_arguments: dict[str, Any]
-    """As the caller gave them, for a loss that the model itself computes."""
+    """As the caller gave them, for a head and a loss that the model itself computes."""
     head_arguments: dict[str, Any]
     """For a head that somebody put on the model; it then gets the whole hidden states."""
     constants: dict[str, Any]
     switched_on: tuple[str, ...]
     past_key_values: Any
-    logits_to_keep: Any
+    kept_positions: Tensor | None
+    """Tokens that `logits_to_keep` names, `[B, K]`; None for all."""
     uses_cache: bool
     return_dict: bool
 
@@ -85,8 +86,18 @@ class ForwardCall:
             return self.position_ids
         return torch.arange(self.total_tokens, device=self.device)[None]
 
-    def layout(self) -> BatchLayout:
+    @property
+    def aligned_labels(self) -> Tensor | None:
+        """The labels as given, `[B, T]`; None without any, or where only some tokens have one."""
+        labels: Tensor | None = self.loss_arguments.get("labels")
+        return labels if self.kept_positions is None else None
+
+    def layout(self, *, all_positions: bool = False) -> BatchLayout:
         """The layout of the batch; see `read_layout`, which reads a few integers off the device.
+
+        Args:
+            all_positions: Whether positions without a label, padding among them, count as well:
+                their logits were asked for.
 
         Raises:
             ConfigError: For left padding, holes, wrong shapes.
@@ -97,7 +108,7 @@ class ForwardCall:
             attention_mask=self.attention_mask,
             position_ids=self.position_ids,
             cu_seq_lens=self.cu_seq_lens,
-            shift_labels_BT=self.shift_labels,
+            shift_labels_BT=None if all_positions else self.shift_labels,
             ignore_index=self.ignore_index,
         )
 
@@ -138,12 +149,6 @@ class ForwardCall:
                 f"{name}: past_key_values together with labels (prefix tuning, for one) is not "
                 "supported in chunked training. Use LoRA, or revert the model."
             )
-        keep = self.logits_to_keep
-        if isinstance(keep, Tensor) or keep:
-            raise ConfigError(
-                f"{name}: logits_to_keep together with labels is not supported. Mask labels with "
-                f"{self.ignore_index} instead; masked positions cost no logits memory."
-            )
         for argument, value in self.constants.items():
             if isinstance(value, Tensor) and any(word in argument for word in _OTHER_INPUTS):
                 raise ConfigError(
@@ -163,7 +168,8 @@ def read_call(
     """Read the arguments of a call of `forward`.
 
     Raises:
-        ConfigError: If labels do not have the inputs' shape.
+        ConfigError: If labels do not have the inputs' shape, or not that of the tokens that
+            `logits_to_keep` names.
     """
     given = _bind(forward, args, kwargs)
     inputs = {n: given.pop(n) for n in ("input_ids", "inputs_embeds") if given.get(n) is not None}
@@ -177,12 +183,17 @@ def read_call(
     use_cache = given.pop("use_cache", None)
     past_key_values = given.pop("past_key_values", None)
     return_dict = given.pop("return_dict", None)
+    keep = given.pop("logits_to_keep", None)
+    kept = _kept_positions(keep, first) if loss_arguments else None
+    if keep is not None:
+        # For whoever runs the head on whole hidden states: the model's own code then cuts them.
+        loss_arguments["logits_to_keep"] = keep
     call = ForwardCall(
         tokens=inputs,
         attention_mask=given.pop("attention_mask", None),
         position_ids=given.pop("position_ids", None),
         cu_seq_lens=packing["cu_seq_lens_q"],
-        shift_labels=_shift_labels(loss_arguments, first, ignore_index),
+        shift_labels=_shift_labels(loss_arguments, first, kept, ignore_index),
         num_items_in_batch=loss_arguments.get("num_items_in_batch"),
         ignore_index=ignore_index,
         loss_arguments=loss_arguments,
@@ -190,7 +201,7 @@ def read_call(
         constants={},
         switched_on=tuple(n for n, value in switches.items() if value),
         past_key_values=past_key_values,
-        logits_to_keep=given.pop("logits_to_keep", 0),
+        kept_positions=kept,
         uses_cache=past_key_values is not None or bool(use_cache),
         return_dict=bool(
             parts.causal_lm.config.return_dict if return_dict is None else return_dict
@@ -217,15 +228,62 @@ def _bind(
     return given
 
 
-def _shift_labels(loss_arguments: dict[str, Any], first: Tensor, ignore: int) -> Tensor | None:
+def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
+    """The tokens whose logits the unmodified model would make, `[B, K]`; None for all.
+
+    Raises:
+        ConfigError: One of them is named twice: its loss would count twice. Or they are named by a
+            mask of rows and tokens, of which nothing says which labels are of which row.
+    """
+    if keep is None or (isinstance(keep, int) and keep == 0):
+        return None
+    positions = torch.arange(first.shape[1], device=first.device)
+    if isinstance(keep, int):
+        return positions[-keep:].expand(first.shape[0], -1)
+    if keep.ndim > 1 and keep.dtype == torch.bool:
+        raise ConfigError(
+            f"logits_to_keep is a mask of shape {tuple(keep.shape)}. Allowed with labels: a number "
+            "of last tokens, a mask of tokens, or positions. Remedy: drop logits_to_keep and mask "
+            "labels with -100 instead; masked positions cost no logits memory."
+        )
+    kept_BK = positions[keep.to(first.device)].expand(first.shape[0], -1)
+    ordered_BK = kept_BK.sort(dim=1).values
+    if bool((ordered_BK[:, 1:] == ordered_BK[:, :-1]).any()):
+        raise ConfigError(
+            "logits_to_keep names a token twice. Allowed with labels: each token at most once. "
+            "Remedy: logits_to_keep.unique(), and labels cut to it."
+        )
+    return kept_BK
+
+
+def _shift_labels(
+    loss_arguments: dict[str, Any], first: Tensor, kept: Tensor | None, ignore: int
+) -> Tensor | None:
+    """Labels aligned with the positions that predict them, `[B, T]`; None without labels.
+
+    With `logits_to_keep` they come cut to the tokens that it names. The unmodified model shifts
+    them as they are: the first of them is predicted by nothing. All other tokens have no label.
+    """
+    rows, total_tokens = first.shape[:2]
+    tokens = total_tokens if kept is None else kept.shape[1]
     labels = loss_arguments.get("labels")
     shifted = loss_arguments.get("shift_labels")
     for name, value in (("labels", labels), ("shift_labels", shifted)):
-        if value is not None and value.shape != first.shape[:2]:
+        if value is None or value.shape == (rows, tokens):
+            continue
+        if kept is not None:
             raise ConfigError(
-                f"{name} has shape {tuple(value.shape)}, the inputs have {tuple(first.shape[:2])} "
-                "rows and tokens; they must agree. Check the data collator."
+                f"{name} has shape {tuple(value.shape)}, but logits_to_keep names {tokens} of "
+                f"{total_tokens} tokens, so it must have ({rows}, {tokens}). Remedy: cut it to the "
+                "same tokens, or drop logits_to_keep: masked positions cost no logits memory."
             )
-    if shifted is not None or labels is None:
+        raise ConfigError(
+            f"{name} has shape {tuple(value.shape)}, the inputs have {tuple(first.shape[:2])} "
+            "rows and tokens; they must agree. Check the data collator."
+        )
+    if shifted is None and labels is not None:
+        shifted = F.pad(labels, (0, 1), value=ignore)[:, 1:]
+    if shifted is None or kept is None:
         return shifted
-    return F.pad(labels, (0, 1), value=ignore)[:, 1:]
+    whole = shifted.new_full((rows, total_tokens), ignore)
+    return whole.scatter(1, kept.to(whole.device), shifted)

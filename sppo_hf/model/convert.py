@@ -199,6 +199,8 @@ def _before_layer(
 ) -> None:
     if engine.running is not None:
         engine.running.before_layer(index, layer, args, kwargs)
+    else:
+        engine.layer_runs_outside()
 
 
 def _after_layer(engine: Engine, index: int, _: nn.Module, __: Any, output: Any) -> None:

@@ -22,10 +22,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
+from sppo_hf.model.logits import LogitsCollector, LogitsRequest
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.plans import PlanBook
@@ -59,10 +61,16 @@ class Engine:
         self.enabled = True
         self.counters: dict[str, int] = {}
         self.running: Sequence | None = None
+        self.logits_request: LogitsRequest | None = None
+        """What calls in evaluation do with logits while it is set."""
+        self.loss_is_outside = ""
+        """Who computes the loss from logits, as a script names it; "" where nobody said."""
         self.head = ModelHead(parts, original_forward)
         self.room = OffloadRoom(config)
         self.plans = PlanBook(parts, config, self.room)
         self._warned: set[str] = set()
+        self._has_run = False
+        self._passes_on = False
         # Weakly: the graph owns it, and its backward may never come.
         self._last_watch: Callable[[], ForwardWatch | None] = lambda: None
 
@@ -81,19 +89,59 @@ class Engine:
         call = read_call(self.parts, self.original_forward, args, kwargs)
         training = self.parts.causal_lm.training and torch.is_grad_enabled()
         if not call.has_labels and (not training or call.uses_cache):
-            return self.original_forward(*args, **kwargs)
+            return self._pass_on(*args, **kwargs)
         call.refuse_unsupported(self.parts.name)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         output = self._run(call)
         return output if call.return_dict else output.to_tuple()
 
+    def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the untouched model."""
+        before, self._passes_on = self._passes_on, True
+        try:
+            return self.original_forward(*args, **kwargs)
+        finally:
+            self._passes_on = before
+
+    def layer_runs_outside(self) -> None:
+        """A decoder layer is about to run, and no sequence of ours is running.
+
+        Raises:
+            ConfigError: It trains, and `forward` has never been called: somebody kept the one from
+                before the conversion, so all of training would go on without chunks.
+        """
+        trains = self.parts.causal_lm.training and torch.is_grad_enabled()
+        if self._passes_on or not trains:
+            return
+        if not any(p.requires_grad for p in self.parts.causal_lm.parameters()):
+            return
+        name, base = self.parts.name, type(self.parts.base).__name__
+        seen = (
+            f"layers of {name} run in training, but not through the forward that SPPO put there: "
+            f"their {base} is called directly, or by a wrapper that stored the model's forward "
+            "before it was converted (PEFT's AdaptionPrompt does)"
+        )
+        if self._has_run:
+            self._warn_once("outside", f"{seen}. Such calls are not chunked.")
+            return
+        raise ConfigError(
+            f"{seen}. SPPO would never be in use. Allowed: calls of {name} itself, or of a wrapper "
+            "made after the conversion. Remedy: model = plugin.convert(model) before the model is "
+            "wrapped (by get_peft_model, for one); or train without SPPO."
+        )
+
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
+        self._has_run = True
         let_go_of_failed(self._last_watch())
-        layout = call.layout()
+        logits = self._wanted_logits(call)
+        wanted = logits.whole or logits.reduce is not None
+        layout = call.layout(all_positions=wanted)
         self.plans.correct(self.observer)
-        plan = self.plan(call.batch_rows, call.total_tokens, call.device)
+        plan = self.plan(
+            call.batch_rows, call.total_tokens, call.device, return_logits=logits.whole
+        )
         watch = ForwardWatch(
             self.observer,
             plan,
@@ -107,24 +155,50 @@ class Engine:
         if call.head_arguments:
             output = self._whole_head(call, layout, plan, watch)
         elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
-            output = self._loss(call, layout, plan, watch)
+            output = self._loss(call, layout, plan, watch, logits)
         else:
-            self._warn_of_whole_logits(call)
+            self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
             output = self._whole_head(call, layout, plan, watch)
         watch.forward_done(output)
         return output
 
+    def _wanted_logits(self, call: ForwardCall) -> LogitsRequest:
+        """What this call does with logits."""
+        request = self.logits_request
+        if request is None or torch.is_grad_enabled():
+            whole = self.config.return_logits
+            return LogitsRequest(whole=whole, asked_by="return_logits" if whole else "")
+        if request.reduce is not None and call.aligned_labels is None:
+            return LogitsRequest(whole=True, asked_by=request.asked_by)
+        return request
+
     def _loss(
-        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        watch: ForwardWatch,
+        logits: LogitsRequest,
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
+        if logits.whole and logits.asked_by:
+            self._warn_of_whole_logits(call, logits.asked_by)
+        labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
+        whole = LogitsCollector() if logits.whole else None
+        reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
+        collectors = [collector for collector in (whole, reduced) if collector is not None]
+
+        def on_logits(logits_MV: Tensor, tile: slice) -> None:
+            for collector in collectors:
+                collector.add(logits_MV, tile)
+
         head_in_backward = self.parts.is_sharded() or self.parts.head_is_hooked()
         loss = ChunkedLoss(
             self.head.logits,
             self.parts.head_parameters(),
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
-            keep_logits=self.config.return_logits,
+            on_logits=on_logits if collectors else None,
             fused=fused_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
         )
@@ -133,6 +207,8 @@ class Engine:
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
         for group in groups:
+            for collector in collectors:
+                collector.begin_group()
             labels_BT = call.shift_labels[group[0] : group[1]]
             # Not where a head runs before the layers' backward: its logits are at the peak.
             backward_next = group == groups[-1] and not head_in_backward
@@ -141,11 +217,23 @@ class Engine:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
                     final = (group, chunk) == last
+                    for collector in collectors:
+                        collector.begin_chunk(labels[group[0] : group[1], start:end])
                     totals.append(loss.add(hidden_BCD, labels_BT[:, start:end], last=final))
         total = torch.stack(totals).sum()
         count = (call.shift_labels != call.ignore_index).sum().to(total.device)
         value = divide_loss(total, count, call.divisor(count))
-        return CausalLMOutputWithPast(loss=value, logits=self._kept_logits(loss, groups, plan))
+        if reduced is not None:
+            logits.reduced, logits.failure = reduced.result(), reduced.failure
+            logits.logits_tokens = call.total_tokens
+            logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
+        kept = None if whole is None else whole.result()
+        if kept is not None and call.kept_positions is not None:
+            kept = kept.take_along_dim(call.kept_positions[..., None].to(kept.device), dim=1)
+        if kept is None and reduced is not None:
+            # Whoever collects outputs of several ranks learns the number of tokens from it.
+            kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
+        return CausalLMOutputWithPast(loss=value, logits=kept)
 
     def _whole_head(
         self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: ForwardWatch
@@ -157,15 +245,23 @@ class Engine:
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
         return self.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
 
-    def _warn_of_whole_logits(self, call: ForwardCall) -> None:
+    def _who_computes_the_loss(self, call: ForwardCall) -> str:
+        """Who asks for whole logits in place of the standard loss."""
+        if call.has_labels:
+            loss = self.parts.causal_lm.loss_function
+            return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
+        return self.loss_is_outside or "whoever called the model without labels"
+
+    def _warn_of_whole_logits(self, call: ForwardCall, asked_by: str) -> None:
         vocab = self.parts.text_config.vocab_size
+        size = call.batch_rows * call.total_tokens * vocab
+        more = ", several times that while their gradient is computed"
+        outside = torch.is_grad_enabled() and asked_by != "return_logits"
         self._warn_once(
-            "whole logits",
-            "the loss is computed outside the chunked model (label smoothing, compute_loss_func or "
-            f"a loss of the model's own), so logits of the whole sequence are made: "
-            f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
-            f"{4 * call.batch_rows * call.total_tokens * vocab / 2**30:.2f} GiB in float32, "
-            "several times that while their gradient is computed.",
+            f"whole logits: {asked_by}",
+            f"logits of the whole sequence are made, asked for by {asked_by}: {call.batch_rows} x "
+            f"{call.total_tokens} x {vocab} values, {4 * size / 2**30:.2f} GiB in float32"
+            f"{more if outside else ''}.",
         )
 
     def _hidden(
@@ -223,23 +319,20 @@ class Engine:
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
         return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
 
-    def _kept_logits(
-        self, loss: ChunkedLoss, groups: list[tuple[int, int]], plan: Plan
-    ) -> Tensor | None:
-        if loss.logits is None:
-            return None
-        per_group = len(loss.logits) // len(groups)
-        rows = [
-            torch.cat(loss.logits[i * per_group : (i + 1) * per_group], dim=1)
-            for i in range(len(groups))
-        ]
-        return torch.cat(rows)
-
     # -- decisions ---------------------------------------------------------------------------
 
-    def plan(self, batch_rows: int, total_tokens: int, device: torch.device) -> Plan:
+    def plan(
+        self,
+        batch_rows: int,
+        total_tokens: int,
+        device: torch.device,
+        *,
+        return_logits: bool = False,
+    ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
-        return self.plans.get(batch_rows, total_tokens, device, self.observer)
+        return self.plans.get(
+            batch_rows, total_tokens, device, self.observer, return_logits=return_logits
+        )
 
     def shape(self) -> ModelShape:
         """The model's shape, read once."""

@@ -64,7 +64,7 @@ class ChunkedLoss:
         *,
         tile_tokens: int,
         ignore_index: int = -100,
-        keep_logits: bool = False,
+        on_logits: Callable[[Tensor, slice], None] | None = None,
         fused: TileKernel | None = None,
         head_in_backward: bool = False,
     ) -> None:
@@ -75,7 +75,8 @@ class ChunkedLoss:
             parameters: Parameters that `head` reads; those that require gradients get them.
             tile_tokens: Tokens per tile, bounds the bytes of logits alive at once.
             ignore_index: The label that does not count.
-            keep_logits: Whether to keep every chunk's logits (detached) in `logits`.
+            on_logits: Is given the logits `[M, V]` of each tile, and which tokens of the chunk,
+                its rows laid one behind the other, they are of.
             fused: A kernel that does head and loss of a tile at once, or None.
             head_in_backward: Whether the head's gradients must come out of the ordinary backward,
                 as FSDP2 and hooks on the head's modules demand; each tile's logits are then
@@ -89,7 +90,7 @@ class ChunkedLoss:
         self._head_in_backward = head_in_backward
         self._head_grads: list[Tensor | None] = [None] * len(self._trainable)
         self.scale = 1.0
-        self.logits: list[Tensor] | None = [] if keep_logits else None
+        self._on_logits = on_logits
 
     def add(self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool) -> Tensor:
         """Summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
@@ -125,16 +126,15 @@ class ChunkedLoss:
         """
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
-        losses, logits = [], []
+        losses = []
         for start in range(0, hidden_MD.shape[0], self._tile_tokens):
             tile = slice(start, start + self._tile_tokens)
             loss, logits_MV = checkpoint(
                 self._tile_loss, hidden_MD[tile], labels_M[tile], use_reentrant=False
             )
             losses.append(loss)
-            logits += [logits_MV.detach()] if self.logits is not None else []
-        if self.logits is not None:
-            self.logits.append(torch.cat(logits).view(*labels_BC.shape, -1))
+            if self._on_logits is not None:
+                self._on_logits(logits_MV.detach(), tile)
         return torch.stack(losses).sum()
 
     def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,8 +157,7 @@ class ChunkedLoss:
         labels_M = labels_BC.reshape(-1)
         total: Tensor | None = None
         dhidden_MD = torch.empty_like(hidden_MD) if grad else None
-        logits: list[Tensor] = []
-        fused = self._fused if grad and self.logits is None else None
+        fused = self._fused if grad and self._on_logits is None else None
         tile_tokens = self._tile_tokens if fused is None else fused.most_tokens(self._tile_tokens)
         for start in range(0, hidden_MD.shape[0], tile_tokens):
             tile = slice(start, start + tile_tokens)
@@ -166,12 +165,10 @@ class ChunkedLoss:
             total = loss if total is None else total + loss
             if dhidden_MD is not None and dtile is not None:
                 dhidden_MD[tile] = dtile
-            if self.logits is not None:
-                logits.append(logits_MV.detach())
+            if self._on_logits is not None:
+                self._on_logits(logits_MV.detach(), tile)
             del logits_MV, dtile  # or they would live on beside the next tile's
         assert total is not None, "a chunk has at least one token"
-        if self.logits is not None:
-            self.logits.append(torch.cat(logits).view(*labels_BC.shape, -1))
         return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
 
     def _tile(

@@ -54,7 +54,7 @@ class PlanBook:
         self._parts = parts
         self._config = config
         self._room = room
-        self._plans: dict[tuple[int, int, bool, torch.device], Plan] = {}
+        self._plans: dict[tuple[int, int, bool, torch.device, bool], Plan] = {}
         self._selections: dict[tuple[Requirement, int], Selection] = {}
         self._lengths: set[int] = set()
         """Tokens of the rows that training has seen, until they are taken to vary."""
@@ -64,9 +64,22 @@ class PlanBook:
         self._teacher = Teacher()
 
     def get(
-        self, batch_rows: int, total_tokens: int, device: torch.device, observer: StepObserver
+        self,
+        batch_rows: int,
+        total_tokens: int,
+        device: torch.device,
+        observer: StepObserver,
+        *,
+        return_logits: bool = False,
     ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time.
+
+        Args:
+            batch_rows: Rows.
+            total_tokens: Tokens of each row.
+            device: Where the model is.
+            observer: Is shown a new plan.
+            return_logits: Whether the logits of all tokens are kept.
 
         Raises:
             ConfigError: The device is of another type, or the settings do not fit the length.
@@ -81,12 +94,13 @@ class PlanBook:
         self._notice_accumulation(training)
         if training and len(self._lengths) <= _FEW_LENGTHS:
             self._lengths.add(total_tokens)
-        key = (batch_rows, total_tokens, training, device)
+        key = (batch_rows, total_tokens, training, device, return_logits)
         if key not in self._plans:
-            plan = self._make_plan(device, batch_rows, total_tokens, training=training)
+            wanted = {"training": training, "return_logits": return_logits}
+            plan = self._make_plan(device, batch_rows, total_tokens, **wanted)
             given_bytes = self._room.prepare(device, plan)
             if given_bytes is not None:
-                plan = self._plan_within(given_bytes, plan, device, training=training)
+                plan = self._plan_within(given_bytes, plan, device, **wanted)
             for warning in plan.warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)
@@ -96,7 +110,7 @@ class PlanBook:
         return self._plans[key]
 
     def _plan_within(
-        self, host_bytes: int, plan: Plan, device: torch.device, *, training: bool
+        self, host_bytes: int, plan: Plan, device: torch.device, **wanted: bool
     ) -> Plan:
         """The same batch planned with the host memory that the system really gives."""
         logger.warning(
@@ -106,7 +120,7 @@ class PlanBook:
             host_bytes / 2**30,
         )
         self._config = self._config.replace(host_memory=host_bytes)
-        plan = self._make_plan(device, plan.batch_rows, plan.total_tokens, training=training)
+        plan = self._make_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
         self._room.prepare(device, plan)
         return plan
 
@@ -132,13 +146,14 @@ class PlanBook:
         total_tokens: int,
         *,
         training: bool,
+        return_logits: bool,
         **learned: Any,
     ) -> Plan:
         shape = self.shape()
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
         return make_plan(
-            self._config,
+            self._config.replace(return_logits=return_logits),
             shape,
             device=device_facts(device, self._config),
             backend_name=name,
@@ -150,6 +165,26 @@ class PlanBook:
             dtype_name=dtype_name(self._parts),
             **learned,
         )
+
+    def need_for_logits(
+        self, batch_rows: int, total_tokens: int, device: torch.device
+    ) -> tuple[int, int | None]:
+        """What an evaluation takes that keeps the logits of all tokens.
+
+        Args:
+            batch_rows: Rows of the batch.
+            total_tokens: Tokens of each row.
+            device: Where the model is.
+
+        Returns:
+            The predicted peak on the device in bytes, logits among them, and the device's budget;
+            None where none is known.
+
+        Raises:
+            BudgetError: The weights alone are over the budget.
+        """
+        plan = self._make_plan(device, batch_rows, total_tokens, training=False, return_logits=True)
+        return plan.estimate.device.total, plan.budgets.device
 
     def step_done(self, watch: ForwardWatch) -> None:
         """A training step has ended on the host; the device may be behind."""
@@ -164,12 +199,13 @@ class PlanBook:
             key = next((key for key, plan in self._plans.items() if plan is before), None)
             if key is None:
                 continue
-            rows, tokens, training, device = key
+            rows, tokens, training, device, return_logits = key
             after = self._make_plan(
                 device,
                 rows,
                 tokens,
                 training=training,
+                return_logits=return_logits,
                 correction=lesson.correction,
                 # Other chunks would round sums in another order; other modes change no number.
                 bounds=before.bounds,

@@ -94,9 +94,99 @@ def test_modules_without_a_transformers_model_are_left_alone():
     assert vars(head).keys() - before.keys() <= {"_is_accelerate_prepared"}
 
 
-def test_a_compiled_model_is_refused():
-    with pytest.raises(ConfigError, match="compiled"):
-        _accelerator().prepare(torch.compile(make_model(), backend="eager"))
+@pytest.mark.parametrize("part", ["model", "in place", "base", "layers"])
+def test_a_compiled_model_is_refused(part):
+    model = make_model()
+    if part == "model":
+        model = torch.compile(model, backend="eager")
+    elif part == "in place":
+        model.compile(backend="eager")
+    elif part == "base":
+        model.model.compile(backend="eager")
+    else:
+        model.model.layers[1].compile(backend="eager")
+    with pytest.raises(ConfigError, match=r"is compiled.*layer\.mlp\.compile\(\)"):
+        _accelerator().prepare(model)
+
+
+def test_what_the_refusal_of_compiled_models_names_works():
+    def gradients(model):
+        model(**_batch()).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients(make_model())
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager")
+    ours = gradients(_accelerator().prepare(model))
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+class _StoresForward(nn.Module):
+    """Stores its model's forward when it is made, as PEFT's AdaptionPrompt does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.forward = model.forward
+
+    def get_base_model(self) -> nn.Module:
+        return self.model
+
+
+def test_a_wrapper_that_stored_the_old_forward_is_refused_at_the_first_step():
+    model = _accelerator().prepare(_StoresForward(make_model()))
+    assert is_converted(model)
+    with torch.no_grad():
+        assert model(**_batch()).loss.isfinite()
+    with pytest.raises(ConfigError, match=r"never be in use.*plugin\.convert\(model\) before"):
+        model(**_batch())
+
+
+def test_a_wrapper_made_after_the_conversion_trains_chunk_by_chunk():
+    accelerator = _accelerator()
+    wrapped = _StoresForward(accelerator.sppo_plugin.convert(make_model()))
+    model = accelerator.prepare(wrapped)
+    model(**_batch()).loss.backward()
+    assert get_engine(model).counters["attention_forwards"] == 8
+
+
+def test_adaption_prompts_are_refused_or_trained_by_the_order_of_wrapping():
+    peft = pytest.importorskip("peft")
+    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM")
+    accelerator = _accelerator()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        late = accelerator.prepare(peft.get_peft_model(make_model(), config))
+        early = peft.get_peft_model(accelerator.sppo_plugin.convert(make_model()), config)
+    with pytest.raises(ConfigError, match="AdaptionPrompt"):
+        late(**_batch())
+    plain, early = late, accelerator.prepare(early)
+    accelerator.sppo_plugin.revert(plain)
+    for model in (plain, early):
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "adaption" in name:
+                nn.init.normal_(parameter, std=0.1)
+        model(**_batch()).loss.backward()
+    assert get_engine(early).counters["attention_forwards"] == 8
+    named = dict(plain.named_parameters())
+    for name, parameter in early.named_parameters():
+        if "adaption" in name:
+            torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_call_of_the_base_model_between_steps_only_warns():
+    model = _accelerator().prepare(make_model())
+    model(**_batch()).loss.backward()
+    ids = _batch()["input_ids"]
+    with pytest.warns(UserWarning, match=r"LlamaModel is called directly.*not chunked"):
+        model.model(input_ids=ids)
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.model(input_ids=ids)
 
 
 def test_unwrapping_takes_off_mixed_precision_and_keeps_the_conversion():

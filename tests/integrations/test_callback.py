@@ -1,11 +1,12 @@
 """The callback reaches exactly the Trainers that have the plugin, and logs where they log."""
 
 import gc
+import re
 
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 
 from sppo_hf import ConfigError, SPPOPlugin
@@ -123,6 +124,30 @@ def test_numbers_are_in_the_history_and_reach_later_loggers(tmp_path):
     others = [entry for entry in trainer.state.log_history if "loss" not in entry]
     assert any("eval_loss" in entry for entry in others)
     assert not any(key.startswith("sppo/") for entry in others for key in entry)
+
+
+class _Printed(PrinterCallback):
+    """A printer of somebody's own."""
+
+
+@pytest.mark.parametrize("bar", [False, True], ids=["printer", "progress bar"])
+def test_the_console_shows_one_summary_and_loggers_get_every_number(tmp_path, capsys, bar):
+    before, after = _Listener(), _Listener()
+    trainer = _trainer(
+        tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), [before], disable_tqdm=not bar
+    )
+    trainer.add_callback(after)
+    trainer.add_callback(_Printed())
+    trainer.train()
+    shown = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+    assert len(shown) == 8
+    for line in shown:
+        assert re.search(r"'sppo': '[\d,]+ tokens/s, host [\d.]+ [MG]iB'", line)
+        assert "sppo/" not in line
+    for listener in (before, after):
+        seen = [entry for entry in listener.entries if "loss" in entry]
+        assert len(seen) == 4
+        assert all("sppo/d2h_bytes" in entry and "sppo" not in entry for entry in seen)
 
 
 def test_numbers_can_be_switched_off(tmp_path):

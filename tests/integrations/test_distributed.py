@@ -70,3 +70,13 @@ def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
     _compare(ours, plain, ("loss", "grad_norm"))
+
+
+@pytest.mark.slow
+def test_predictions_of_rows_of_other_lengths_on_each_rank(tmp_path: Path):
+    job = {"kind": "predictions", "settings": {**SETTINGS, "loss_tile_tokens": 5}}
+    seen = run_job(job, 2, tmp_path)
+    for name in ("token_wise", "on_one_rank", "whole"):
+        ours, plain = seen[f"{name} ours"], seen[f"{name} plain"]
+        assert [shape for shape, _ in ours] == [shape for shape, _ in plain]
+        assert [total for _, total in ours] == pytest.approx([t for _, t in plain], rel=1e-5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo_hf.integrations.metrics import StepMeter
+from sppo_hf.integrations.metrics import StepMeter, summary
 from sppo_hf.model.observer import StepRecord
 
 
@@ -110,3 +110,40 @@ def test_evaluation_and_other_trainers_are_not_counted():
     meter.listening = False
     meter.on_record(_record())
     assert meter.tokens == 0
+
+
+GIB = 2**30
+NUMBERS = {
+    "sppo/tokens_per_second": 1912.4,
+    "sppo/tokens_per_second_per_device": 956.2,
+    "sppo/tflops_per_device": 1.2,
+    "sppo/stall_seconds": 0.31,
+    "sppo/d2h_bytes": 1.2 * GIB,
+    "sppo/h2d_bytes": 1.2 * GIB,
+    "sppo/pinned_bytes": GIB,
+    "sppo/step_seconds": 5.0,
+    "sppo/host_rss_bytes": 9 * GIB,
+    "sppo/device_peak_bytes": 3.1 * GIB,
+}
+
+
+def test_a_summary_is_one_short_line():
+    expected = "1,912 tokens/s, peak 3.10 GiB of 8.00 GiB, offloaded 1.20 GiB, stalled 0.3 s"
+    assert summary(NUMBERS, device_bytes=8 * GIB) == expected
+    with_disk = {**NUMBERS, "sppo/mfu": 0.41, "sppo/disk_write_bytes": 700 * GIB}
+    assert summary(with_disk, device_bytes=8 * GIB) == (
+        "1,912 tokens/s, MFU 41%, peak 3.10 GiB of 8.00 GiB, offloaded 1.20 GiB, to disk 700 GiB"
+    ), "the rear is cut off at 100 characters"
+
+
+def test_zeros_are_left_out_of_a_summary():
+    quiet = {
+        **NUMBERS,
+        "sppo/stall_seconds": 0.04,
+        "sppo/d2h_bytes": 0,
+        "sppo/disk_write_bytes": 0,
+        "sppo/mfu": 0.0,
+    }
+    del quiet["sppo/device_peak_bytes"], quiet["sppo/tokens_per_second"]
+    assert summary(quiet) == "956 tokens/s, host 9.00 GiB"
+    assert summary({}) == ""

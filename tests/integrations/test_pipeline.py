@@ -116,6 +116,7 @@ def test_early_stopping_and_predicted_losses(tmp_path: Path):
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         "greater_is_better": False,
+        "prediction_loss_only": True,
     }
     job = {"kind": "ddp", "rows": 4, "arguments": arguments, "patience": 2, "predict": True}
     ours = run_job({**job, "settings": PIPELINE}, 2, tmp_path / "two")

@@ -12,13 +12,16 @@ from tests.integrations.training import make_arguments, make_model, make_rows
 NEAR = 1e-4
 
 
-def _history(folder, plugin: SPPOPlugin | None, **changes) -> list[dict[str, float]]:
+def _history(
+    folder, plugin: SPPOPlugin | None, compute_loss_func=None, **changes
+) -> list[dict[str, float]]:
     AcceleratorState._reset_state(reset_partial_state=True)
     trainer = Trainer(
         make_model(),
         make_arguments(folder, parallelism_config=plugin, **changes),
         train_dataset=make_rows(40),
         eval_dataset=make_rows(10, seed=2),
+        compute_loss_func=compute_loss_func,
     )
     trainer.train()
     return trainer.state.log_history
@@ -58,12 +61,22 @@ def test_fifty_steps_log_the_same_numbers(tmp_path, settings, changes):
     assert losses[-1] < losses[0] - 0.5, "a curve that stands still would agree with anything"
 
 
-def test_label_smoothing_and_a_loss_of_the_users_own(tmp_path):
-    settings = {"max_steps": 4, "label_smoothing_factor": 0.1}
-    plain = _history(tmp_path, None, **settings)
-    with pytest.warns(UserWarning, match="logits of the whole sequence"):
-        ours = _history(tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings)
-    assert _series(ours, "loss") == pytest.approx(_series(plain, "loss"), abs=NEAR)
+def _squared(outputs, labels, num_items_in_batch=None):
+    return outputs["logits"].float().pow(2).mean()
+
+
+def test_a_loss_outside_of_the_model_is_named_with_what_it_costs(tmp_path):
+    settings = {"max_steps": 2}
+    for given, asked_by in (
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        ({"compute_loss_func": _squared}, "compute_loss_func"),
+    ):
+        plain = _history(tmp_path, None, **settings, **given)
+        with pytest.warns(UserWarning, match=f"whole sequence are made, asked for by {asked_by}:"):
+            ours = _history(
+                tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings, **given
+            )
+        assert _series(ours, "loss") == pytest.approx(_series(plain, "loss"), abs=NEAR)
 
 
 def test_evaluating_without_training(tmp_path):

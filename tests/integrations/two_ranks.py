@@ -3,9 +3,9 @@
     python two_ranks.py '{"kind": "ddp", "settings": {...}, "rows": 2, "out": "a.json", ...}'
 
 Kinds: "ddp" trains by the Trainer (through a pipeline if the settings say so), "fsdp2" and "raw" by
-an Accelerate loop, "refusals" collects what is refused, "scaler" lets one stage overflow. Without
-`settings` the plugin is left out. Without a launcher's variables in the environment it is one
-process.
+an Accelerate loop, "refusals" collects what is refused, "scaler" lets one stage overflow,
+"predictions" predicts rows. Without `settings` the plugin is left out. Without a launcher's
+variables in the environment it is one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedType,
@@ -207,6 +207,44 @@ def _sums(accelerator: Accelerator, model: nn.Module) -> dict[str, float]:
     return sums
 
 
+def predict_with_and_without(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
+    """Predict rows of other lengths on each rank, with the plugin and without it."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["labels"]) for row in rows)
+        batch = {}
+        for name, padding in (("input_ids", 0), ("labels", -100)):
+            padded = [nn.functional.pad(r[name], (0, longest - len(r[name])), value=padding)
+                      for r in rows]  # fmt: skip
+            batch[name] = torch.stack(padded)
+        return batch
+
+    def token_wise(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+
+    def on_one_rank(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mean = logits.mean(1, keepdim=True) if PartialState().process_index else 0
+        return (logits - mean).log_softmax(-1).amax(-1)
+
+    rows = [{k: v[: 24 - 3 * (i % 5)] for k, v in row.items()} for i, row in
+            enumerate(make_rows(7))]  # fmt: skip
+    seen: dict[str, Any] = {"rank": PartialState(cpu=True).process_index}
+    for function in (token_wise, on_one_rank, None):
+        for kind, parallelism in (("plain", None), ("ours", plugin)):
+            AcceleratorState._reset_state()
+            trainer = Trainer(
+                make_model(),
+                make_arguments(job["folder"], parallelism_config=parallelism),
+                data_collator=collate,
+                preprocess_logits_for_metrics=function,
+            )
+            found = trainer.predict(rows).predictions
+            found = found if isinstance(found, tuple) else (found,)
+            name = getattr(function, "__name__", "whole")
+            seen[f"{name} {kind}"] = [[list(x.shape), float(abs(x).sum())] for x in found]
+    return seen
+
+
 def main() -> None:
     """Run the job that the command line holds as JSON."""
     job = json.loads(sys.argv[1])
@@ -218,6 +256,7 @@ def main() -> None:
         "raw": train_with_accelerate,
         "refusals": collect_refusals,
         "scaler": overflow_one_stage,
+        "predictions": predict_with_and_without,
     }[job["kind"]]
     result = train(job, plugin)
     if result["rank"] == 0:

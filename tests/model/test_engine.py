@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sppo_hf import BudgetError, ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.model.convert import convert, get_engine, revert
+from sppo_hf.model.exactness import compare
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.tiny import build_tiny_model
 
@@ -182,6 +183,63 @@ def test_evaluation_gives_loss_and_no_logits_unless_asked(model, ids):
         torch.testing.assert_close(asked.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
+KEPT = {
+    "last": 9,
+    "all but the first": -4,
+    "more than there are": T + 5,
+    "one": 1,
+    "positions": torch.tensor([2, 3, 4, 11, 12, 20, -1]),
+    "in another order": torch.tensor([12, 3, 20]),
+    "mask": torch.arange(T) % 3 > 0,
+}
+
+
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_labels_of_the_logits_to_keep(ids, kept, shifted):
+    keep = KEPT[kept]
+    cut = ids[:, slice(-keep, None) if isinstance(keep, int) else keep]
+    inputs = {"input_ids": ids, "labels": cut, "logits_to_keep": keep}
+    if shifted:
+        inputs["shift_labels"] = cut.flip(1)
+    model = build_tiny_model("gemma2", dtype=torch.float64).train()
+    report = compare(model, inputs, _config(loss_tile_tokens=5))
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("kept", ["last", "positions"])
+def test_returned_logits_are_those_to_keep(model, ids, kept):
+    keep = KEPT[kept]
+    cut = ids[:, slice(-keep, None) if isinstance(keep, int) else keep]
+    expected = model(input_ids=ids, labels=cut, logits_to_keep=keep).logits
+    convert(model, _config(return_logits=True))
+    ours = model(input_ids=ids, labels=cut, logits_to_keep=keep).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_to_keep_without_labels_and_with_a_loss_of_the_models_own(model, ids):
+    expected = model(input_ids=ids, logits_to_keep=5).logits
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().pow(2).mean()
+    inputs = {"input_ids": ids, "labels": ids[:, -5:], "logits_to_keep": 5}
+    step = _step(model, **inputs)
+    convert(model, _config())
+    with pytest.warns(UserWarning, match="logits"):
+        ours = model(input_ids=ids, logits_to_keep=5).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    _same(_step(model, **inputs), step)
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=["rows", "micro-batches"])
+@pytest.mark.parametrize("batch", ["masked chunk", "masked end", "all masked", "padded",
+                                   "padded, all short", "packed"])  # fmt: skip
+def test_returned_logits_are_those_of_every_token(model, ids, batch, settings):
+    inputs = BATCHES[batch](ids)
+    expected = model(**inputs).logits
+    convert(model, _config(return_logits=True, loss_tile_tokens=3, **settings))
+    ours = model(**inputs)
+    torch.testing.assert_close(ours.logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_training_without_labels_gives_logits_and_says_what_they_cost(model, ids):
     def loss_of(logits):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -341,7 +399,13 @@ REFUSED = {
     "labels of another shape": ({}, {"labels": torch.ones(2, 5, dtype=torch.long)},
                                 ConfigError, r"labels has shape \(2, 5\)"),
     "hidden states": ({}, {"output_hidden_states": True}, ConfigError, "output_hidden_states"),
-    "logits_to_keep": ({}, {"logits_to_keep": 2}, ConfigError, "logits_to_keep"),
+    "logits_to_keep, labels not cut": ({}, {"logits_to_keep": 2}, ConfigError,
+                                       "logits_to_keep names 2 of 23 tokens.*drop logits_to_keep"),
+    "logits_to_keep twice": ({}, {"logits_to_keep": torch.tensor([3, 5, 3]),
+                                  "labels": torch.ones(2, 3, dtype=torch.long)},
+                             ConfigError, "names a token twice"),
+    "logits_to_keep of rows": ({}, {"logits_to_keep": torch.ones(2, T, dtype=torch.bool)},
+                               ConfigError, "mask labels with -100"),
     "not installed": ({"attention_backend": "flash_attention_2"}, {}, ConfigError, "cpu_flash"),
 }  # fmt: skip
 

@@ -76,11 +76,15 @@ def test_frozen_everything_but_the_head_still_trains_the_head():
     torch.testing.assert_close(ours, expected)
 
 
-def test_kept_logits_are_the_models():
+def test_every_tile_of_logits_is_handed_out_once():
     head, hidden, labels = _problem()
-    _, loss = _chunked(head, hidden, labels, tile=2, keep_logits=True)
-    assert loss.logits is not None
-    torch.testing.assert_close(torch.cat(loss.logits, 1), _whole(head, hidden, labels)[1])
+    seen = []
+    _chunked(head, hidden, labels, tile=3, on_logits=lambda logits, tile: seen.append(logits))
+    assert [len(logits) for logits in seen] == [3, 3, 2, 3, 3, 3, 1]
+    assert not any(logits.requires_grad for logits in seen)
+    expected = _whole(head, hidden, labels)[1]
+    by_chunk = [expected[:, :4].flatten(0, 1), expected[:, 4:].flatten(0, 1)]
+    torch.testing.assert_close(torch.cat(seen), torch.cat(by_chunk))
 
 
 def test_small_float16_probabilities_keep_their_gradient():

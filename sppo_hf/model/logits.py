@@ -1,0 +1,210 @@
+"""What becomes of the logits of one forward call, for those who want more than the loss.
+
+The loss computes logits tile by tile and drops them. A `LogitsCollector` sees each tile and keeps
+it, or keeps what a function makes of it, and joins the parts to what the unmodified model's whole
+logits would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# B batch rows, C tokens of a chunk, M tokens of a tile, T tokens of the sequence, V vocabulary.
+
+Reduce = Callable[[Tensor, Tensor], Any]
+"""Maps logits `[1, M, V]` and labels `[1, M]` (not shifted) to tensors that begin with `[1, M]`, or
+to lists, tuples and dicts of such."""
+
+
+@dataclass(slots=True)
+class LogitsRequest:
+    """What a call in evaluation is to do with logits besides computing the loss."""
+
+    whole: bool
+    """Whether the output carries the logits of every token."""
+    asked_by: str = ""
+    """Who wants whole logits, for a warning of their size; "" for none."""
+    reduce: Reduce | None = None
+    """Called tile by tile, if the call has labels of the inputs' shape; else `whole` holds."""
+    reduced: Any = None
+    """What it returned, joined to `[B, T, ...]`; None while no call has been made."""
+    failure: str = ""
+    """Why its results could not be joined; "" where they were."""
+    logits_tokens: int = 0
+    """T of that call; 0 while no call has been made."""
+    vocab_size: int = 0
+    """V of that call."""
+    logits_dtype: torch.dtype | None = None
+    """Of that call."""
+
+
+class NotTokenWise(Exception):
+    """The parts that a function returned cannot be joined along the tokens."""
+
+
+class LogitsCollector:
+    """Joins logits, or what a function makes of them, over tiles, chunks and groups of rows.
+
+    Args:
+        reduce: Is given each tile; None keeps the logits themselves. Where it raises
+            `NotTokenWise`, or its results cannot be joined, the rest is left out.
+    """
+
+    def __init__(self, reduce: Reduce | None = None) -> None:
+        self._reduce = reduce
+        self._labels_BC = torch.empty(0, 0)
+        self._tiles: list[Any] = []
+        self._chunks: list[Any] = []
+        self._groups: list[Any] = []
+        self.vocab_size = 0
+        self.logits_dtype: torch.dtype | None = None
+        self.failure = ""
+        """Why nothing can be joined."""
+
+    def begin_group(self) -> None:
+        """The chunks of other rows come next."""
+        self._end_chunk()
+        if self._chunks:
+            self._groups.append(self._join(self._chunks, dim=1))
+        self._chunks = []
+
+    def begin_chunk(self, labels_BC: Tensor) -> None:
+        """The tiles of a chunk come next.
+
+        Args:
+            labels_BC: Its labels as the caller gave them; of a collector without `reduce` only the
+                shape counts.
+        """
+        self._end_chunk()
+        self._labels_BC = labels_BC
+
+    def add(self, logits_MV: Tensor, tile: slice) -> None:
+        """Take the logits of some tokens of the chunk, whose rows lie one behind the other."""
+        logits_1MV = logits_MV.detach()[None]
+        self.vocab_size, self.logits_dtype = logits_1MV.shape[-1], logits_1MV.dtype
+        if self._reduce is None:
+            self._tiles.append(logits_1MV)
+        elif not self.failure:
+            self._tiles.append(self._reduced(logits_1MV, self._labels_BC.reshape(1, -1)[:, tile]))
+
+    def result(self) -> Any:
+        """What was kept, `[B, T, ...]`: a tensor, or a nest of tensors as the function's.
+
+        None where parts could not be joined.
+        """
+        self.begin_group()
+        joined = self._join(self._groups, dim=0)
+        return None if self.failure else joined
+
+    def _reduced(self, logits_1MV: Tensor, labels_1M: Tensor) -> Any:
+        assert self._reduce is not None, "asked only where there is one"
+        try:
+            # The caller's function runs outside of autocast, as it does on whole logits.
+            with torch.autocast(logits_1MV.device.type, enabled=False):
+                reduced = self._reduce(logits_1MV, labels_1M)
+            _check_leading(reduced, labels_1M.shape)
+        except NotTokenWise as answer:
+            self.failure = str(answer)
+            return None
+        return reduced
+
+    def _end_chunk(self) -> None:
+        if not self._tiles:
+            return
+        shape = self._labels_BC.shape
+        flat = self._join(self._tiles, dim=1)
+        if not self.failure:
+            self._chunks.append(map_tensors(lambda x: x.reshape(*shape, *x.shape[2:]), flat))
+        self._tiles = []
+
+    def _join(self, parts: Sequence[Any], *, dim: int) -> Any:
+        if self.failure:
+            return None
+        try:
+            return join(parts, dim=dim)
+        except NotTokenWise as answer:
+            self.failure = str(answer)
+            return None
+
+
+def _check_leading(nest: Any, shape: Sequence[int]) -> None:
+    """Check that all tensors of a nest begin with `shape`.
+
+    Raises:
+        NotTokenWise: One does not, or there is something else than tensors.
+    """
+
+    def check(x: Tensor) -> Tensor:
+        if tuple(x.shape[:2]) != tuple(shape):
+            raise NotTokenWise(
+                f"of logits of {tuple(shape)} rows and tokens it made a tensor of {tuple(x.shape)}"
+            )
+        return x
+
+    map_tensors(check, nest)
+
+
+def map_tensors(function: Callable[..., Any], nest: Any, *more: Any) -> Any:
+    """Apply a function to the tensors of a nest of tuples, lists and dicts, or of several alike.
+
+    Raises:
+        NotTokenWise: There is something else in it, or the nests differ.
+    """
+    if isinstance(nest, Tensor) and all(isinstance(x, Tensor) for x in more):
+        return function(nest, *more)
+    if any(type(x) is not type(nest) for x in more):
+        raise NotTokenWise(f"it made a {type(nest).__name__} of one part and not of another")
+    if isinstance(nest, Mapping):
+        if any(x.keys() != nest.keys() for x in more):
+            raise NotTokenWise("it made other keys of one part than of another")
+        return {k: map_tensors(function, v, *(x[k] for x in more)) for k, v in nest.items()}
+    if isinstance(nest, list | tuple):
+        if any(len(x) != len(nest) for x in more):
+            raise NotTokenWise("it made other lengths of one part than of another")
+        mapped = [map_tensors(function, *items) for items in zip(nest, *more, strict=True)]
+        if hasattr(nest, "_fields"):
+            return type(nest)(*mapped)
+        return type(nest)(mapped)
+    raise NotTokenWise(f"it made a {type(nest).__name__}, not a tensor")
+
+
+def join(parts: Sequence[Any], *, dim: int) -> Any:
+    """Concatenate nests of tensors.
+
+    Raises:
+        NotTokenWise: The nests are not alike, or their tensors are along another dim as well.
+    """
+
+    def concatenate(*tensors: Tensor) -> Tensor:
+        rests = {(*x.shape[:dim], None, *x.shape[dim + 1 :]) for x in tensors if x.ndim > dim}
+        if len(rests) != 1 or any(x.ndim <= dim for x in tensors):
+            raise NotTokenWise("it made tensors of other shapes of one part than of another")
+        return torch.cat(tensors, dim=dim)
+
+    return parts[0] if len(parts) == 1 else map_tensors(concatenate, *parts)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two nests hold the same numbers: integers exactly, floats up to rounding."""
+
+    def check(x: Tensor, y: Tensor) -> Tensor:
+        alike = x.shape == y.shape and x.dtype == y.dtype
+        if alike and x.is_floating_point():
+            near = 64 * torch.finfo(x.dtype).eps
+            alike = torch.allclose(x, y, rtol=near, atol=near, equal_nan=True)
+        elif alike:
+            alike = torch.equal(x, y)
+        if not alike:
+            raise NotTokenWise("its parts differ from the whole")
+        return x
+
+    try:
+        map_tensors(check, ours, theirs)
+    except NotTokenWise:
+        return False
+    return True
