@@ -113,6 +113,9 @@ class TrainerCheckpoints:
             resume_from_checkpoint = True if found is None else str(found)
         elif resume_from_checkpoint:
             refuse_torn(Path(resume_from_checkpoint))
+        if getattr(self._trainer, "_tp_size", 1) > 1:
+            # By which TRL divides the tokens that it gathers: ours come once per pipeline already.
+            self._trainer._tp_size = 1
         return self._kind.train(self._trainer, resume_from_checkpoint, *args, **kwargs)
 
     # -- saving ------------------------------------------------------------------------------

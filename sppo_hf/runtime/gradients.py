@@ -153,6 +153,17 @@ class Replicas:
         return bool(answer.item())
 
 
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], replicas: Replicas) -> None:
+    """Average `.grad` over replicas, for all of `parameters` that are trained."""
+    for bucket in _buckets([p for p in parameters if p.requires_grad]):
+        flat = torch.cat([_sum(p, p.grad, None).reshape(-1) for p in bucket])
+        replicas.average(flat).wait()
+        average = _cut(flat, bucket)
+        for parameter in bucket:
+            parameter.grad = average[id(parameter)]
+
+
 class PipelineLoss(torch.autograd.Function):
     """The loss of a step whose gradients are there already; backward hands them out."""
 

@@ -3,7 +3,8 @@
 It stands where `Engine` stands for one device. A call with labels runs forwards and backwards of
 all units of the batch over the ranks of the pipeline, and returns the loss on every rank;
 `loss.backward()` then hands out the gradients (see `gradients`). Rows of the batch are the
-micro-batches.
+micro-batches. A call that asks for numbers per token instead, for a loss of the caller's, is the
+business of `token_outputs`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import PipelineError, UnsupportedModelError
@@ -27,7 +28,7 @@ from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.sequence import Sequence
-from sppo_hf.model.stage_units import StageUnits, first_layer_hook, last_layer_hook
+from sppo_hf.model.stage_units import AddLoss, StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.planning.partition import Bounds
@@ -39,11 +40,14 @@ from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.runtime.stage_plans import BatchPlans, StagePlans
 from sppo_hf.runtime.step_watch import StepWatch
+from sppo_hf.runtime.token_outputs import TokenCall
 from sppo_hf.runtime.transport import Transport
 from sppo_hf.runtime.watchdog import Watchdog
 from sppo_hf.schedule.generate import Size
 
 # B batch rows, C tokens of a chunk, D model width.
+
+ValueT = TypeVar("ValueT")
 
 
 class PipelineEngine(Engine):
@@ -81,8 +85,10 @@ class PipelineEngine(Engine):
         """What this rank did in the last step, and when."""
         self.loss_scaler: Any = None
         """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
-        self._replicas = Replicas(mesh.replicas, mesh.replicas_control)
+        self.replicas = Replicas(mesh.replicas, mesh.replicas_control)
         self._stage_plans = StagePlans(self)
+        self.uniform = True
+        """Whether the last loss of a caller's own weighed all tokens alike; see `token_outputs`."""
         self._scale = 1.0
         self._steps = 0
         self._units: StageUnits | None = None
@@ -121,7 +127,8 @@ class PipelineEngine(Engine):
             check_trainable(self.parts)
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
-        output = self._run_guarded(call, layout)
+        self._steps += 1
+        output = self.guarded("forward", lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineEngine:
@@ -132,15 +139,19 @@ class PipelineEngine(Engine):
         """
         raise UnsupportedModelError(
             f"{self.parts.name} is cut into stages, so a copy of it (as a reference model, or for "
-            "averaged weights) would be a copy of one part that nothing runs. Allowed with "
-            "pp_size > 1: one model. Remedy: train with pp_size=1, or without the copy."
+            "averaged weights) would be a copy of one part that nothing runs. Remedy: load a "
+            "reference model a second time; for averaged weights, train with pp_size=1."
         )
 
-    def _run_guarded(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:
-        self._steps += 1
-        self.watchdog.doing(f"in forward {self._steps}")
+    def guarded(self, activity: str, run: Callable[[], ValueT]) -> ValueT:
+        """Run a part of a step; the watchdog knows about it, and errors name what failed.
+
+        Raises:
+            PipelineError: This rank failed, or another one did.
+        """
+        self.watchdog.doing(f"in {activity} {self._steps}")
         try:
-            return self._run(call, layout)
+            return run()
         except BaseException as error:
             self.watchdog.report(error)
             if not isinstance(error, Exception):
@@ -156,19 +167,51 @@ class PipelineEngine(Engine):
                 raise
             raise reason from error
         finally:
-            self.watchdog.doing(f"after forward {self._steps}")
+            self.watchdog.doing(f"after {activity} {self._steps}")
 
-    def _run(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:  # type: ignore[override]
-        began = time.perf_counter()
+    def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
         self._agree(call, layout)
+        if call.head_arguments:
+            return TokenCall(self, call, layout).forward()
+        gradients, units = self.run_schedule(
+            call,
+            layout,
+            lambda plans: self._label_loss(call, layout, plans),
+            scale=self._gradient_of_sum(call),
+            reduces=torch.is_grad_enabled() and self.reduces_replicas(),
+        )
+        return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
+
+    def run_schedule(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        make_loss: Callable[[BatchPlans], AddLoss],
+        *,
+        scale: Tensor,
+        reduces: bool = False,
+        records: bool = True,
+    ) -> tuple[StepGradients | None, StageUnits]:
+        """Run forwards of all units of a batch and, where gradients are enabled, backwards.
+
+        Args:
+            call: The batch.
+            layout: Its layout.
+            make_loss: Ends the forward of the last stage's chunks; called where that stage is.
+            scale: The gradient of what that returns, `[]`.
+            reduces: Whether gradients are averaged over replicas on the way.
+            records: Whether observers are told what it cost.
+
+        Returns:
+            The gradients, held back (None without), and the units that ran.
+        """
+        began = time.perf_counter()
         training = torch.is_grad_enabled()
         rows = _micro_batches(call.batch_rows, self.config)
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
-        used = max(1, layout.used_tokens)
-        bounds = tuple(b for b in plans.bounds if b[0] < used)
-        reduces = training and self.mesh.dp_size > 1 and self.reduces()
+        bounds = used_bounds(plans, layout)
         step = step_schedule(
             self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
         )
@@ -177,10 +220,11 @@ class PipelineEngine(Engine):
             # run, with more idle time.
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
         watch = StepWatch(self, call, step, began)
-        units = self._make_units(call, layout, bounds, rows, plans, step)
+        add_loss = make_loss(plans) if self.staged.cut.has_last else None
+        units = self._make_units(call, layout, bounds, rows, plans, step, add_loss)
         gradients = StepGradients(self.parts.causal_lm.parameters()) if training else None
         try:
-            self._execute(call, step, plans, units, bounds, rows, gradients, watch)
+            self._execute(step, plans, units, bounds, rows, gradients, watch, scale)
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)
         except BaseException:
@@ -189,8 +233,9 @@ class PipelineEngine(Engine):
             raise
         finally:
             self._units = None
-        watch.done(self.executed, training=training)
-        return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
+        if records:
+            watch.done(self.executed, training=training)
+        return gradients, units
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -216,6 +261,7 @@ class PipelineEngine(Engine):
         rows: list[tuple[int, int]],
         plans: BatchPlans,
         step: StepSchedule,
+        add_loss: AddLoss | None,
     ) -> StageUnits:
         cut = self.staged.cut
 
@@ -231,15 +277,6 @@ class PipelineEngine(Engine):
                 **varying,
             )
 
-        loss = None
-        if cut.has_last:
-            loss = ChunkedLoss(
-                self.head.logits,
-                self.parts.head_parameters(),
-                tile_tokens=plans.by_stage[cut.num_stages - 1].tile_tokens,
-                ignore_index=call.ignore_index,
-                fused=fused_tile(self.parts, self.head, call.device),
-            )
         units = StageUnits(
             self.staged,
             call,
@@ -249,19 +286,37 @@ class PipelineEngine(Engine):
             make_sequence=make_sequence,
             enter=self._enter,
             head=self.head,
-            loss=loss,
+            add_loss=add_loss,
             labelled=frozenset(labelled_chunks(layout, bounds)),
             split=step.splits,
         )
         self._units = units
         return units
 
+    def _label_loss(self, call: ForwardCall, layout: BatchLayout, plans: BatchPlans) -> AddLoss:
+        """Sums up the model's own loss, for the rank that has the last stage."""
+        bounds = used_bounds(plans, layout)
+        last_start = bounds[max(labelled_chunks(layout, bounds))][0]
+        loss = ChunkedLoss(
+            self.head.logits,
+            self.parts.head_parameters(),
+            tile_tokens=plans.by_stage[self.staged.cut.num_stages - 1].tile_tokens,
+            ignore_index=call.ignore_index,
+            fused=fused_tile(self.parts, self.head, call.device),
+        )
+
+        def add(hidden_BCD: Tensor, rows: slice, tokens: slice) -> Tensor:
+            assert call.shift_labels is not None, "calls without labels were refused"
+            labels_BC = call.shift_labels[rows, tokens]
+            return loss.add(hidden_BCD, labels_BC, last=tokens.start == last_start)
+
+        return add
+
     def _enter(self, sequence: Sequence | None) -> None:
         self.running = sequence
 
     def _execute(
         self,
-        call: ForwardCall,
         step: StepSchedule,
         plans: BatchPlans,
         units: StageUnits,
@@ -269,6 +324,7 @@ class PipelineEngine(Engine):
         rows: list[tuple[int, int]],
         gradients: StepGradients | None,
         watch: StepWatch,
+        scale: Tensor,
     ) -> None:
         width = self.parts.text_config.hidden_size
 
@@ -279,7 +335,7 @@ class PipelineEngine(Engine):
 
         def reduce(stage: int) -> None:
             assert gradients is not None, "only a training step reduces"
-            gradients.start_reducing(self._parameters_of(stage), self._replicas)
+            gradients.start_reducing(self._parameters_of(stage), self.replicas)
 
         self.executed = Executor(
             step.schedule,
@@ -288,7 +344,7 @@ class PipelineEngine(Engine):
             Transport(self.mesh),
             shapes=shape,
             dtype=plans.dtype,
-            scale=self._gradient_of_sum(call),
+            scale=scale,
             reduce=reduce,
             on_action=watch.action,
         ).run()
@@ -298,7 +354,7 @@ class PipelineEngine(Engine):
         if shared and self.mesh.ends is not None:
             gradients.add_shared(shared, self.mesh.ends)
         if shared and reduces:
-            gradients.start_reducing(shared, self._replicas)
+            gradients.start_reducing(shared, self.replicas)
         gradients.take()
 
     def shared_parameters(self) -> list[nn.Parameter]:
@@ -336,6 +392,31 @@ class PipelineEngine(Engine):
         wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
         return torch.as_tensor(self._scale * self._scaler_scale(), dtype=wide)
 
+    def expected_gradient(self) -> float:
+        """What gradient of the mean loss is expected."""
+        return float(self._expected_gradient())
+
+    def note_gradient(self, grad: float) -> None:
+        """The gradient of the mean loss was `grad`, at the scaler's scale now."""
+        self._note_gradient(grad, self._scaler_scale())
+
+    def _note_gradient(self, grad: float, scaled_by: Tensor | float) -> None:
+        # A scale of zero, or one that overflowed, is nothing to go on with.
+        if grad != 0.0 and math.isfinite(grad):
+            self._scale = grad / float(scaled_by)
+
+    def reduces_replicas(self) -> bool:
+        """Whether the gradients of this step are averaged over replicas."""
+        return self.mesh.dp_size > 1 and self.reduces()
+
+    def agreed(self, value: bool) -> bool:
+        """Whether all ranks of all replicas say so; all of them ask at the same moments."""
+        answer = torch.tensor(int(value))
+        for group in (self.mesh.control, self.mesh.replicas_control):
+            if group is not None:
+                dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+        return bool(answer.item())
+
     def _scaler_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
         if scaler is None or not scaler.is_enabled():
@@ -360,12 +441,15 @@ class PipelineEngine(Engine):
 
         def apply(grad: float) -> None:
             gradients.apply(grad / float(ran_with))
-            # A scale of zero, or one that overflowed, is nothing to go on with.
-            if grad != 0.0 and math.isfinite(grad):
-                self._scale = grad / float(scaled_by)
+            self._note_gradient(grad, scaled_by)
 
         anchor = torch.zeros((), device=total.device, requires_grad=True)
         return PipelineLoss.apply(loss, anchor, apply)
+
+
+def used_bounds(plans: BatchPlans, layout: BatchLayout) -> Bounds:
+    """The chunks that hold more than padding."""
+    return tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
 
 
 def _micro_batches(batch_rows: int, config: SPPOConfig) -> list[tuple[int, int]]:
