@@ -19,6 +19,7 @@ turns out wrong, what was computed is dropped, and `loss.backward()` runs the sc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ class HeadOutputs:
         self._head = head
         self._call = call
         self._gradients = gradients or {}
-        self.kind: type[ModelOutput] = ModelOutput
+        self.kind: type[Any] = ModelOutput
         """The class of what the head returned."""
         self.whole: dict[str, Tensor] = {}
         """`[B, T]` by name."""
@@ -155,12 +156,13 @@ class TokenCall:
             whole[name] = value
         return whole
 
-    def _output(self, kind: type[ModelOutput], whole: dict[str, Tensor]) -> ModelOutput:
+    def _output(self, kind: type[Any], whole: dict[str, Tensor]) -> ModelOutput:
         """As the head returns it: without the last position, unless labels came shifted."""
         call = self._call
         if "shift_labels" not in call.loss_arguments:
             whole = {name: value[:, :-1] for name, value in whole.items()}
-        if _LOG_PROBS in whole:
+        has_loss = any(field.name == "loss" for field in dataclasses.fields(kind))
+        if has_loss and _LOG_PROBS in whole:
             count = self._counts().sum().clamp(min=1)
             items = count if call.num_items_in_batch is None else call.divisor(count)
             whole["loss"] = -whole[_LOG_PROBS].sum() / items
