@@ -57,6 +57,39 @@ def test_the_same_run_with_and_without_the_plugin(tmp_path, packing):
         assert mine == pytest.approx(theirs, rel=1e-3)
 
 
+ONE_DEVICE = {
+    "assistant": {
+        "trainer": "sft",
+        "data": "chat",
+        "arguments": {"assistant_only_loss": True},
+    },
+    "preferences": {"trainer": "dpo", "lora": True},
+    "desirable": {"trainer": "kto"},
+    # Two prompts of two lengths in every batch: the shorter one's rows begin with padding.
+    "generated": {
+        "trainer": "grpo",
+        "arguments": {"per_device_train_batch_size": 4, "num_generations": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_trainers_on_one_device(tmp_path, name):
+    from tests.integrations.trl_ranks import train
+
+    run = ONE_DEVICE[name]
+    plain = train(run, str(tmp_path), None)["history"]
+    ours = train(run, str(tmp_path), SPPOPlugin(num_chunks=3, show_plan=False))["history"]
+    steps = [(mine, other) for mine, other in zip(ours, plain, strict=True) if "loss" in other]
+    assert len(steps) == 5
+    assert max(other["grad_norm"] for _, other in steps) > 0.01
+    for mine, other in steps:
+        assert "sppo/step_seconds" in mine
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+        assert mine["num_tokens"] == other["num_tokens"]
+
+
 PIPELINE = {"pp_size": 2, "num_chunks": 3}
 TRAINED = {
     "completions": {
