@@ -6,7 +6,12 @@ import pytest
 from accelerate.utils import DistributedType, DynamoBackend
 
 from sppo_hf import ConfigError
-from sppo_hf.integrations.limits import refuse_accelerator, refuse_arguments, refuse_sizes
+from sppo_hf.integrations.limits import (
+    refuse_accelerator,
+    refuse_arguments,
+    refuse_for_pipeline_arguments,
+    refuse_sizes,
+)
 
 
 def _accelerator(
@@ -68,3 +73,18 @@ def test_sizes_of_one_are_let_through():
     refuse_sizes(sizes)
     with pytest.raises(ConfigError, match="context parallelism"):
         refuse_sizes({**sizes, "cp": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [("SFT", True), ("DPO", True), ("KTO", True), ("GRPO", False), ("RLOO", False)],
+)
+def test_trainers_of_trl_that_a_pipeline_cannot_run_are_refused_by_name(name, fits):
+    settings = {"auto_find_batch_size": False, "include_num_input_tokens_seen": "no"}
+    theirs = type(f"{name}Config", (), {"__module__": "trl.trainer", **settings})
+    args = type("MyArguments", (theirs,), {})()  # a script may add fields of its own
+    if fits:
+        refuse_for_pipeline_arguments(args, 2)
+        return
+    with pytest.raises(ConfigError, match=rf"TRL's {name}Trainer.*SFTTrainer.*pp_size=1"):
+        refuse_for_pipeline_arguments(args, 2)
