@@ -78,8 +78,18 @@ def wrap_calling_trainer(plugin: SPPOPlugin) -> None:
         if isinstance(caller, module.Trainer):
             if getattr(caller.args, "parallelism_config", None) == plugin:
                 TrainerCheckpoints(caller).install()
+                _tell_sharing_ranks(caller, plugin.config.pp_size)
             return
         frame = frame.f_back
+
+
+def _tell_sharing_ranks(trainer: Any, pp_size: int) -> None:
+    """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
+
+    Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
+    """
+    if pp_size > 1:
+        trainer.__dict__["get_tp_size"] = lambda: pp_size
 
 
 class TrainerCheckpoints:
