@@ -1,23 +1,31 @@
-"""Run a training script that was never changed, with SPPO switched on.
+"""Run a training program that was never changed, with SPPO switched on.
 
     accelerate launch --config_file a.yaml -m sppo_hf.run --config sppo.yaml train.py --lr 1e-5
-    python -m sppo_hf.run --config sppo.yaml train.py --lr 1e-5
+    python -m sppo_hf.run train.py --lr 1e-5
+    python -m sppo_hf.run -m package.train --lr 1e-5
+    python -m sppo_hf.run trl sft --learning_rate 1e-5
 
-While the script runs, TrainingArguments and Accelerators that are made without a parallelism_config
-get the plugin; one that the script passes by itself is respected, with a warning if it is not
-SPPO's. This is the only place of the package that changes what other packages do by default.
+What is run is a file, a module as `python -m` takes it, or an installed command. While it runs,
+TrainingArguments and Accelerators that are made without a parallelism_config get the plugin; one
+that the program passes by itself is respected, with a warning if it is not SPPO's. A program that
+itself calls `accelerate launch` (as TRL's command does) gets SPPO in the processes that it starts.
+This is the only place of the package that changes what other packages do by default.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import logging
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,36 +39,105 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Uses:
+    """Who asked for the plugin."""
+
+    here: bool = False
+    """Whether TrainingArguments or an Accelerator were made in this process."""
+    launched: bool = False
+    """Whether the program handed its work to processes that it started with SPPO."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script as `python script.py args…` would, with the plugin as default.
+    """Run a program as the interpreter or the shell would, with the plugin as default.
 
     Args:
         argv: Command line without the program's name; None takes the process's own.
 
     Returns:
-        Exit status 0; the script's own `SystemExit` passes through.
+        Exit status 0; the program's own `SystemExit` passes through, as do its errors.
 
     Raises:
-        SystemExit: Status 2 if the command line, the script or the settings file is wrong.
+        SystemExit: Status 2 if the command line, the program or the settings file is wrong.
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    script = Path(options.script)
-    if not os.path.isfile(script):
-        found = "is no regular file" if os.path.exists(script) else "does not exist"
-        found = "is a directory" if os.path.isdir(script) else found
-        parser.error(f"the script {show(options.script)} {found}; give the path of a Python file")
     expand_segments(os.environ)
-    from sppo_hf.integrations.plugin import SPPOPlugin
-
-    try:
-        plugin = SPPOPlugin.from_yaml(options.config) if options.config else SPPOPlugin.from_env()
-    except ConfigError as error:
-        parser.error(str(error))
-    with plugin_by_default(plugin), _as_if_started(script, options.arguments):
-        runpy.run_path(str(script), run_name="__main__")
+    with _as_if_started(options.program, options.arguments, is_module=options.module):
+        run = _find(parser, options.program, is_module=options.module)
+        plugin = _plugin(parser, options.config)
+        with plugin_by_default(plugin) as uses, _launching_alike(options.config, uses):
+            status = run()
+    if not uses.here and not uses.launched:
+        logger.warning(
+            "%s made neither TrainingArguments nor an Accelerator in this process, so SPPO was not "
+            "used. If it starts other processes, start sppo_hf.run in those instead.",
+            options.program,
+        )
+    if status not in (None, 0):
+        raise SystemExit(status)
     _leave_group()
     return 0
+
+
+def _plugin(parser: argparse.ArgumentParser, config: str | None) -> SPPOPlugin:
+    from sppo_hf.integrations.plugin import CONFIG_VARIABLE, SPPOPlugin
+
+    try:
+        if config is not None:
+            return SPPOPlugin.from_yaml(config)
+        return SPPOPlugin.from_env() if CONFIG_VARIABLE in os.environ else SPPOPlugin()
+    except ConfigError as error:
+        hint = "" if config is not None else " Or name a settings file by --config FILE."
+        parser.error(f"{error}{hint}")
+
+
+def _find(
+    parser: argparse.ArgumentParser, program: str, *, is_module: bool
+) -> Callable[[], object]:
+    """What runs the program and returns its exit status, which is None for files and modules."""
+    if is_module:
+        _check_module(parser, program)
+        return lambda: _nothing(runpy.run_module(program, run_name="__main__", alter_sys=True))
+    path = Path(program)
+    if os.path.isfile(path):  # which takes names of any length
+        return lambda: _nothing(runpy.run_path(str(path), run_name="__main__"))
+    commands = entry_points(group="console_scripts", name=program)
+    if os.path.isdir(path) or not commands:
+        found = (
+            "is a directory" if os.path.isdir(path) else "does not exist, nor does such a command"
+        )
+        parser.error(
+            f"the script {show(program)} {found}; give the path of a Python file, -m and the name of a "
+            "module, or the name of an installed command"
+        )
+    command = next(iter(commands))
+    return lambda: command.load()()
+
+
+def _nothing(_: object) -> None:
+    """Drop the names that `runpy` returns: a file or a module that ends has no exit status."""
+
+
+def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
+    missing = f"there is no module {show(name)}"
+    if os.path.isfile(name):  # first, because looking for "train.py" would run train.py
+        parser.error(f"{missing}; it is a file, so leave -m out")
+    try:
+        spec = None if name.startswith(".") else importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            missing = f"{name!r} is a package that has no __main__, so it cannot be run"
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        # Of the name itself, or of what its packages import, which is their own business.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    except ValueError:  # an empty name, or that of something that came from no file
+        spec = None
+    if spec is None:
+        parser.error(missing)
 
 
 def _leave_group() -> None:
@@ -76,12 +153,13 @@ def _leave_group() -> None:
 
 
 @contextmanager
-def plugin_by_default(plugin: SPPOPlugin) -> Iterator[None]:
+def plugin_by_default(plugin: SPPOPlugin) -> Iterator[_Uses]:
     """Give the plugin to every TrainingArguments and Accelerator made without one, in this block.
 
     Args:
         plugin: The plugin.
     """
+    uses = _Uses()
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
@@ -89,23 +167,27 @@ def plugin_by_default(plugin: SPPOPlugin) -> Iterator[None]:
 
     @functools.wraps(finish_arguments)
     def with_plugin(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
+        uses.here = True
         self.parallelism_config = _default(self.parallelism_config, plugin)
         finish_arguments(self, *args, **kwargs)
 
     TrainingArguments.__post_init__ = with_plugin
-    Accelerator.__init__ = _with_default(make_accelerator, plugin)
+    Accelerator.__init__ = _with_default(make_accelerator, plugin, uses)
     try:
-        yield
+        yield uses
     finally:
         TrainingArguments.__post_init__ = finish_arguments
         Accelerator.__init__ = make_accelerator
 
 
-def _with_default(make_accelerator: Callable[..., None], plugin: SPPOPlugin) -> Callable[..., None]:
+def _with_default(
+    make_accelerator: Callable[..., None], plugin: SPPOPlugin, uses: _Uses
+) -> Callable[..., None]:
     """Wrap `Accelerator.__init__`, whose parallelism_config can only sensibly come by keyword."""
 
     @functools.wraps(make_accelerator)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        uses.here = True
         kwargs["parallelism_config"] = _default(kwargs.get("parallelism_config"), plugin)
         make_accelerator(self, *args, **kwargs)
 
@@ -127,12 +209,48 @@ def _default(given: object, plugin: SPPOPlugin) -> object:
 
 
 @contextmanager
-def _as_if_started(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Set `sys.argv` and `sys.path` to what the interpreter gives a script."""
+def _launching_alike(config: str | None, uses: _Uses) -> Iterator[None]:
+    """Let `accelerate launch`, where the program calls it in this block, start us in between."""
+    import accelerate.commands.launch as launching
+
+    launch = launching.launch_command
+
+    @functools.wraps(launch)
+    def launch_us(args: Any) -> Any:
+        if not args.no_python:
+            ours = [] if config is None else ["--config", os.path.abspath(config)]
+            theirs = ["-m"] if args.module else []
+            uses.launched = True
+            args.training_script_args = [
+                *ours,
+                *theirs,
+                args.training_script,
+                *args.training_script_args,
+            ]
+            args.training_script, args.module = "sppo_hf.run", True
+        return launch(args)
+
+    launching.launch_command = launch_us
+    try:
+        yield
+    finally:
+        launching.launch_command = launch
+
+
+@contextmanager
+def _as_if_started(program: str, arguments: Sequence[str], *, is_module: bool) -> Iterator[None]:
+    """Set `sys.argv` and `sys.path` to what the interpreter or the shell gives a program."""
     argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    # In front of, not instead of, what is there: the package may be importable from there alone.
-    sys.path.insert(0, os.fspath(script.resolve().parent))
+    script = Path(program)
+    is_file = os.path.isfile(script) and not is_module
+    # For a module, `runpy` sets the first word to its file.
+    command = None if is_module or is_file else shutil.which(program)
+    sys.argv = [command or program, *arguments]
+    if not sys.flags.safe_path and (is_file or is_module):
+        # In front of, not instead of, what is there: the package may be importable from there only.
+        folder = os.fspath(script.resolve().parent) if is_file else os.getcwd()
+        if sys.path[:1] != [folder]:
+            sys.path.insert(0, folder)
     try:
         yield
     finally:
@@ -142,13 +260,23 @@ def _as_if_started(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sppo_hf.run",
-        description="Run an unchanged training script chunk by chunk along the sequence.",
+        description="Run an unchanged training program chunk by chunk along the sequence.",
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="settings file (YAML); without it, SPPO_CONFIG names one"
+        "--config",
+        metavar="FILE",
+        help="settings file (YAML); without it, SPPO_CONFIG names one, or all settings are as "
+        "they are by default",
     )
-    parser.add_argument("script", help="Python file that trains with a Trainer or an Accelerator")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the program is a module, as for python -m"
+    )
+    parser.add_argument(
+        "program",
+        help="Python file, module or installed command, which trains with a Trainer or an "
+        "Accelerator",
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     return parser
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 
 import sppo_hf.run
 from sppo_hf import SPPOPlugin
@@ -155,14 +156,20 @@ def test_the_variable_names_the_settings_for_a_raw_accelerator(settings, tmp_pat
         (["--config", "sppo.yaml", "."], r"'\.' is a directory"),
         (["--config", "none.yaml", "train.py"], r"none\.yaml.*cannot be read"),
         (["--config", "wrong.yaml", "train.py"], r"wrong\.yaml: .*'num_chunks'"),
-        (["train.py"], "SPPO_CONFIG is not set"),
-        (["--config", "sppo.yaml"], "script"),
+        (["--config", "sppo.yaml"], "program"),
+        (["nowhere"], r"'nowhere' does not exist, nor does such a command.*-m"),
+        (["-m", "nowhere.train"], r"there is no module 'nowhere\.train'"),
+        (["-m", "train.py"], r"there is no module 'train\.py'; it is a file, so leave -m out"),
+        (["-m", "bare"], r"'bare' is a package that has no __main__"),
+        (["-m", ".train"], r"there is no module '\.train'"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(words, said, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
     (tmp_path / "sppo.yaml").write_text("num_chunks: 3\n")
     (tmp_path / "wrong.yaml").write_text("num_chunk: 3\n")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SPPO_CONFIG", raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -184,6 +191,152 @@ def test_the_scripts_own_arguments_and_exit_status_are_its_own(tmp_path, capfd):
     assert ended.value.code == 5
     assert capfd.readouterr().out.strip() == "['--config', 'its own', '-m']"
     assert (sys.path, sys.argv) == (path, argv)
+
+
+def test_a_variable_that_names_nothing_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPPO_CONFIG", "")
+    (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "train.py")])
+    error = capsys.readouterr().err
+    assert re.search(r"SPPO_CONFIG is empty.*--config FILE", error), error
+
+
+SEEN = """
+import json, os, sys
+import __main__
+from accelerate import Accelerator
+class Here: pass
+if __name__ == "__main__":
+    spec = __spec__ and __spec__.name
+    names = [__name__, __package__, spec, __file__, __main__.Here is Here]
+    made = type(Accelerator(cpu=True)).__name__
+    with open(os.environ["OUT"], "w") as out:
+        json.dump([sys.argv, sys.path[0], names, made], out)
+    if sys.argv[-1] == "fail":
+        raise KeyError("of its own")
+    sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.fixture
+def package(tmp_path) -> Path:
+    folder = tmp_path / "owned" / "deep"
+    folder.mkdir(parents=True)
+    for path in (folder.parent, folder):
+        (path / "__init__.py").touch()
+    (folder / "train.py").write_text(SEEN)
+    (folder / "broken.py").write_text("import owned.nothing_of_this_name\n")
+    return tmp_path
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "launcher",
+    [[], pytest.param(["torch.distributed.run", "--standalone", "-m"], marks=pytest.mark.slow)],
+)
+def test_a_module_is_run_as_the_interpreter_runs_it(package, launcher):
+    """With default settings: there is no --config."""
+    words = ["owned.deep.train", "-m", "--config", "its own", "0"]
+    start = [sys.executable, "-m"]
+    seen = []
+    for before in ([*launcher, "sppo_hf.run", "-m"], []):
+        out = package / "seen.json"
+        done = _run([*start, *before, *words], package, OUT=str(out))
+        assert done.returncode == 0, done.stderr
+        seen.append(json.loads(out.read_text()))
+    *ours, ours_made = seen[0]
+    *plain, plain_made = seen[1]
+    assert ours == plain
+    assert (ours_made, plain_made) == ("SPPOAccelerator", "Accelerator")
+
+
+def test_errors_and_the_exit_status_of_a_module_are_its_own(package, monkeypatch):
+    monkeypatch.chdir(package)
+    monkeypatch.delenv("SPPO_CONFIG", raising=False)
+    monkeypatch.setenv("OUT", str(package / "seen.json"))
+    path, argv, running = list(sys.path), list(sys.argv), sys.modules["__main__"]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["-m", "owned.deep.train", "7"])
+        assert ended.value.code == 7
+        with pytest.raises(KeyError, match="of its own"):
+            main(["-m", "owned.deep.train", "fail"])
+        with pytest.raises(ModuleNotFoundError, match=r"owned\.nothing_of_this_name"):
+            main(["-m", "owned.deep.broken"])
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "owned"]:
+            del sys.modules[name]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert (sys.path, sys.argv, sys.modules["__main__"]) == (path, argv, running)
+
+
+class Command:
+    """An installed command, as its package would describe it."""
+
+    def __init__(self, run):
+        self.load = lambda: run
+
+
+@pytest.mark.parametrize(("returned", "status"), [(None, None), (0, None), (3, 3), ("why", "why")])
+def test_an_installed_command_is_found_by_name(monkeypatch, returned, status):
+    seen = []
+
+    def command():
+        seen.append(list(sys.argv))
+        return returned
+
+    def find(*, group, name):
+        assert group == "console_scripts"
+        return [Command(command)] if name == "learn" else []
+
+    said = []
+    monkeypatch.setattr(sppo_hf.run, "entry_points", find)
+    monkeypatch.setattr(sppo_hf.run.logger, "warning", lambda text, *_: said.append(text))
+    monkeypatch.delenv("SPPO_CONFIG", raising=False)
+    if status is None:
+        assert main(["learn", "--fast"]) == 0
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(["learn", "--fast"])
+        assert ended.value.code == status
+    assert seen == [["learn", "--fast"]]
+    # It trained nothing here, which must not pass in silence.
+    assert len(said) == 1
+    assert "SPPO was not used" in said[0]
+
+
+def test_a_command_that_launches_processes_starts_us_in_them(monkeypatch, tmp_path):
+    import accelerate.commands.launch as launching
+
+    started = []
+    # What decides how to start; all before it is Accelerate's own.
+    monkeypatch.setattr(launching, "simple_launcher", started.append)
+    original = launching.launch_command
+
+    def command():
+        parser = launching.launch_command_parser()
+        for words in (["train.py", "--lr", "1"], ["-m", "a.train"], ["--no_python", "tool"]):
+            launching.launch_command(parser.parse_args(["--cpu", *words]))
+
+    said = []
+    monkeypatch.setattr(sppo_hf.run, "entry_points", lambda **_: [Command(command)])
+    monkeypatch.setattr(sppo_hf.run.logger, "warning", lambda text, *_: said.append(text))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sppo.yaml").write_text("num_chunks: 3\n")
+    assert main(["--config", "sppo.yaml", "learn"]) == 0
+    assert not said
+    assert launching.launch_command is original
+    ours = ["--config", str(tmp_path / "sppo.yaml")]
+    words = [
+        (bool(args.module), args.training_script, args.training_script_args) for args in started
+    ]
+    assert words == [
+        (True, "sppo_hf.run", [*ours, "train.py", "--lr", "1"]),
+        (True, "sppo_hf.run", [*ours, "-m", "a.train"]),
+        (False, "tool", []),
+    ]
 
 
 def test_what_a_script_passes_itself_is_respected(tmp_path, monkeypatch):

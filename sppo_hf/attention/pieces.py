@@ -5,8 +5,8 @@ attends to one run of keys, causally. Block-diagonal masks (packed documents) an
 then need no mask tensor and no special kernel: every backend that can do causal attention can
 do them, exactly. This module is integers only; it knows nothing of tensors and kernels.
 
-Not covered: masks that are not causal, left padding, holes in the padding mask. The batch
-layout (`sppo_hf.model.layout`) refuses those.
+Padding in front of a row is a document of its own. Not covered: masks that are not causal, holes in
+the padding mask. The batch layout (`sppo_hf.model.layout`) refuses those.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows to a batch: padding on the right, labels that ignore it.
 
-Knows of tensors and nothing of models. Left padding is not offered on purpose: chunks are slices
-of positions, and a row that starts late has none to give.
+Knows of tensors and nothing of models. Left padding is not offered on purpose: chunks that hold
+nothing but padding on the right need not run.
 """
 
 from __future__ import annotations

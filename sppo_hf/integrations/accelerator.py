@@ -119,11 +119,11 @@ class SPPOAccelerator(Accelerator):
         Returns:
             The norm before clipping, shape `[]`.
         """
-        engine = engine_of(self._models) if self._in_pipeline else None
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = engine_of(self._models, parameters) if self._in_pipeline else None
         if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         norm = total_norm(engine, parameters, float(norm_type))
         clip_to(parameters, norm, max_norm)
         return norm

@@ -105,6 +105,15 @@ def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
     return None
 
 
+def tell_sharing_ranks(trainer: Any, pp_size: int) -> None:
+    """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
+
+    Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
+    """
+    if pp_size > 1:
+        trainer.__dict__["get_tp_size"] = lambda: pp_size
+
+
 class TrainerCheckpoints:
     """What one Trainer does differently about checkpoints."""
 
@@ -139,6 +148,9 @@ class TrainerCheckpoints:
             refuse_torn(Path(resume_from_checkpoint), torn_for_all)
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             _refuse_other_trainer_state(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
+        if getattr(self._trainer, "_tp_size", 1) > 1:
+            # By which TRL divides the tokens that it gathers: ours come once per pipeline already.
+            self._trainer._tp_size = 1
         return self._kind.train(self._trainer, resume_from_checkpoint, *args, **kwargs)
 
     # -- saving ------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ _ALLOWED_TYPES = (
     DistributedType.MULTI_GPU,
     DistributedType.FSDP,
 )
+_TRL_IN_PIPELINE = ("SFT", "DPO", "KTO")
+"""Trainers of TRL whose losses need nothing but log-probabilities of labels."""
 _ALLOWED_WORDS = "one process, DDP, or FSDP2"
 COMPILED_PARTS = (
     "compile what holds no attention: for layer in model.model.layers: layer.mlp.compile()"
@@ -116,8 +118,18 @@ def refuse_for_pipeline_arguments(args: TrainingArguments, pp_size: int) -> None
     """Refuse what the Trainer cannot do over the ranks of a pipeline.
 
     Raises:
-        ConfigError: Batch sizes are to be searched, or tokens counted by gathering over all ranks.
+        ConfigError: Batch sizes are to be searched, tokens counted by gathering over all ranks, or
+            TRL is to generate or to read logits.
     """
+    trl = [kind.__name__ for kind in type(args).__mro__ if kind.__module__.startswith("trl.")]
+    if trl and not any(f"{name}Config" in trl for name in _TRL_IN_PIPELINE):
+        trainer = trl[0].removesuffix("Config") + "Trainer"
+        raise ConfigError(
+            f"TRL's {trainer} generates text or reads logits of whole sequences while it trains, "
+            f"which a pipeline (pp_size={pp_size}) cannot do. Allowed with pp_size > 1: "
+            f"{', '.join(f'{name}Trainer' for name in _TRL_IN_PIPELINE)}. Remedy: {trainer} with "
+            "pp_size=1."
+        )
     if args.auto_find_batch_size:
         raise ConfigError(
             f"auto_find_batch_size=True with pp_size={pp_size}: one rank that runs out of memory "

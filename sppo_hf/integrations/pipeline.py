@@ -128,16 +128,27 @@ def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Mo
             optimizer.state.pop(parameter, None)
 
 
-def engine_of(models: Iterable[nn.Module]) -> PipelineEngine | None:
-    """The pipeline engine among the prepared models, if there is one."""
+def engine_of(
+    models: Iterable[nn.Module], parameters: Iterable[Tensor] | None = None
+) -> PipelineEngine | None:
+    """The pipeline engine among the prepared models, if there is one.
+
+    Args:
+        models: What an Accelerator has prepared; a frozen reference model may be among them.
+        parameters: Picks the model that they belong to; the last one where they belong to none.
+    """
+    wanted = None if parameters is None else {id(p) for p in parameters}
+    found = None
     for model in models:
         try:
             engine = get_engine(model)
         except UnsupportedModelError:  # a loss, a value head: anything may be prepared
             continue
         if isinstance(engine, PipelineEngine):
-            return engine
-    return None
+            found = engine
+            if wanted is None or any(id(p) in wanted for p in model.parameters()):
+                break
+    return found
 
 
 @torch.no_grad()

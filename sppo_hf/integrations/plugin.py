@@ -21,7 +21,11 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback
-from sppo_hf.integrations.checkpoints import TrainerCheckpoints, calling_trainer
+from sppo_hf.integrations.checkpoints import (
+    TrainerCheckpoints,
+    calling_trainer,
+    tell_sharing_ranks,
+)
 from sppo_hf.integrations.evaluation import TrainerEvaluation
 from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
 from sppo_hf.integrations.observers import ObserverHub
@@ -267,6 +271,7 @@ class SPPOPlugin(ParallelismConfig):
         if trainer is None:
             return
         TrainerCheckpoints(trainer).install()
+        tell_sharing_ranks(trainer, self.config.pp_size)
         evaluation = TrainerEvaluation(trainer)
         evaluation.install()
         if callback is not None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.guard import PROVED
 from sppo_hf.model.layout import BatchLayout, read_layout
 from sppo_hf.model.structure import ModelParts
 
@@ -55,6 +56,8 @@ class ForwardCall:
     """Tokens that `logits_to_keep` names, `[B, K]`; None for all."""
     uses_cache: bool
     return_dict: bool
+    left_padding: bool
+    """Whether rows may begin with padding; see `read_layout`."""
 
     @property
     def has_labels(self) -> bool:
@@ -100,7 +103,7 @@ class ForwardCall:
                 their logits were asked for.
 
         Raises:
-            ConfigError: For left padding, holes, wrong shapes.
+            ConfigError: For holes, wrong shapes, left padding that cannot be exact.
         """
         return read_layout(
             batch_rows=self.batch_rows,
@@ -110,6 +113,7 @@ class ForwardCall:
             cu_seq_lens=self.cu_seq_lens,
             shift_labels_BT=None if all_positions else self.shift_labels,
             ignore_index=self.ignore_index,
+            left_padding=self.left_padding,
         )
 
     def divisor(self, count: Tensor) -> Tensor:
@@ -206,6 +210,7 @@ def read_call(
         return_dict=bool(
             parts.causal_lm.config.return_dict if return_dict is None else return_dict
         ),
+        left_padding=parts.text_config.model_type in PROVED,
     )
     for name, value in given.items():
         if value is None or name in ("input_ids", "inputs_embeds"):

@@ -79,8 +79,9 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
     """Run `model`, forward and backward, under `Float64Everywhere`.
 
     Autograd empties the stack of function modes before it calls Python, so a layer that is run
-    again in backward would compute in float32 where it computed in float64 before. Each decoder
-    layer's and norm's `forward` is therefore wrapped, for the duration, to enter it by itself.
+    again in backward would compute in float32 where it computed in float64 before. The `forward` of
+    each decoder layer, norm and rotary table (a pipeline may run all of them there) is therefore
+    wrapped, for the duration, to enter it by itself.
     """
     layers = [layer for layer in model.modules() if _may_run_again(layer)]
     before = [layer.__dict__.get("forward") for layer in layers]
@@ -98,8 +99,8 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
 
 
 def _may_run_again(module: nn.Module) -> bool:
-    is_norm = "norm" in type(module).__name__.lower()
-    return is_norm or isinstance(module, GradientCheckpointingLayer)
+    name = type(module).__name__.lower()
+    return "norm" in name or "rotary" in name or isinstance(module, GradientCheckpointingLayer)
 
 
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,9 +4,14 @@ One read of a few integers from the device before the first chunk (the only one 
 device is idle then, because the batch has just been copied to it). From it follow which keys each
 query sees, which chunks hold no label and which hold nothing but padding.
 
-Follows the unmodified model: right padding by `attention_mask`; packing by `position_ids` that do
-not continue (only without an attention mask, as in Transformers) or by `cu_seq_lens_q`. Refuses
-left padding, holes and masks of more than two dimensions.
+Follows the unmodified model: padding by `attention_mask`; packing by `position_ids` that do not
+continue (only without an attention mask, as in Transformers) or by `cu_seq_lens_q`. Refuses holes,
+masks of more than two dimensions, and left padding that has labels.
+
+[Note: left padding]
+Padding on the left is a document of its own, in front of the row's: real tokens do not see it, and
+what its queries see is of no consequence as long as nothing is predicted there. The unmodified
+model counts positions from the first column, padding included, and so do we.
 """
 
 from __future__ import annotations
@@ -50,6 +55,7 @@ def read_layout(
     cu_seq_lens: Tensor | None,
     shift_labels_BT: Tensor | None,
     ignore_index: int,
+    left_padding: bool = False,
 ) -> BatchLayout:
     """Read the layout of a batch.
 
@@ -61,9 +67,11 @@ def read_layout(
         cu_seq_lens: Cumulative document lengths of a batch of one packed row, or None.
         shift_labels_BT: Labels aligned with the positions that predict them, or None.
         ignore_index: The label that does not count.
+        left_padding: Whether the model is known to count positions from the first column, whatever
+            the mask says, so that rows may begin with padding.
 
     Raises:
-        ConfigError: For left padding, holes, wrong shapes.
+        ConfigError: For holes, wrong shapes, left padding that cannot be exact.
     """
     labelled_T = None if shift_labels_BT is None else (shift_labels_BT != ignore_index).any(0)
     labelled = None if labelled_T is None else tuple(labelled_T.tolist())
@@ -71,54 +79,88 @@ def read_layout(
         rows = _packed_by_lengths(cu_seq_lens, batch_rows, total_tokens)
         return BatchLayout(batch_rows, total_tokens, rows, total_tokens, labelled)
     if attention_mask is not None:
-        lengths = _padded_lengths(attention_mask, batch_rows, total_tokens)
-        _warn_if_packing_is_ignored(position_ids)
-        return _padded(lengths, total_tokens, labelled, shift_labels_BT, ignore_index)
+        spans = _real_spans(attention_mask, batch_rows, total_tokens)
+        if any(start for start, _ in spans):
+            _refuse_left_padding(spans, shift_labels_BT, ignore_index, known=left_padding)
+        _warn_if_packing_is_ignored(position_ids, attention_mask)
+        return _padded(spans, total_tokens, labelled, shift_labels_BT, ignore_index)
     rows = None if position_ids is None else _packed_by_positions(position_ids, batch_rows)
     return BatchLayout(batch_rows, total_tokens, rows, total_tokens, labelled)
 
 
 def _padded(
-    lengths: list[int],
+    spans: list[tuple[int, int]],
     total_tokens: int,
     labelled: tuple[bool, ...] | None,
     shift_labels_BT: Tensor | None,
     ignore_index: int,
 ) -> BatchLayout:
-    rows = tuple(RowSpans(((0, total_tokens),), length) for length in lengths)
-    if all(length == total_tokens for length in lengths):
-        return BatchLayout(len(lengths), total_tokens, None, total_tokens, labelled)
+    rows = tuple(
+        RowSpans(_spans([0, start] if start else [0], total_tokens), end) for start, end in spans
+    )
+    if all(span == (0, total_tokens) for span in spans):
+        return BatchLayout(len(spans), total_tokens, None, total_tokens, labelled)
     if shift_labels_BT is None or labelled is None:
-        return BatchLayout(len(lengths), total_tokens, rows, total_tokens, labelled)
+        return BatchLayout(len(spans), total_tokens, rows, total_tokens, labelled)
     at = torch.arange(total_tokens, device=shift_labels_BT.device)
-    length_B1 = torch.tensor(lengths, device=shift_labels_BT.device)[:, None]
-    pads_count = bool(((shift_labels_BT != ignore_index) & (at >= length_B1)).any())
+    end_B1 = torch.tensor([end for _, end in spans], device=shift_labels_BT.device)[:, None]
+    pads_count = bool(((shift_labels_BT != ignore_index) & (at >= end_B1)).any())
     if pads_count or not any(labelled):
-        return BatchLayout(len(lengths), total_tokens, rows, total_tokens, labelled)
-    # No real query sees a padded key (they come later), and padded queries reach no label: plain
-    # causal attention gives every number that counts, and a tail of padding need not run at all.
-    return BatchLayout(len(lengths), total_tokens, None, max(lengths), labelled)
+        return BatchLayout(len(spans), total_tokens, rows, total_tokens, labelled)
+    # No real query sees a key of the padding behind it (they come later), and its queries reach no
+    # label: without padding in front, plain causal attention gives every number that counts. A tail
+    # of padding need not run at all.
+    in_front = any(start for start, _ in spans)
+    used = max(end for _, end in spans)
+    return BatchLayout(len(spans), total_tokens, rows if in_front else None, used, labelled)
 
 
-def _padded_lengths(mask: Tensor, batch_rows: int, total_tokens: int) -> list[int]:
+def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[int, int]]:
+    """Half-open run of each row's real tokens; `(0, 0)` for a row of padding alone."""
     if mask.ndim != 2 or tuple(mask.shape) != (batch_rows, total_tokens):
         raise ConfigError(
             f"attention_mask has shape {tuple(mask.shape)}; chunked sequences take a padding mask "
-            f"of shape ({batch_rows}, {total_tokens}): 1 for real tokens, 0 for right padding."
+            f"of shape ({batch_rows}, {total_tokens}): 1 for real tokens, 0 for padding."
         )
     real_BT = mask != 0
-    lengths_B = real_BT.sum(1)
     at = torch.arange(total_tokens, device=mask.device)
-    right_B = (real_BT == (at < lengths_B[:, None])).all(1)
-    *lengths, all_right = torch.cat([lengths_B, right_B.all()[None].to(lengths_B.dtype)]).tolist()
-    if not all_right:
-        row = int((~right_B).nonzero()[0, 0])
-        kind = "left padding" if not bool(real_BT[row, 0]) else "a hole"
+    start_B = real_BT.int().argmax(1)
+    end_B = start_B + real_BT.sum(1)
+    whole_B = (real_BT == ((at >= start_B[:, None]) & (at < end_B[:, None]))).all(1)
+    starts, ends, whole = torch.stack([start_B, end_B, whole_B.to(end_B.dtype)]).tolist()
+    if not all(whole):
         raise ConfigError(
-            f"attention_mask has {kind} in row {row}. Chunked sequences take right padding only: "
-            "set tokenizer.padding_side = 'right', or drop the padding."
+            f"attention_mask has a hole in row {whole.index(0)}. Chunked sequences take rows whose "
+            "real tokens follow each other: drop the padding in between."
         )
-    return lengths
+    return list(zip(starts, ends, strict=True))
+
+
+def _refuse_left_padding(
+    spans: list[tuple[int, int]], shift_labels_BT: Tensor | None, ignore_index: int, *, known: bool
+) -> None:
+    """Refuse padding in front of real tokens where what the unmodified model does is not known."""
+    row = next(index for index, (start, _) in enumerate(spans) if start)
+    reason = ""
+    if shift_labels_BT is None:
+        reason = "without labels it cannot be told that nothing is read there"
+    elif not known:
+        reason = "it is exact for the families of the README's table only"
+    else:
+        at = torch.arange(shift_labels_BT.shape[1], device=shift_labels_BT.device)
+        start_B1 = torch.tensor([start for start, _ in spans], device=at.device)[:, None]
+        counts_B = ((shift_labels_BT != ignore_index) & (at < start_B1)).any(1)
+        if bool(counts_B.any()):
+            row = int(counts_B.nonzero()[0, 0])
+            reason = (
+                f"a label counts that padding alone would predict (the first real token's is at "
+                f"index {spans[row][0]}; give it {ignore_index})"
+            )
+    if reason:
+        raise ConfigError(
+            f"attention_mask has left padding in row {row}: {reason}. Right padding is always "
+            "fine: set tokenizer.padding_side = 'right', or drop the padding."
+        )
 
 
 def _packed_by_positions(position_ids: Tensor, batch_rows: int) -> tuple[RowSpans, ...] | None:
@@ -150,8 +192,12 @@ def _spans(starts: list[int], total: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(starts, [*starts[1:], total], strict=True))
 
 
-def _warn_if_packing_is_ignored(position_ids: Tensor | None) -> None:
-    if position_ids is not None and bool((torch.diff(position_ids, dim=-1) < 0).any()):
+def _warn_if_packing_is_ignored(position_ids: Tensor | None, mask: Tensor) -> None:
+    if position_ids is None:
+        return
+    real_BT = mask != 0  # what positions padding has does not matter
+    both_real = real_BT[:, 1:] & real_BT[:, :-1]
+    if bool(((torch.diff(position_ids, dim=-1) < 0) & both_real).any()):
         warnings.warn(
             "position_ids restart, but an attention_mask is given: Transformers then lets packed "
             "documents see each other, and so does the chunked model. Leave attention_mask out to "

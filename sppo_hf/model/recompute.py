@@ -104,7 +104,7 @@ class RecomputedFrame:
         self._hidden = self._hold("inputs", hidden.detach())
         rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
-        self._context = _Context(hidden.device)
+        self._context = RunContext(hidden.device)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         if self._mode.saved == "products":
@@ -258,10 +258,11 @@ class RecomputedFrame:
         self._rest = ((), {})
 
 
-class _Context:
-    """Random state and autocast settings of the first forward."""
+class RunContext:
+    """Random state and autocast settings of a first forward, for a second one."""
 
     def __init__(self, device: torch.device) -> None:
+        """Note what holds now, on the CPU and on `device`."""
         self._device = device
         self._rng_cpu = torch.get_rng_state()
         self._rng_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -273,6 +274,7 @@ class _Context:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
+        """Let what was noted hold once more; afterwards all is as it was before."""
         with contextlib.ExitStack() as stack:
             devices = [self._device] if self._rng_cuda is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))

@@ -21,7 +21,6 @@ from sppo_hf.errors import SPPOError
 from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
-from sppo_hf.model.loss import ChunkedLoss
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.split_backward import DeferWeights, WeightGradients
 from sppo_hf.model.stages import StagedModel
@@ -32,6 +31,10 @@ from sppo_hf.planning.partition import Bounds
 
 MakeSequence = Callable[..., Sequence]
 """Makes the sequence of (stage) for one micro-batch; takes Sequence's keywords that vary."""
+
+AddLoss = Callable[[Tensor, slice, slice], Tensor]
+"""Takes a chunk's hidden states `[B, C, D]`, which rows of the batch they are and which tokens;
+returns what backward starts from, shape `[]`."""
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class StageUnits:
         make_sequence: MakeSequence,
         enter: Callable[[Sequence | None], None],
         head: ModelHead,
-        loss: ChunkedLoss | None,
+        add_loss: AddLoss | None,
         labelled: frozenset[int],
         split: bool = False,
     ) -> None:
@@ -77,7 +80,7 @@ class StageUnits:
             make_sequence: Makes the state of one micro-batch on one stage.
             enter: Told which sequence the model's hooks belong to while layers run.
             head: Is told the class of the base model's outputs.
-            loss: Sums up the loss; None where the last stage is not here.
+            add_loss: Ends the forward of a chunk; None where the last stage is not here.
             labelled: Chunks whose loss is computed.
             split: Whether backward comes in two halves.
         """
@@ -89,7 +92,7 @@ class StageUnits:
         self._make_sequence = make_sequence
         self._enter = enter
         self._head = head
-        self._loss = loss
+        self._add_loss = add_loss
         self._labelled = labelled
         self._split = split
         self._running: dict[tuple[int, int], _MicroBatch] = {}
@@ -129,7 +132,7 @@ class StageUnits:
         if stage < self._staged.cut.num_stages - 1:
             given = hidden.detach()
         else:
-            unit.loss = self._add_loss(micro_batch, chunk, hidden)
+            unit.loss = self._end_chunk(micro_batch, chunk, hidden)
         if torch.is_grad_enabled():
             running.units[chunk] = unit
         if chunk == len(self._bounds) - 1:
@@ -216,14 +219,12 @@ class StageUnits:
         """Take note of what the last layer of the running stage returned."""
         self._given = hidden
 
-    def _add_loss(self, micro_batch: int, chunk: int, hidden_BCD: Tensor) -> Tensor | None:
-        if self._loss is None or chunk not in self._labelled:
+    def _end_chunk(self, micro_batch: int, chunk: int, hidden_BCD: Tensor) -> Tensor | None:
+        if self._add_loss is None or chunk not in self._labelled:
             return None
-        (row, row_end), (start, end) = self._rows[micro_batch], self._bounds[chunk]
-        labels = self._call.shift_labels
-        assert labels is not None, "a pipeline runs with labels"
-        last = chunk == max(self._labelled)
-        loss = self._loss.add(hidden_BCD, labels[row:row_end, start:end], last=last)
+        loss = self._add_loss(
+            hidden_BCD, slice(*self._rows[micro_batch]), slice(*self._bounds[chunk])
+        )
         self.losses.append(loss.detach())
         return loss
 
@@ -266,7 +267,7 @@ class StageUnits:
             return  # nothing up to here is trained
         # Forward may run under autocast; a backward never does.
         with torch.autocast(unit.device.type, enabled=False):
-            if unit.loss is not None:
+            if unit.loss is not None and unit.loss.requires_grad:
                 unit.loss.backward(scale.to(unit.loss))
             else:
                 # Without labels of its own, later chunks still left gradients for its keys.

@@ -467,6 +467,7 @@ def make_batch(
     tokens: int = 23,
     vocab_size: int = VOCAB_SIZE,
     padding: Sequence[int] = (),
+    left_padding: Sequence[int] = (),
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """A random batch of `[rows, tokens]`: ids and labels, a tenth of the labels masked.
@@ -477,17 +478,22 @@ def make_batch(
         vocab_size: ids are drawn below it.
         padding: tokens at the end of each row that are padding; if given, the batch has an
             `attention_mask`, and padding has no labels.
+        left_padding: the same at the beginning of each row; the first real token, which padding
+            would predict, has no label either.
         seed: of ids and masks; the global random state is left as it was.
     """
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, vocab_size, (rows, tokens), generator=generator)
     hidden = torch.rand((rows, tokens), generator=generator) < 0.1
     batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(hidden, -100)}
-    if padding:
-        used = torch.tensor([tokens - count for count in padding])
-        mask = torch.arange(tokens)[None, :] < used[:, None]
+    if padding or left_padding:
+        at = torch.arange(tokens)[None, :]
+        end = tokens - torch.tensor(padding or [0] * rows)[:, None]
+        start = torch.tensor(left_padding or [0] * rows)[:, None]
+        mask = (at < end) & (at >= start)
         batch["attention_mask"] = mask.long()
-        batch["labels"] = batch["labels"].masked_fill(~mask, -100)
+        predicted = mask & ((at > start) | (start == 0))
+        batch["labels"] = batch["labels"].masked_fill(~predicted, -100)
     return batch
 
 

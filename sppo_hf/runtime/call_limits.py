@@ -32,7 +32,8 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
             "checkpoint without SPPO; in the Trainer set prediction_loss_only=True, and leave "
             "label_smoothing_factor and compute_loss_func out."
         )
-    if call.head_arguments or parts.causal_lm.loss_function is not ForCausalLMLoss:
+    standard = parts.causal_lm.loss_function is ForCausalLMLoss
+    if not call.head_arguments and not standard:
         raise UnsupportedModelError(
             f"{name} computes its loss outside the standard one for causal language models, "
             "which a pipeline cannot take apart. Train it with pp_size=1."

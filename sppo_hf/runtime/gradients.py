@@ -121,7 +121,7 @@ class StepGradients:
                     parameter.grad = reduced[id(parameter)]
             else:
                 reduced = {}
-                _average_after_backward(averaged, replicas)
+                average_after_backward(averaged, replicas)
         own = [grad for grad in self._own if grad is not None]
         self._parameters, self._own, self._earlier, self._reduced = [], [], [], {}
         return [
@@ -213,7 +213,7 @@ class PipelineLoss(torch.autograd.Function):
         return None, None, None, *hand_out(grad.item())
 
 
-def _average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -> None:
+def average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -> None:
     """When the backward that runs now has ended, average `.grad` of `parameters` over replicas."""
 
     @torch.no_grad()

@@ -3,7 +3,8 @@
 It stands where `Engine` stands for one device. A call with labels runs forwards and backwards of
 all units of the batch over the ranks of the pipeline, and returns the loss on every rank;
 `loss.backward()` then hands out the gradients (see `gradients`). Rows of the batch are the
-micro-batches.
+micro-batches. A call that asks for numbers per token instead, for a loss of the caller's, is the
+business of `token_outputs`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import PipelineError, UnsupportedModelError
@@ -29,7 +30,7 @@ from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.parameter_hooks import hooks_set_aside
 from sppo_hf.model.sequence import Sequence
-from sppo_hf.model.stage_units import StageUnits, first_layer_hook, last_layer_hook
+from sppo_hf.model.stage_units import AddLoss, StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.planning.partition import Bounds
@@ -46,15 +47,18 @@ from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.runtime.stage_plans import BatchPlans, StagePlans
 from sppo_hf.runtime.step_watch import StepWatch
+from sppo_hf.runtime.token_outputs import TokenCall
 from sppo_hf.runtime.transport import Transport
 from sppo_hf.runtime.watchdog import Watchdog, is_broken_connection
 from sppo_hf.schedule.generate import Size
 
 # B batch rows, C tokens of a chunk, D model width.
 
+ValueT = TypeVar("ValueT")
+
 
 @dataclass(slots=True)
-class _Prepared:
+class Prepared:
     """What one call will run."""
 
     rows: list[tuple[int, int]]
@@ -66,6 +70,14 @@ class _Prepared:
     reduces: bool
     """Whether gradients are reduced over replicas."""
     watch: StepWatch = field(init=False)
+
+
+class _RefusedByAll(Exception):
+    """Every rank refuses a step, of which nothing has been sent."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        """What to tell the caller."""
 
 
 class PipelineEngine(Engine):
@@ -103,10 +115,14 @@ class PipelineEngine(Engine):
         """What this rank did in the last step, and when."""
         self.loss_scaler: Any = None
         """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
-        self._replicas = Replicas(mesh.replicas, mesh.replicas_control)
+        self.replicas = Replicas(mesh.replicas, mesh.replicas_control)
         self._stage_plans = StagePlans(self)
+        self.uniform = True
+        """Whether the last loss of a caller's own weighed all tokens alike; see `token_outputs`."""
         self._scale = 1.0
         self._calls = 0
+        self._activity = ""
+        """The part of a step that runs, numbered: "in forward pass 3"."""
         self._size_checked = False
         self._units: StageUnits | None = None
         self._hook_ends()
@@ -145,7 +161,8 @@ class PipelineEngine(Engine):
             check_trainable(self.parts)
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
-        output = self._run_guarded(call, layout)
+        kind = "forward" if torch.is_grad_enabled() else "evaluation"
+        output = self.guarded(kind, lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineEngine:
@@ -156,18 +173,28 @@ class PipelineEngine(Engine):
         """
         raise UnsupportedModelError(
             f"{self.parts.name} is cut into stages, so a copy of it (as a reference model, or for "
-            "averaged weights) would be a copy of one part that nothing runs. Allowed with "
-            "pp_size > 1: one model. Remedy: train with pp_size=1, or without the copy."
+            "averaged weights) would be a copy of one part that nothing runs. Remedy: load a "
+            "reference model a second time; for averaged weights, train with pp_size=1."
         )
 
-    def _run_guarded(self, call: ForwardCall, layout: BatchLayout) -> CausalLMOutputWithPast:
+    def guarded(self, kind: str, run: Callable[[], ValueT]) -> ValueT:
+        """Run a part of a step; other ranks hear where this one is, and errors name what failed.
+
+        Args:
+            kind: Of the part: "forward", "evaluation" or "backward".
+            run: The part. What it refuses on all ranks alike (see `_prepare`) is nobody's failure.
+
+        Raises:
+            PipelineError: This rank failed.
+            RankLostError: Another one did.
+        """
         self._calls += 1
-        kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        name = f"in {kind} pass {self._calls}"
-        with self.watchdog.explaining(name):
-            prepared = self._prepare(call, layout, name)
+        self._activity = f"in {kind} pass {self._calls}"
+        with self.watchdog.explaining(self._activity):
             try:
-                output = self._run(call, layout, prepared)
+                output = run()
+            except _RefusedByAll as refusal:
+                raise refusal.error from refusal.error.__cause__
             except BaseException as error:
                 if is_broken_connection(error):
                     raise
@@ -179,7 +206,65 @@ class PipelineEngine(Engine):
         self.watchdog.doing(f"after {kind} pass {self._calls}")
         return output
 
-    def _prepare(self, call: ForwardCall, layout: BatchLayout, name: str) -> _Prepared:
+    def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
+        if call.head_arguments:
+            return TokenCall(self, call, layout).forward()
+        gradients, units = self.run_schedule(
+            call,
+            layout,
+            lambda prepared: self._label_loss(call, layout, prepared),
+            scale=self._gradient_of_sum(call),
+            reduces=torch.is_grad_enabled() and self.reduces_replicas(),
+        )
+        return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
+
+    def run_schedule(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        make_loss: Callable[[Prepared], AddLoss],
+        *,
+        scale: Tensor,
+        reduces: bool = False,
+        records: bool = True,
+    ) -> tuple[StepGradients | None, StageUnits]:
+        """Run forwards of all units of a batch and, where gradients are enabled, backwards.
+
+        Args:
+            call: The batch.
+            layout: Its layout.
+            make_loss: Ends the forward of the last stage's chunks; called where that stage is.
+            scale: The gradient of what that returns, `[]`.
+            reduces: Whether gradients are averaged over replicas on the way.
+            records: Whether observers are told what it cost.
+
+        Returns:
+            The gradients, held back (None without), and the units that ran.
+        """
+        training = torch.is_grad_enabled()
+        prepared = self._prepare(call, layout, training=training, reduces=reduces)
+        add_loss = make_loss(prepared) if self.staged.cut.has_last else None
+        units = self._make_units(call, layout, prepared, add_loss)
+        parameters = list(self.parts.causal_lm.parameters())
+        gradients = StepGradients(parameters) if training else None
+        try:
+            with hooks_set_aside(parameters):
+                self._execute(prepared, units, gradients, scale)
+            if gradients is not None:
+                self._finish_gradients(gradients, reduces)
+        except BaseException:
+            if gradients is not None:
+                gradients.abandon()
+            raise
+        finally:
+            self._units = None
+        if records:
+            prepared.watch.done(self.executed, training=training)
+        return gradients, units
+
+    def _prepare(
+        self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
+    ) -> Prepared:
         """See that all ranks are about to run the same step, and that each of them can.
 
         [Note: refused by all]
@@ -187,40 +272,40 @@ class PipelineEngine(Engine):
         could not run it. So a script may catch the error and go on with another batch.
 
         Raises:
-            Exception: What this rank refuses.
-            PipelineError: Another rank refuses, or they do not agree.
+            _RefusedByAll: With what this rank refuses, or that another rank does, or that they do
+                not agree.
         """
-        began, training = time.perf_counter(), torch.is_grad_enabled()
-        reduces = training and self.mesh.dp_size > 1 and self.reduces()
+        began = time.perf_counter()
         refusal: Exception | None = None
         prepared = None
         try:
             self._agree(call, layout)
             prepared = self._plan(call, layout, training=training, reduces=reduces)
-            prepared.watch = StepWatch(self, call, prepared.step, began=began, name=name)
+            prepared.watch = StepWatch(self, call, prepared.step, began=began, name=self._activity)
         except Exception as error:
             if is_broken_connection(error):
                 raise
             refusal = error  # raised below, when the others have heard of it
         said = refused(self.mesh, refusal, with_replicas=reduces)
         if refusal is not None:
-            raise refusal
+            raise _RefusedByAll(refusal)
         if said:
-            raise PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
+            raise _RefusedByAll(
+                PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
+            )
         assert prepared is not None, "nothing was refused, so all was planned"
         return prepared
 
     def _plan(
         self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
-    ) -> _Prepared:
+    ) -> Prepared:
         if reduces:
             refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         rows = _micro_batches(call.batch_rows, self.config)
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
-        used = max(1, layout.used_tokens)
-        bounds = tuple(b for b in plans.bounds if b[0] < used)
+        bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         step = step_schedule(
             self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
         )
@@ -229,30 +314,7 @@ class PipelineEngine(Engine):
             # run, with more idle time.
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
             self._size_checked = True
-        return _Prepared(rows, plans, bounds, step, reduces)
-
-    def _run(  # type: ignore[override]
-        self, call: ForwardCall, layout: BatchLayout, prepared: _Prepared
-    ) -> CausalLMOutputWithPast:
-        training = torch.is_grad_enabled()
-        units = self._make_units(
-            call, layout, prepared.bounds, prepared.rows, prepared.plans, prepared.step
-        )
-        parameters = list(self.parts.causal_lm.parameters())
-        gradients = StepGradients(parameters) if training else None
-        try:
-            with hooks_set_aside(parameters):
-                self._execute(call, prepared, units, gradients)
-            if gradients is not None:
-                self._finish_gradients(gradients, prepared.reduces)
-        except BaseException:
-            if gradients is not None:
-                gradients.abandon()
-            raise
-        finally:
-            self._units = None
-        prepared.watch.done(self.executed, training=training)
-        return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
+        return Prepared(rows, plans, bounds, step, reduces)
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -274,17 +336,15 @@ class PipelineEngine(Engine):
         self,
         call: ForwardCall,
         layout: BatchLayout,
-        bounds: Bounds,
-        rows: list[tuple[int, int]],
-        plans: BatchPlans,
-        step: StepSchedule,
+        prepared: Prepared,
+        add_loss: AddLoss | None,
     ) -> StageUnits:
         cut = self.staged.cut
 
         def make_sequence(stage: int, **varying: Any) -> Sequence:
             return Sequence(
                 self.parts,
-                plans.by_stage[stage],
+                prepared.plans.by_stage[stage],
                 choose_backend=self.plans.choose_backend,
                 counters=self.counters,
                 offload=self.offload,
@@ -293,41 +353,51 @@ class PipelineEngine(Engine):
                 **varying,
             )
 
-        loss = None
-        if cut.has_last:
-            loss = ChunkedLoss(
-                self.head.logits,
-                self.parts.head_parameters(),
-                tile_tokens=plans.by_stage[cut.num_stages - 1].tile_tokens,
-                ignore_index=call.ignore_index,
-                fused=fused_tile(self.parts, self.head, call.device),
-                head_in_backward=self.parts.head_is_hooked(),
-            )
         units = StageUnits(
             self.staged,
             call,
             layout,
-            bounds=bounds,
-            rows=rows,
+            bounds=prepared.bounds,
+            rows=prepared.rows,
             make_sequence=make_sequence,
             enter=self._enter,
             head=self.head,
-            loss=loss,
-            labelled=frozenset(labelled_chunks(layout, bounds)),
-            split=step.splits,
+            add_loss=add_loss,
+            labelled=frozenset(labelled_chunks(layout, prepared.bounds)),
+            split=prepared.step.splits,
         )
         self._units = units
         return units
+
+    def _label_loss(self, call: ForwardCall, layout: BatchLayout, prepared: Prepared) -> AddLoss:
+        """Sums up the model's own loss, for the rank that has the last stage."""
+        bounds, last_stage = prepared.bounds, self.staged.cut.num_stages - 1
+        last_start = bounds[max(labelled_chunks(layout, bounds))][0]
+        loss = ChunkedLoss(
+            self.head.logits,
+            self.parts.head_parameters(),
+            tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
+            ignore_index=call.ignore_index,
+            fused=fused_tile(self.parts, self.head, call.device),
+            head_in_backward=self.parts.head_is_hooked(),
+        )
+
+        def add(hidden_BCD: Tensor, rows: slice, tokens: slice) -> Tensor:
+            assert call.shift_labels is not None, "calls without labels were refused"
+            labels_BC = call.shift_labels[rows, tokens]
+            return loss.add(hidden_BCD, labels_BC, last=tokens.start == last_start)
+
+        return add
 
     def _enter(self, sequence: Sequence | None) -> None:
         self.running = sequence
 
     def _execute(
         self,
-        call: ForwardCall,
-        prepared: _Prepared,
+        prepared: Prepared,
         units: StageUnits,
         gradients: StepGradients | None,
+        scale: Tensor,
     ) -> None:
         width = self.parts.text_config.hidden_size
         rows, bounds = prepared.rows, prepared.bounds
@@ -339,7 +409,7 @@ class PipelineEngine(Engine):
 
         def reduce(stage: int) -> None:
             assert gradients is not None, "only a training step reduces"
-            gradients.start_reducing(self._parameters_of(stage), self._replicas)
+            gradients.start_reducing(self._parameters_of(stage), self.replicas)
 
         self.executed = Executor(
             prepared.step.schedule,
@@ -348,7 +418,7 @@ class PipelineEngine(Engine):
             Transport(self.mesh),
             shapes=shape,
             dtype=prepared.plans.dtype,
-            scale=self._gradient_of_sum(call),
+            scale=scale,
             reduce=reduce,
             on_action=prepared.watch.action,
         ).run()
@@ -358,7 +428,7 @@ class PipelineEngine(Engine):
         if shared and self.mesh.ends is not None:
             gradients.add_shared(shared, self.mesh.ends)
         if shared and reduces:
-            gradients.start_reducing(shared, self._replicas)
+            gradients.start_reducing(shared, self.replicas)
         gradients.take()
 
     def shared_parameters(self) -> list[nn.Parameter]:
@@ -396,6 +466,31 @@ class PipelineEngine(Engine):
         wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
         return torch.as_tensor(self._scale * self._scaler_scale(), dtype=wide)
 
+    def expected_gradient(self) -> float:
+        """What gradient of the mean loss is expected."""
+        return float(self._expected_gradient())
+
+    def note_gradient(self, grad: float) -> None:
+        """The gradient of the mean loss was `grad`, at the scaler's scale now."""
+        self._note_gradient(grad, self._scaler_scale())
+
+    def _note_gradient(self, grad: float, scaled_by: Tensor | float) -> None:
+        # A scale of zero, or one that overflowed, is nothing to go on with.
+        if grad != 0.0 and math.isfinite(grad):
+            self._scale = grad / float(scaled_by)
+
+    def reduces_replicas(self) -> bool:
+        """Whether the gradients of this step are averaged over replicas."""
+        return self.mesh.dp_size > 1 and self.reduces()
+
+    def agreed(self, value: bool) -> bool:
+        """Whether all ranks of all replicas say so; all of them ask at the same moments."""
+        answer = torch.tensor(int(value))
+        for group in (self.mesh.control, self.mesh.replicas_control):
+            if group is not None:
+                dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+        return bool(answer.item())
+
     def _scaler_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
         if scaler is None or not scaler.is_enabled():
@@ -420,9 +515,7 @@ class PipelineEngine(Engine):
 
         def hand_out(grad: float) -> list[Tensor | None]:
             given = gradients.hand_out(grad / float(ran_with))
-            # A scale of zero, or one that overflowed, is nothing to go on with.
-            if grad != 0.0 and math.isfinite(grad):
-                self._scale = grad / float(scaled_by)
+            self._note_gradient(grad, scaled_by)
             return given
 
         anchor = torch.zeros((), device=total.device, requires_grad=True)

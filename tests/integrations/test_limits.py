@@ -6,7 +6,12 @@ import pytest
 from accelerate.utils import DistributedType, DynamoBackend
 
 from sppo_hf import ConfigError
-from sppo_hf.integrations.limits import refuse_accelerator, refuse_arguments, refuse_sizes
+from sppo_hf.integrations.limits import (
+    refuse_accelerator,
+    refuse_arguments,
+    refuse_for_pipeline_arguments,
+    refuse_sizes,
+)
 
 
 def _accelerator(
@@ -85,3 +90,18 @@ def test_sizes_of_the_environment_are_checked_too(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "x")
     with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_DP_REPLICATE_SIZE is 'x'"):
         refuse_sizes({})
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [("SFT", True), ("DPO", True), ("KTO", True), ("GRPO", False), ("RLOO", False)],
+)
+def test_trainers_of_trl_that_a_pipeline_cannot_run_are_refused_by_name(name, fits):
+    settings = {"auto_find_batch_size": False, "include_num_input_tokens_seen": "no"}
+    theirs = type(f"{name}Config", (), {"__module__": "trl.trainer", **settings})
+    args = type("MyArguments", (theirs,), {})()  # a script may add fields of its own
+    if fits:
+        refuse_for_pipeline_arguments(args, 2)
+        return
+    with pytest.raises(ConfigError, match=rf"TRL's {name}Trainer.*SFTTrainer.*pp_size=1"):
+        refuse_for_pipeline_arguments(args, 2)

@@ -7,10 +7,12 @@ import torch
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.pipeline import keep_own_parameters, once_per_pipeline
+from sppo_hf.integrations.pipeline import engine_of, keep_own_parameters, once_per_pipeline
+from sppo_hf.model.convert import get_engine
 from sppo_hf.runtime.mesh import PipelineMesh
 from tests.integrations.launch import run_job
 from tests.integrations.training import make_model
+from tests.runtime.test_pipeline_engine import make
 
 NEAR = 1e-4
 PIPELINE = {"pp_size": 2, "num_chunks": 3}
@@ -185,6 +187,16 @@ def test_foreign_parameters_leave_the_optimizer_and_groups_stay():
     left = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in left} == own
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
+
+
+def test_norms_are_of_the_model_that_is_trained_not_of_a_reference_beside_it():
+    reference, trained = make(), make()
+    models = [torch.nn.Linear(1, 1), reference, trained]
+    assert engine_of(models) is get_engine(reference)
+    assert engine_of(models, trained.parameters()) is get_engine(trained)
+    # A rank may hold nothing of what is trained, and takes part in the sum all the same.
+    assert engine_of(models, []) is get_engine(trained)
+    assert engine_of(models[:1], trained.parameters()) is None
 
 
 def test_gathered_metrics_are_taken_once_per_pipeline():

@@ -1,6 +1,8 @@
-"""TRL's SFTTrainer, unchanged but for one argument: it puts a head of its own on the model."""
+"""TRL's trainers, unchanged but for one argument: they put a head of their own on the model."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from sppo_hf import SPPOPlugin
 from sppo_hf.model.convert import get_engine, is_converted
 from sppo_hf.model.tiny import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
+from tests.integrations.launch import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own making
 
@@ -105,3 +108,136 @@ def test_the_same_run_with_and_without_the_plugin(tmp_path, packing):
     assert len(ours) == len(expected) == 3
     for mine, theirs in zip(ours, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+ONE_DEVICE = {
+    "assistant": {
+        "trainer": "sft",
+        "data": "chat",
+        "arguments": {"assistant_only_loss": True},
+    },
+    "preferences": {"trainer": "dpo", "lora": True},
+    "desirable": {"trainer": "kto"},
+    # Two prompts of two lengths in every batch: the shorter one's rows begin with padding.
+    "generated": {
+        "trainer": "grpo",
+        "arguments": {"per_device_train_batch_size": 4, "num_generations": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_trainers_on_one_device(tmp_path, name):
+    from tests.integrations.trl_ranks import train
+
+    run = ONE_DEVICE[name]
+    plain = train(run, str(tmp_path), None)["history"]
+    ours = train(run, str(tmp_path), SPPOPlugin(num_chunks=3, show_plan=False))["history"]
+    steps = [(mine, other) for mine, other in zip(ours, plain, strict=True) if "loss" in other]
+    assert len(steps) == 5
+    assert max(other["grad_norm"] for _, other in steps) > 0.01
+    for mine, other in steps:
+        assert "sppo/step_seconds" in mine
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+        assert mine["num_tokens"] == other["num_tokens"]
+
+
+PIPELINE = {"pp_size": 2, "num_chunks": 3}
+TRAINED = {
+    "completions": {
+        "trainer": "sft",
+        "data": "completion",
+        "eval": True,
+        "arguments": {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 10},
+    },
+    "assistant": {
+        "trainer": "sft",
+        "data": "chat",
+        "arguments": {"assistant_only_loss": True, "gradient_accumulation_steps": 2},
+    },
+    "packed, dft": {
+        "trainer": "sft",
+        "arguments": {"packing": True, "max_length": 40, "loss_type": "dft"},
+    },
+    "preferences": {"trainer": "dpo", "model": {"tie_word_embeddings": True}},
+    "preferences, LoRA": {"trainer": "dpo", "lora": True},
+    "desirable": {
+        "trainer": "kto",
+        "model": {"num_hidden_layers": 4},
+        "settings": {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2},
+    },
+}
+OTHERS = [
+    {"trainer": "calls"},
+    {
+        "trainer": "calls",
+        "model": {"num_hidden_layers": 4},
+        "settings": {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2},
+    },
+    {"trainer": "grpo"},
+]
+
+
+@pytest.fixture(scope="module")
+def in_pipeline(tmp_path_factory) -> list[dict]:
+    """What two ranks made of all runs, in one launch."""
+    folder = tmp_path_factory.mktemp("trl")
+    runs = [
+        {**run, "settings": {**PIPELINE, **run.get("settings", {})}}
+        for run in (*TRAINED.values(), *OTHERS)
+    ]
+    out = folder / "result.json"
+    job = {"runs": runs, "folder": str(folder), "out": str(out)}
+    script = Path(__file__).with_name("trl_ranks.py")
+    run_ranks([str(script), json.dumps(job)], 2, folder, timeout_seconds=180)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(200)  # the first of them waits for the launch
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_pipeline_trains_as_one_process_does(in_pipeline, tmp_path, name):
+    from tests.integrations.trl_ranks import train
+
+    plain = train({**TRAINED[name]}, str(tmp_path), None)
+    ours = in_pipeline[list(TRAINED).index(name)]
+    assert len(ours["history"]) == len(plain["history"]) >= 6
+    compared = 0
+    for mine, theirs in zip(ours["history"], plain["history"], strict=True):
+        assert mine.keys() >= {key for key in theirs if not key.startswith("eval_runtime")}
+        for key, expected in theirs.items():
+            # Rewards are differences of sums of log-probabilities, which are about 100.
+            near = {"grad_norm": 2e-5, "rewards": 1e-3, "kl": 1e-4, "logits": 1e-3}
+            if not key.endswith(("runtime", "per_second")):
+                rel = near.get(key.partition("/")[0], 1e-5)
+                assert mine[key] == pytest.approx(expected, rel=rel, abs=1e-6), key
+                compared += key in ("loss", "grad_norm", "entropy", "num_tokens", "eval_loss")
+    assert compared >= 4 * 5
+    assert 0 < len(ours["weights"]) < len(plain["weights"])
+    for key, norm in ours["weights"].items():
+        assert norm == pytest.approx(plain["weights"][key], rel=1e-5), key
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(200)
+def test_losses_of_the_callers_own_in_one_pass_and_in_two(in_pipeline):
+    for found in in_pipeline[len(TRAINED) : len(TRAINED) + 2]:
+        # The same sums, in whatever order gradients become known, and the same dropout.
+        assert found.pop("mean") == 0.0
+        assert found.pop("weighed") == 0.0
+        assert found.pop("no label") == 0.0
+        assert found.keys() == {"plain mean", "plain twice"}
+        assert max(found.values()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(200)
+def test_a_trainer_that_cannot_run_in_a_pipeline_is_named_before_it_trains(in_pipeline):
+    said = in_pipeline[-1]["refused"]
+    assert said.startswith("ConfigError: TRL's GRPOTrainer")
+    assert "SFTTrainer, DPOTrainer, KTOTrainer" in said
+    assert "Remedy: GRPOTrainer with pp_size=1" in said

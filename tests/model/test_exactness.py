@@ -135,7 +135,7 @@ def _case(family: str, scenario: str) -> Case:
     if scenario == "lora":
         model = add_lora(build_tiny_model(family))
     elif scenario == "padding":
-        batch = make_batch(rows=3, tokens=TOKENS, padding=(0, 9, 22))
+        batch = make_batch(rows=4, tokens=TOKENS, padding=(0, 9, 22, 3), left_padding=(6, 0, 0, 11))
     elif scenario == "accumulation":
         batch, accumulation = make_batch(rows=3, tokens=TOKENS, padding=(4, 0, 11)), 2
     reference = run_reference(model, batch, accumulation=accumulation)

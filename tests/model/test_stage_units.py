@@ -86,7 +86,8 @@ class Stage:
         rows = [(row, row + 1) for row in range(call.batch_rows)]
         plans = engine._stage_plans.get(1, TOKENS, call.device, micro_batches=len(rows))
         step: Any = SimpleNamespace(splits=split)
-        return engine._make_units(call, layout, plans.bounds, rows, plans, step)
+        add_loss = engine._label_loss(call, layout, plans) if self.staged.cut.has_last else None
+        return engine._make_units(call, layout, plans.bounds, rows, plans, step, add_loss)
 
     @property
     def grads(self) -> dict[str, Tensor | None]:

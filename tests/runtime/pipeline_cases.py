@@ -5,7 +5,8 @@ the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (
 `frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of
 tokens that have any), `items` (whether every micro-step is told the labels of all), `hooks` (with
 replicas: whether parameters have hooks) and `steps`: one mapping per micro-step, with `scale`,
-`backward`, `evaluate`, `reduces`.
+`backward`, `evaluate`, `reduces` and `loss` ("mean" and "weighed" are made of log-probabilities
+that the model's head returns).
 """
 
 from __future__ import annotations
@@ -193,6 +194,35 @@ def _replicas() -> list[Case]:
     ]
 
 
+def _own_losses(layers: int, held: dict[str, bool]) -> list[Case]:
+    """Losses that the caller makes of log-probabilities; `held` marks all steps but the last."""
+    common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 4}}
+    lists: dict[str, list[Case]] = {
+        "mean": [{"loss": "mean"}],
+        "weighed": [{"loss": "weighed"}],
+        "one, then the other": [
+            {"loss": "mean", "scale": 3.0, **held},
+            {"loss": "weighed", **held},
+            {"loss": "weighed", "backward": False, **held},
+            {"loss": "weighed", "evaluate": True, **held},
+            {"loss": "mean", "scale": 0.5, **held},
+            {"loss": "mean"},
+        ],
+        "beside the model's own": [{**held}, {"loss": "mean", **held}, {"loss": "weighed"}],
+    }
+    other = {"pp_schedule": "zb_seq1f1b", "chunk_lengths": UNEVEN, "micro_batch_size": 2}
+    steps = lists["one, then the other"]
+    return [
+        *(_case(name, steps=steps, **common) for name, steps in lists.items()),
+        _case("tied", "llama-bias-tied", steps=steps, **common),
+        _case("zb", steps=steps, **{**common, "settings": other, "padding": [0, 9, 20], "rows": 3}),
+        _case("packed", steps=steps, packed=[9, 6, 8], **common),
+        _case("few labels", "gemma2", steps=steps, labels=[7, 11], **common),
+        _case("no labels", steps=lists["mean"] * 2, labels=[0, 0], **common),
+        _case("LoRA", lora=True, steps=steps, **common),
+    ]
+
+
 def _named(group: str, cases: list[Case]) -> list[Case]:
     return [{**case, "name": f"{group}: {case['name']}"} for case in cases]
 
@@ -205,9 +235,11 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         *_named("schedule", _interleaved(pp_size)),
     ]
     if replicas > 1:
+        cases += _named("own loss", _own_losses(layers, {"reduces": False}))
         return [*cases, *_named("replicas", _replicas())]
     cases += _named("family", _families(layers))
     if pp_size == 2:
+        cases += _named("own loss", _own_losses(layers, {}))
         cases += _named("batch", _batches(layers))
         cases += _named("frames", _frames(layers))
         cases += _named("step", _micro_steps(layers))
@@ -223,10 +255,11 @@ FAST = {
         *("batch: five rows in pairs", "batch: padding", "batch: packed"),
         *("batch: labels in the middle", "family: frozen front, zb"),
         *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
+        *("own loss: tied", "own loss: zb", "own loss: few labels"),
     ),
     (2, 2): (
         *("replicas: tied", "replicas: accumulation", "replicas: changed scale"),
-        *("replicas: evaluation", "replicas: hooks, tied"),
+        *("replicas: evaluation", "replicas: hooks, tied", "own loss: tied"),
     ),
 }
 """Names of those that run always, by (ranks of a pipeline, replicas)."""

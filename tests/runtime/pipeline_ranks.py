@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.integrations.pipeline import total_norm
@@ -52,6 +53,47 @@ class Ran:
     """Of hooks on parameters, see `GradientHooks`."""
 
 
+@dataclass
+class TokenNumbers(ModelOutput):
+    """What a head that was put on the model returns for every label, `[B, T - 1]`."""
+
+    log_probs: Tensor | None = None
+    label_mask: Tensor | None = None
+
+
+def put_head_on(model: Any) -> None:
+    """Let the model return log-probabilities of labels when it is asked to, as TRL does."""
+    original = model.forward
+
+    def forward(
+        *args: Any, fused_lm_head: bool = False, shift_labels: Any = None, **kwargs: Any
+    ) -> Any:
+        if not fused_lm_head:
+            return original(*args, **kwargs)
+        labels, _ = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+        logits = original(*args, **kwargs).logits
+        if shift_labels is None:
+            logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        mask = shift_labels != -100
+        found = logits.log_softmax(-1).gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0]
+        return TokenNumbers(log_probs=found * mask, label_mask=mask)
+
+    model.forward = forward
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any], kind: str | None) -> Tensor:
+    """The loss of a micro-step: the model's, or one made of log-probabilities."""
+    if kind is None:
+        return model(**batch).loss
+    found = model(**batch, fused_lm_head=True)
+    log_probs, count = found.log_probs, found.label_mask.sum().clamp(min=1)
+    # The numbers in front keep losses away from zero, by which errors are divided.
+    if kind == "mean":
+        return 1.0 - log_probs.sum() / count
+    weights = torch.linspace(0.1, 2.0, log_probs.numel(), dtype=log_probs.dtype)
+    return 1.0 + (weights.view_as(log_probs) * log_probs.exp()).sum() / count
+
+
 def build(case: Case) -> nn.Module:
     """The model of a case; the same on every rank."""
     overrides = dict(case.get("overrides", {}))
@@ -61,6 +103,8 @@ def build(case: Case) -> nn.Module:
     for name, parameter in model.named_parameters():
         if any(part in name for part in case.get("frozen", ())):
             parameter.requires_grad_(False)
+    if any("loss" in step for step in steps_of(case)):
+        put_head_on(model)
     return add_lora(model) if case.get("lora") else model
 
 
@@ -112,11 +156,11 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
             if step.get("evaluate"):
                 model.eval()
                 with torch.no_grad():
-                    loss = model(**batch).loss
+                    loss = loss_of(model, batch, step.get("loss"))
                 assert not loss.requires_grad
                 model.train()
             else:
-                loss = model(**batch).loss
+                loss = loss_of(model, batch, step.get("loss"))
                 if step.get("backward", True):
                     (loss * step.get("scale", 1.0)).backward()
             losses.append(loss.item())
