@@ -1,7 +1,8 @@
 """`save_state` and `load_state` of an Accelerator in a pipeline run.
 
 Models and optimizers are written and read by `sppo_hf.runtime`; schedulers, samplers, counters and
-registered objects stay Accelerate's business.
+registered objects stay Accelerate's business. Of these, Accelerate unpickles the registered objects
+(`register_for_checkpointing`), which may run code; nothing else does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checkpoints through the Trainer and Accelerate: any layout resumes any other's, on one curve."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.checkpoints import export_optimizer
-from sppo_hf.runtime.checkpoint_marks import mark_incomplete, what_is_torn
+from sppo_hf.integrations.checkpoints import EXPORT_NOTE_NAME
+from sppo_hf.runtime.checkpoint_marks import MARK_NAME, mark_incomplete, what_is_torn
 from tests.integrations.checkpoint_ranks import make_trainer
 from tests.integrations.launch import run_ranks
 from tests.integrations.training import make_model
@@ -101,7 +102,12 @@ def test_four_ranks_resume_what_two_saved(folder: Path, plain: dict, two: dict):
 
 @pytest.mark.parametrize("settings", [None, {"num_chunks": 3}], ids=["without", "with"])
 def test_one_process_resumes_without_sppo_and_with_it(
-    folder: Path, plain: dict, two: dict, tmp_path: Path, settings: dict | None
+    folder: Path,
+    plain: dict,
+    two: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict | None,
 ):
     copy = tmp_path / "checkpoint-4"
     shutil.copytree(folder / "whole" / "checkpoint-4", copy)
@@ -109,7 +115,13 @@ def test_one_process_resumes_without_sppo_and_with_it(
     if settings is None:
         with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):
             train_here(run, tmp_path, str(copy))
-        export_optimizer(copy)
+        note = copy / EXPORT_NOTE_NAME
+        command = next(line for line in note.read_text().splitlines() if "python -c" in line)
+        python, option, program = shlex.split(command)
+        assert (python, option) == ("python", "-c")
+        monkeypatch.chdir(copy)
+        exec(program, {})
+        assert not note.exists()
     seen = train_here(run, tmp_path, str(copy))
     for key in ("loss", "grad_norm", "learning_rate"):
         expected = series(plain, key, after=4)
@@ -177,6 +189,28 @@ def test_a_rank_that_dies_while_it_saves(tmp_path: Path):
     assert series(seen, after=2) == pytest.approx(
         series(train_here({"name": "plain"}, tmp_path), after=2), abs=NEAR, rel=NEAR
     )
+
+
+def test_flipped_bytes_are_found_and_such_a_checkpoint_is_passed_over(
+    folder: Path, plain: dict, two: dict, tmp_path: Path
+):
+    run = {"name": "run", "settings": {"num_chunks": 3}}
+    for step in (4, 8):
+        shutil.copytree(folder / "whole" / "checkpoint-4", tmp_path / f"run/checkpoint-{step}")
+    damaged = tmp_path / "run" / "checkpoint-8"
+    files = json.loads((damaged / MARK_NAME).read_text())["files"]
+    shards = [f"sppo_optimizer/rank-0-{stage}.safetensors" for stage in range(2)]
+    # Each rank has noted what it wrote.
+    assert set(shards) < {name for name, noted in files.items() if noted is not None}
+    data = bytearray((damaged / shards[1]).read_bytes())
+    data[-100] ^= 1
+    (damaged / shards[1]).write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"torn: the bytes of {shards[1]} are not"):
+        make_trainer(run, tmp_path).train(str(damaged))
+    with pytest.warns(UserWarning, match=r"rank-0-1.*resuming from '.*checkpoint-4'"):
+        seen = train_here(run, tmp_path, True)
+    expected = series(plain, after=4)
+    assert series(seen, after=4) == pytest.approx(expected, abs=NEAR, rel=NEAR)
 
 
 def test_a_torn_checkpoint_is_refused(folder: Path, two: dict, tmp_path: Path):

@@ -2,6 +2,8 @@
 
 import json
 import random
+import resource
+import shutil
 import warnings
 from pathlib import Path
 
@@ -9,13 +11,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.model.tiny import build_tiny_model
 from sppo_hf.runtime.checkpoint import Place, saving
-from sppo_hf.runtime.checkpoint_marks import newest_complete, refuse_torn, what_is_torn
+from sppo_hf.runtime.checkpoint_marks import (
+    MARK_NAME,
+    STATE_FOLDER,
+    newest_complete,
+    refuse_torn,
+    what_is_torn,
+)
 from sppo_hf.runtime.checkpoint_state import (
+    has_state,
     load_random_state,
     load_state,
     read_plain_state,
@@ -222,6 +232,59 @@ def test_one_process_saves_and_loads(tmp_path: Path):
     assert_same_tensors(loaded.state_dict(), model.state_dict())
     assert moments(fresh, loaded) == moments(optimizer, model)
     assert drawn == (random.random(), np.random.rand(), torch.rand(1).item())
+
+
+def test_replicas_share_the_writing(saved: Path):
+    for name in MODELS:
+        sizes = [
+            (saved / name / STATE_FOLDER / f"rank-{replica}-{stage}.safetensors").stat().st_size
+            for replica in range(2)
+            for stage in range(2)
+        ]
+        index = json.loads((saved / name / STATE_FOLDER / "index.json").read_text())
+        assert len(index["random"]) == 4
+        # Two states of four bytes for each trained number, and headers.
+        trained = sum(len(g["names"]) for g in index["optimizers"][0]["groups"])
+        assert len(index["optimizers"][0]["state"]) == trained
+        assert min(sizes) > max(sizes) / 8, (name, sizes)
+
+
+def test_a_save_that_the_disk_refuses_names_the_file(tmp_path: Path):
+    model, _ = reference("tied")
+    with saving(tmp_path / "checkpoint-1", Place()):
+        save_weights(model, tmp_path / "checkpoint-1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    refused = r"model\.safetensors' could not be written: File too large.*Remedy: make room"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(PipelineError, match=refused):
+            save_weights(model, tmp_path / "checkpoint-2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert what_is_torn(tmp_path / "checkpoint-2") == "its save did not come to its end"
+    assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-1"
+
+
+def test_the_former_format_is_refused_and_both_remedies_work(tmp_path: Path):
+    model, optimizer = reference("tied")
+    target = tmp_path / STATE_FOLDER
+    with saving(tmp_path, Place()):
+        save_weights(model, tmp_path)
+    state = {"groups": [[]], "schedulers": [], "rng/0/0": {}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process saves alone
+        dcp.save(state, checkpoint_id=target, no_dist=True)
+    assert has_state(tmp_path)
+    with pytest.raises(ConfigError, match=r"could run code.*export_optimizer.*delete"):
+        load_state(tmp_path, model, [optimizer], [])
+    (tmp_path / "optimizer.pt").touch()
+    assert not has_state(tmp_path)
+    (tmp_path / "optimizer.pt").unlink()
+    shutil.rmtree(target)
+    (tmp_path / MARK_NAME).unlink()
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert not has_state(tmp_path)
+    assert what_is_torn(tmp_path) is None
 
 
 def test_another_model_is_refused(tmp_path: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.runtime import checkpoint
 from sppo_hf.runtime.checkpoint_marks import (
     MARK_NAME,
     mark_complete,
@@ -144,3 +145,26 @@ def test_the_newest_complete_one_is_found_by_number(tmp_path: Path):
     assert [folder.name for folder in torn] == ["checkpoint-11", "checkpoint-10"]
     with pytest.raises(ConfigError, match=r"checkpoint-11' is torn.*resume from .*checkpoint-9'"):
         refuse_torn(tmp_path / "checkpoint-11")
+
+
+@pytest.mark.parametrize("damaged", ["a.safetensors", "b.safetensors", None])
+def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch, damaged: str | None):
+    mark_incomplete(tmp_path)
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(b"12")
+    mark_complete(tmp_path, {})
+    if damaged:
+        (tmp_path / damaged).write_bytes(b"21")
+    found = [what_is_torn(tmp_path, share=(rank, 2)) for rank in range(2)]
+    monkeypatch.setattr(checkpoint, "_all_processes", lambda world: None)
+    monkeypatch.setattr(checkpoint.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(checkpoint.dist, "get_rank", lambda rank=rank: rank)
+
+        def gather(group, own, rank=rank):
+            assert own == found[rank]
+            return found
+
+        monkeypatch.setattr(checkpoint, "_gather_over", gather)
+        assert (checkpoint.torn_for_all(tmp_path) is not None) is bool(damaged)
