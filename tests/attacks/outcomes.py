@@ -64,6 +64,7 @@ def answered_in_process(
     *,
     refusals: tuple[type[BaseException], ...],
     right: Callable[[object], bool] = lambda _: True,
+    seconds: float = SECONDS,
 ) -> tuple[Outcome, str]:
     """Ask something in this process and judge the answer, its time and the growth of its memory.
 
@@ -71,6 +72,7 @@ def answered_in_process(
         ask: Returns the answer or raises.
         refusals: Errors that count as a clear refusal; any other is a raw one.
         right: Whether an answer is right.
+        seconds: How long it may take.
     """
     before, start, computed = peak_mib(), time.monotonic(), time.process_time()
     try:
@@ -82,10 +84,10 @@ def answered_in_process(
     else:
         outcome, seen = (Outcome.RIGHT if right(answer) else Outcome.WRONG), repr(answer)[:200]
     # Others' work on a shared machine is no fault of the answer; waiting for nothing is.
-    seconds = max(time.process_time() - computed, (time.monotonic() - start) / 5)
+    took = max(time.process_time() - computed, (time.monotonic() - start) / 5)
     mib = peak_mib() - before
-    if seconds > SECONDS or mib > MIB:
-        return Outcome.OVER_LIMIT, f"{seconds:.1f} s, {mib:.0f} MiB; {seen}"
+    if took > seconds or mib > MIB:
+        return Outcome.OVER_LIMIT, f"{took:.1f} s, {mib:.0f} MiB; {seen}"
     return outcome, seen
 
 
