@@ -31,6 +31,7 @@ from sppo_hf.model.sequence import Sequence
 from sppo_hf.model.stage_units import StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
+from sppo_hf.model.versions import ReadTensors
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.runtime.agreement import agree, settings_number
 from sppo_hf.runtime.call_limits import refuse_call
@@ -368,8 +369,11 @@ class PipelineEngine(Engine):
         if gradients is None:
             return loss
         ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
+        reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
+        versions = reads.versions()
 
         def hand_out(grad: float) -> list[Tensor | None]:
+            reads.refuse_changes(versions, "the backward of a pipeline's loss")
             given = gradients.hand_out(grad / float(ran_with))
             # A scale of zero, or one that overflowed, is nothing to go on with.
             if grad != 0.0 and math.isfinite(grad):
