@@ -114,6 +114,7 @@ class PipelineEngine(Engine):
             UnsupportedModelError: The model cannot be trained exactly.
             PipelineError: A rank failed, or ranks do not agree.
         """
+        self._refuse_other_threads()
         if self.running is not None:
             return self.original_forward(*args, **kwargs)
         if not self.enabled:
@@ -128,7 +129,8 @@ class PipelineEngine(Engine):
             check_trainable(self.parts)
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
-        output = self._run_guarded(call, layout)
+        with self._alone():
+            output = self._run_guarded(call, layout)
         return output if call.return_dict else output.to_tuple()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineEngine:
