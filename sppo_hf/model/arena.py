@@ -40,7 +40,8 @@ class ChunkArena:
         if slab is None or used == self._num_layers:
             slab, used = torch.empty((self._num_layers, *tensor.shape), dtype=tensor.dtype), 0
         self._slabs[key] = (slab, used + 1)
-        return slab[used].copy_(tensor.detach())
+        # As `.data`, each part counts writes into itself alone, not those into the whole slab.
+        return slab[used].copy_(tensor.detach()).data
 
 
 def return_free_heap() -> None:

@@ -41,6 +41,7 @@ class ForwardCall:
     attention_mask: Tensor | None
     position_ids: Tensor | None
     cu_seq_lens: Tensor | None
+    cu_seq_lens_k: Tensor | None
     shift_labels: Tensor | None
     """`[B, T]`, aligned with the positions that predict them; None without labels."""
     num_items_in_batch: Tensor | int | None
@@ -103,8 +104,15 @@ class ForwardCall:
                 their logits were asked for.
 
         Raises:
-            ConfigError: For holes, wrong shapes, left padding that cannot be exact.
+            ConfigError: For holes, wrong shapes, left padding that cannot be exact, keys packed
+                unlike queries.
         """
+        of_q, of_k = self.cu_seq_lens, self.cu_seq_lens_k
+        if of_k is not None and of_k is not of_q and (of_q is None or not torch.equal(of_q, of_k)):
+            raise ConfigError(
+                "cu_seq_lens_k is not cu_seq_lens_q. Chunked sequences take documents that attend "
+                "to themselves: give the same offsets for both."
+            )
         return read_layout(
             batch_rows=self.batch_rows,
             total_tokens=self.total_tokens,
@@ -143,6 +151,7 @@ class ForwardCall:
         Raises:
             ConfigError: Naming the argument and the remedy.
         """
+        self._refuse_shapes()
         for switch in self.switched_on:
             raise ConfigError(
                 f"{name}: {switch}=True collects tensors of the whole sequence, which chunked "
@@ -165,6 +174,41 @@ class ForwardCall:
                 "tokens). Check the data collator."
             )
 
+    def _refuse_shapes(self) -> None:
+        """Refuse positions and offsets of another type or shape than models take."""
+        named = {
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "cu_seq_lens_q": self.cu_seq_lens,
+            "cu_seq_lens_k": self.cu_seq_lens_k,
+        }
+        for name, value in named.items():
+            _refuse_other_types(name, value)
+        positions = self.position_ids
+        allowed = {(1, self.total_tokens), (self.batch_rows, self.total_tokens)}
+        if positions is not None and tuple(positions.shape) not in allowed:
+            shapes = " or ".join(map(str, sorted(allowed)))
+            raise ConfigError(
+                f"position_ids has shape {tuple(positions.shape)}; allowed is {shapes}: a position "
+                "for every token of the batch, or of every row. Check the data collator."
+            )
+        if positions is not None and (positions.is_complex() or positions.dtype == torch.bool):
+            raise ConfigError(
+                f"position_ids has dtype {positions.dtype}; allowed are numbers that count tokens, "
+                "such as torch.long. Check the data collator."
+            )
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            ends = named[name]
+            if ends is None:
+                continue
+            whole = not (ends.is_floating_point() or ends.is_complex() or ends.dtype == torch.bool)
+            if ends.ndim != 1 or len(ends) < 2 or not whole:
+                raise ConfigError(
+                    f"{name} has shape {tuple(ends.shape)} and dtype {ends.dtype}; allowed is one "
+                    "dimension of at least two whole numbers, the offsets at which packed "
+                    f"documents begin and the last one ends: [0, …, {self.total_tokens}]."
+                )
+
 
 def read_call(
     parts: ModelParts, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -172,14 +216,21 @@ def read_call(
     """Read the arguments of a call of `forward`.
 
     Raises:
-        ConfigError: If labels do not have the inputs' shape, or not that of the tokens that
-            `logits_to_keep` names.
+        ConfigError: If inputs or labels are no tensors, or do not have the same rows and tokens, or
+            labels not those of the tokens that `logits_to_keep` names.
     """
     given = _bind(forward, args, kwargs)
     inputs = {n: given.pop(n) for n in ("input_ids", "inputs_embeds") if given.get(n) is not None}
     if len(inputs) != 1:
         raise ConfigError("give exactly one of input_ids and inputs_embeds to the model.")
+    for name, value in inputs.items():
+        _refuse_other_types(name, value)
     first = next(iter(inputs.values()))
+    if first.ndim < 2:
+        raise ConfigError(
+            f"{next(iter(inputs))} has shape {tuple(first.shape)}; allowed are rows of tokens, "
+            "[rows, tokens] or [rows, tokens, width]. Add a first dimension with x[None]."
+        )
     loss_arguments = {n: given.pop(n) for n in _LOSS_ARGUMENTS if given.get(n) is not None}
     packing = {n: given.pop(n, None) for n in _PACKING_ARGUMENTS}
     ignore_index = loss_arguments.get("ignore_index", -100)
@@ -197,6 +248,7 @@ def read_call(
         attention_mask=given.pop("attention_mask", None),
         position_ids=given.pop("position_ids", None),
         cu_seq_lens=packing["cu_seq_lens_q"],
+        cu_seq_lens_k=packing["cu_seq_lens_k"],
         shift_labels=_shift_labels(loss_arguments, first, kept, ignore_index),
         num_items_in_batch=loss_arguments.get("num_items_in_batch"),
         ignore_index=ignore_index,
@@ -231,6 +283,14 @@ def _bind(
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
     return given
+
+
+def _refuse_other_types(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{name} is of type {type(value).__name__}; allowed is a torch.Tensor. Convert it with "
+            "torch.tensor(…) in the data collator."
+        )
 
 
 def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
@@ -274,6 +334,7 @@ def _shift_labels(
     labels = loss_arguments.get("labels")
     shifted = loss_arguments.get("shift_labels")
     for name, value in (("labels", labels), ("shift_labels", shifted)):
+        _refuse_other_types(name, value)
         if value is None or value.shape == (rows, tokens):
             continue
         if kept is not None:

@@ -9,11 +9,13 @@ scalers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.head import ModelHead
@@ -71,6 +73,8 @@ class Engine:
         self._warned: set[str] = set()
         self._has_run = False
         self._passes_on = False
+        self._thread: int | None = None
+        self._thread_lock = threading.Lock()
         # Weakly: the graph owns it, and its backward may never come.
         self._last_watch: Callable[[], ForwardWatch | None] = lambda: None
 
@@ -83,8 +87,12 @@ class Engine:
             ConfigError: If the batch or the settings cannot be run (see the message).
             UnsupportedModelError: If the model cannot be trained exactly.
             BudgetError: If a budget cannot hold what it must.
+            SPPOError: If another thread runs the model, or torch.func transforms it.
         """
-        if not self.enabled or self.running is not None:
+        if not self.enabled:
+            return self.original_forward(*args, **kwargs)
+        self._refuse_other_threads()
+        if self.running is not None:
             return self.original_forward(*args, **kwargs)
         call = read_call(self.parts, self.original_forward, args, kwargs)
         training = self.parts.causal_lm.training and torch.is_grad_enabled()
@@ -93,7 +101,8 @@ class Engine:
         call.refuse_unsupported(self.parts.name)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
-        output = self._run(call)
+        with self._alone():
+            output = self._run(call)
         return output if call.return_dict else output.to_tuple()
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +139,34 @@ class Engine:
             "made after the conversion. Remedy: model = plugin.convert(model) before the model is "
             "wrapped (by get_peft_model, for one); or train without SPPO."
         )
+
+    def _refuse_other_threads(self) -> None:
+        if self._thread not in (None, threading.get_ident()):
+            raise SPPOError(
+                f"{self.parts.name} is running a forward in another thread. One thread at a time "
+                "may call a model that SPPO has converted; give each thread a model of its own."
+            )
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Context of a chunked forward: in one thread, and of no function transform.
+
+        Raises:
+            SPPOError: Another thread is in one, or torch.func is.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise SPPOError(
+                f"{self.parts.name} is converted by SPPO, whose backward torch.func.grad and other "
+                "function transforms cannot run. Use loss.backward() or torch.autograd.grad, or "
+                "revert the model."
+            )
+        with self._thread_lock:
+            self._refuse_other_threads()
+            self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
@@ -367,6 +404,18 @@ class Engine:
         )
         fresh.enabled = self.enabled
         return fresh
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, which would need streams, slabs and hooks of this process.
+
+        Raises:
+            SPPOError: Always.
+        """
+        raise SPPOError(
+            f"{self.parts.name} is converted by SPPO and cannot be pickled (torch.save(model), a "
+            "process that is spawned with it). Save model.state_dict() or "
+            "model.save_pretrained(folder), or call plugin.revert(model) before."
+        )
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sppo_hf.errors import SPPOError
+from sppo_hf.model.versions import version_of
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
 from sppo_hf.planning.modes import AwayTier
 
@@ -31,19 +33,30 @@ class Holder(Protocol):
 
 
 class Kept:
-    """A tensor that stays on the device."""
+    """A tensor that stays on the device, and perhaps is still in use there."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
+        self._version = version_of(tensor)
 
     def handles(self) -> Iterable[OffloadedTensor]:
         """See `Holder`."""
         return ()
 
     def take(self) -> Tensor:
-        """See `Holder`."""
+        """See `Holder`.
+
+        Raises:
+            SPPOError: The tensor was changed in place since.
+        """
         assert self._tensor is not None, "a kept tensor is taken once"
         tensor, self._tensor = self._tensor, None
+        if version_of(tensor) != self._version:
+            raise SPPOError(
+                f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
+                "changed in place between forward and backward. Use operations that are not in "
+                "place in the layer's hooks, or set recompute='none'."
+            )
         return tensor
 
     def drop(self) -> None:

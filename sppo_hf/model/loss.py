@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.errors import SPPOError
 from sppo_hf.model.parameter_hooks import hooks_set_aside
+from sppo_hf.model.versions import ReadTensors
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 
@@ -89,6 +90,8 @@ class ChunkedLoss:
         self._fused = fused
         self._head_in_backward = head_in_backward
         self._head_grads: list[Tensor | None] = [None] * len(self._trainable)
+        self._reads = ReadTensors.of_named(("a weight of the head", p) for p in parameters)
+        self._versions = self._reads.versions()
         self.scale = 1.0
         self._on_logits = on_logits
 
@@ -115,7 +118,7 @@ class ChunkedLoss:
             if last and self._head_grads[index] is not None
         ]
         indices, parameters = [index for index, _ in used], [parameter for _, parameter in used]
-        return _TiledLoss.apply(hidden_BCD, total, dhidden_BCD, self, indices, *parameters)
+        return _TiledLoss.apply(hidden_BCD, total, dhidden_BCD, self, last, indices, *parameters)
 
     def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
         """Summed loss by plain autograd, whose backward runs the head again tile by tile.
@@ -137,7 +140,16 @@ class ChunkedLoss:
                 self._on_logits(logits_MV.detach(), tile)
         return torch.stack(losses).sum()
 
+    def refuse_changes(self) -> None:
+        """Refuse weights of the head that are not those of forward, as autograd would.
+
+        Raises:
+            SPPOError: They were changed in place.
+        """
+        self._reads.refuse_changes(self._versions, "the loss's backward")
+
     def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        self.refuse_changes()  # this may be backward, see `_checkpointed`
         logits_MV = self._head(hidden_MD[None])[0]
         # Transformers computes the loss in float32; wider models keep their width.
         wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
@@ -225,10 +237,12 @@ class _TiledLoss(torch.autograd.Function):
         total: Tensor,
         dhidden_BCD: Tensor,
         loss: ChunkedLoss,
+        last: bool,
         indices: list[int],
         *parameters: Tensor,
     ) -> Tensor:
         ctx.loss = loss
+        ctx.last = last
         ctx.indices = indices
         ctx.spent = False
         ctx.parameter_dtypes = [p.dtype for p in parameters]
@@ -244,6 +258,8 @@ class _TiledLoss(torch.autograd.Function):
                 "per forward (retain_graph=True is not supported); run the forward again."
             )
         ctx.spent = True
+        if ctx.last:  # later on a hook may have stepped an optimizer
+            ctx.loss.refuse_changes()
         (dhidden_BCD,) = ctx.saved_tensors
         # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
         factor = dtotal / ctx.loss.scale
@@ -253,7 +269,7 @@ class _TiledLoss(torch.autograd.Function):
                 ctx.loss.take_head_grads(ctx.indices), ctx.parameter_dtypes, strict=True
             )
         ]
-        return _scaled(dhidden_BCD, factor), None, None, None, None, *grads
+        return _scaled(dhidden_BCD, factor), None, None, None, None, None, *grads
 
 
 def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:

@@ -22,11 +22,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sppo_hf.errors import SPPOError
 from sppo_hf.model.holders import Holder, Kept, Offloaded
 from sppo_hf.model.products import Product, ProductPlayer, ProductRecorder
+from sppo_hf.model.versions import ReadTensors, Versions
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
 from sppo_hf.planning.modes import FrameMode
 
@@ -64,6 +65,7 @@ class RecomputedFrame:
         keep: Callable[[str, Tensor], Tensor],
         mode: FrameMode,
         label: str,
+        reads: ReadTensors,
     ) -> None:
         """Make a frame.
 
@@ -75,6 +77,7 @@ class RecomputedFrame:
             keep: Gives a tensor that stays its place on the device.
             mode: What is kept ("skeleton" or "products"), and where it waits.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
+            reads: What the layer reads beside its arguments.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
@@ -84,6 +87,9 @@ class RecomputedFrame:
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
         self._mode = mode
         self._label = label
+        self._reads = reads
+        self._versions: Versions = ()
+        self._arguments: tuple[ReadTensors, Versions] | None = None
         self._meta: list[tuple[torch.Size, torch.dtype]] = []
         self._again: dict[int, Tensor] | None = None
         self._stash: tuple[Holder, Holder] | None = None
@@ -104,6 +110,9 @@ class RecomputedFrame:
         self._hidden = self._hold("inputs", hidden.detach())
         rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
+        self._versions = self._reads.versions()
+        arguments = ReadTensors.of_named(_named_arguments(*self._rest))
+        self._arguments = (arguments, arguments.versions())
         self._context = RunContext(hidden.device)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
@@ -204,6 +213,11 @@ class RecomputedFrame:
     def _recompute(self) -> None:
         if self._hidden is None:
             raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
+        assert self._arguments is not None, "what was opened has its arguments"
+        arguments, versions = self._arguments
+        where = f"recomputing {self._label}"
+        self._reads.refuse_changes(self._versions, where)
+        arguments.refuse_changes(versions, where)
         hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
         if self._stash is not None:
             self._recomputing = (self._stash[0].take(), self._stash[1].take())
@@ -254,7 +268,7 @@ class RecomputedFrame:
     def _release(self) -> None:
         for holder in self._holders():
             holder.drop()
-        self._hidden = self._stash = self._products = None
+        self._hidden = self._stash = self._products = self._arguments = None
         self._rest = ((), {})
 
 
@@ -309,6 +323,14 @@ def _without_hidden(
     if args:
         return (None, *args[1:]), kwargs
     return (), {**kwargs, "hidden_states": None}
+
+
+def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors among a layer's arguments, with the argument's name for each."""
+    for name, value in (*((f"argument {i}", x) for i, x in enumerate(args)), *kwargs.items()):
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield name, leaf
 
 
 def _with_hidden(

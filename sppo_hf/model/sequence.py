@@ -38,6 +38,7 @@ from sppo_hf.model.attend import (
 from sppo_hf.model.recompute import RecomputedFrame
 from sppo_hf.model.stream import kv_stream
 from sppo_hf.model.structure import ModelParts
+from sppo_hf.model.versions import ReadTensors
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.planning.modes import FrameMode
@@ -141,6 +142,7 @@ class Sequence:
         self._links: list[Tensor | None] = [None] * len(self._layers)
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None]] = []
         self._norm: RecomputedFrame | None = None
+        self._reads: dict[nn.Module, ReadTensors] = {}
         self._chunk = 0
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
@@ -277,6 +279,7 @@ class Sequence:
             keep=lambda _kind, hidden: hidden,
             mode=_RECOMPUTED,
             label=f"final norm, chunk {self._chunk}",
+            reads=self._reads_of(norm),
         )
         frame.open(args, kwargs)
         self._norm = frame
@@ -290,6 +293,12 @@ class Sequence:
             frame.cancel()
         else:
             frame.close()
+
+    def _reads_of(self, module: nn.Module) -> ReadTensors:
+        """What `module` reads in this forward; found once, since modules have many parts."""
+        if module not in self._reads:
+            self._reads[module] = ReadTensors.of_module(module)
+        return self._reads[module]
 
     def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
         mode = self._plan.mode(call.layer - self._layers.start, call.chunk)
@@ -305,6 +314,7 @@ class Sequence:
                 keep=self._arena.keep,
                 mode=mode,
                 label=f"layer {call.layer}, chunk {call.chunk}",
+                reads=self._reads_of(layer),
             )
         if mode.tier != "device":
             return OffloadFrame(

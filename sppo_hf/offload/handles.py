@@ -117,6 +117,6 @@ def _version_of(tensor: Tensor) -> int:
 
 
 MODIFIED = (
-    "was modified in place while backward still needs it; "
-    "use an operation that is not in place there, or set offload to 'none'"
+    "was modified in place while backward still needs it; change weights after backward, and use "
+    "operations that are not in place for all else"
 )

@@ -33,6 +33,7 @@ from sppo_hf.model.sequence import Sequence
 from sppo_hf.model.stage_units import AddLoss, StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
+from sppo_hf.model.versions import ReadTensors
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.runtime.agreement import agree, refused, settings_number
 from sppo_hf.runtime.call_limits import refuse_call
@@ -147,6 +148,7 @@ class PipelineEngine(Engine):
             PipelineError: A rank failed, or ranks do not agree.
             RankLostError: Another rank failed, ended or was lost.
         """
+        self._refuse_other_threads()
         if self.running is not None:
             return self.original_forward(*args, **kwargs)
         if not self.enabled:
@@ -162,7 +164,8 @@ class PipelineEngine(Engine):
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        output = self.guarded(kind, lambda: self._run(call, layout))
+        with self._alone():
+            output = self.guarded(kind, lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineEngine:
@@ -512,8 +515,11 @@ class PipelineEngine(Engine):
         if gradients is None:
             return loss
         ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
+        reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
+        versions = reads.versions()
 
         def hand_out(grad: float) -> list[Tensor | None]:
+            reads.refuse_changes(versions, "the backward of a pipeline's loss")
             given = gradients.hand_out(grad / float(ran_with))
             self._note_gradient(grad, scaled_by)
             return given

@@ -34,6 +34,7 @@ from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.recompute import RunContext
+from sppo_hf.model.versions import ReadTensors
 from sppo_hf.runtime.gradients import StepGradients, average_after_backward
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class TokenCall:
         self._layout = layout
         self._context = RunContext(call.device)
         self._parameters = [p for p in engine.parts.causal_lm.parameters() if p.requires_grad]
+        self._reads = ReadTensors.of_named(engine.parts.causal_lm.named_parameters())
+        self._versions = self._reads.versions()
         self._gradients: StepGradients | None = None
         self._ran_with = 1.0
 
@@ -179,6 +182,7 @@ class TokenCall:
 
     def _run_backward(self, grads: dict[str, Tensor]) -> list[Tensor | None]:
         engine = self._engine
+        self._reads.refuse_changes(self._versions, "the backward of what a pipeline returned")
         grad = self._uniform_gradient(grads)
         uniform = engine.agreed(grad is not None)
         if uniform and grad is not None and math.isfinite(grad) and grad != 0.0:

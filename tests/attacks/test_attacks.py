@@ -14,6 +14,7 @@ from tests.attacks.outcomes import (
 )
 
 AREAS: dict[str, int] = {
+    "batches": 180,
     "checkpoints": 24,
     "commands": 80,
     "disk": 20,

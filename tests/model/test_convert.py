@@ -2,12 +2,14 @@
 
 import copy
 import inspect
+import pickle
+import threading
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
+from sppo_hf import ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.model.convert import convert, get_engine, is_converted, revert
 from sppo_hf.model.tiny import add_lora, build_tiny_model
 
@@ -158,3 +160,57 @@ def test_not_a_causal_lm_is_refused():
         UnsupportedModelError, match=r"no language-model head.*AutoModelForCausalLM"
     ):
         convert(base, QUIET)
+
+
+def test_a_converted_model_is_pickled_reverted_or_not_at_all(model, tmp_path):
+    plain = copy.deepcopy(model)
+    convert(model, QUIET)
+    for save in (pickle.dumps, lambda model: torch.save(model, tmp_path / "model.pt")):
+        with pytest.raises(SPPOError, match=r"cannot be pickled.*save_pretrained.*plugin\.revert"):
+            save(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = pickle.loads(pickle.dumps(revert(model)))
+    for mine, theirs in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_forward_in_another_thread_is_refused(model):
+    convert(model, QUIET)
+    ids = torch.arange(23)[None]
+    expected = _gradients(model, ids)
+    found = []
+
+    def forward(*_):
+        with pytest.raises(SPPOError, match=r"in another thread\. One thread at a time"):
+            model(input_ids=ids, labels=ids)
+        found.append(True)
+
+    def in_a_thread(*_):
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    handle = model.model.layers[1].register_forward_pre_hook(in_a_thread)
+    found_gradients = _gradients(model, ids)
+    handle.remove()
+    assert found
+    for name, gradient in expected.items():
+        assert torch.equal(found_gradients[name], gradient)
+    # One after the other, threads may call it.
+    thread = threading.Thread(target=lambda: found.append(_gradients(model, ids)))
+    thread.start()
+    thread.join()
+    assert found[-1].keys() == expected.keys()
+
+
+def test_function_transforms_are_refused(model):
+    convert(model, QUIET)
+    ids = torch.arange(23)[None]
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (), {"input_ids": ids, "labels": ids})[0]
+
+    with pytest.raises(SPPOError, match=r"torch\.func\.grad.*loss\.backward\(\)"):
+        torch.func.grad(loss)(weights)
+    assert _gradients(model, ids)
