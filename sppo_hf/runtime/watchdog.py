@@ -380,8 +380,9 @@ class Watchdog:
         self._hurry.set()
         deadline = time.monotonic() + _TELL_SECONDS
         while time.monotonic() < deadline and self._store.broke_at is None:
-            waits = self.rank == self._holder and any(map(self._has_not_heard, self._ranks))
-            if self._left_is_told and not waits:
+            # Where the group was left before, the others have had the time to hear it.
+            waits = self.rank == self._holder and self._joined()
+            if self._left_is_told and not (waits and any(map(self._has_not_heard, self._ranks))):
                 break
             time.sleep(0.02)
             self._hurry.set()
