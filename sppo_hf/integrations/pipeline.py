@@ -69,7 +69,7 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
     if mesh.dp_size == 1:
         _shuffle_alike(loader, mesh)
     rng_types: Any = accelerator.rng_types
-    prepared = prepare_data_loader(
+    prepared: Any = prepare_data_loader(
         loader,
         accelerator.device,
         num_processes=mesh.dp_size,
@@ -86,7 +86,7 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
     # Accelerate's loaders ask for the iterator of the one that they wrap by this name.
-    inner: Any = prepared.base_dataloader
+    inner = prepared.base_dataloader
     inner.__iter__ = functools.partial(_tell_reading, inner.__iter__)
     return prepared
 

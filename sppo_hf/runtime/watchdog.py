@@ -45,6 +45,8 @@ EXIT_STATUS = 70
 GROUP_MARGIN_SECONDS = 15
 """How much later than the watchdog an operation of a group gives up: the watchdog knows why."""
 
+_BEFORE_TRAINING = "before training"
+
 AFTER_TRAINING = "after training"
 """What a rank does that may end in any way without harm to the others."""
 
@@ -204,7 +206,7 @@ class Watchdog:
         self._joined = joined
         self._end = end or _end_process
         self._process = this_process()
-        self._step, self._detail, self._since = "", "before training", time.monotonic()
+        self._step, self._detail, self._since = "", _BEFORE_TRAINING, time.monotonic()
         self._depth = 0
         self._others: dict[int, _Other] = {}
         self._store = _Store()
@@ -378,8 +380,9 @@ class Watchdog:
         self._hurry.set()
         deadline = time.monotonic() + _TELL_SECONDS
         while time.monotonic() < deadline and self._store.broke_at is None:
-            waits = self.rank == self._holder and any(map(self._has_not_heard, self._ranks))
-            if self._left_is_told and not waits:
+            # Where the group was left before, the others have had the time to hear it.
+            waits = self.rank == self._holder and self._joined()
+            if self._left_is_told and not (waits and any(map(self._has_not_heard, self._ranks))):
                 break
             time.sleep(0.02)
             self._hurry.set()
@@ -484,8 +487,8 @@ class Watchdog:
         self._judged = now
         found = self._gone(urgent=urgent) or self._silent(urgent=urgent)
         found = found or self._store_lost(now, urgent=urgent)
-        if found is None and urgent:
-            found = self._left_early()
+        if found is None and (urgent or self._depth):
+            found = self._left_early(urgent=urgent)
         if urgent and self._held_up > self._timeout > now - self._held_until:
             words = (
                 f"rank {self.rank} itself was stopped, or held up, for {self._held_up:.0f} "
@@ -551,9 +554,11 @@ class Watchdog:
             return Failure(None, self.rank, words.replace(", which it holds,", ""))
         return self._lost(self._holder, words)
 
-    def _left_early(self) -> Failure | None:
+    def _left_early(self, *, urgent: bool) -> Failure | None:
+        """A rank that ended in order while this one needs it."""
         for rank, other in list(self._others.items()):
-            if other.note.left:
+            # In the last step some ranks are done long before others.
+            if other.note.left and (urgent or other.note.doing == _BEFORE_TRAINING):
                 words = "its process ended without an error (at the end of its script, or sys.exit)"
                 return self._lost(rank, words)
         return None

@@ -125,11 +125,12 @@ def main(job: dict[str, Any]) -> None:
     )
     time.sleep(1.0)  # loading a model takes longer
     saboteur.at("before")
+    eval_rows: Any = make_rows(8, seed=2)
     trainer = Trainer(
         make_model(num_hidden_layers=4),
         args,
         train_dataset=Rows(saboteur),
-        eval_dataset=make_rows(8, seed=2),
+        eval_dataset=eval_rows,
         callbacks=[saboteur],
     )
     saboteur.at("groups")

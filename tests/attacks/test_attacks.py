@@ -25,7 +25,11 @@ AREAS: dict[str, int] = {
 """Module of this folder, and how many of its cases CI tries."""
 
 
-@pytest.mark.parametrize("area", AREAS)
+SLOW = {"ranks": (pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240))}
+"""Areas whose few cases take more than ten seconds."""
+
+
+@pytest.mark.parametrize("area", [pytest.param(a, marks=SLOW.get(a, ())) for a in AREAS])
 def test_no_attack_of(area: str) -> None:
     module = importlib.import_module(f"tests.attacks.{area}")
     attempts = attempt_all(module.cases(AREAS[area], seed=0))

@@ -295,6 +295,17 @@ def test_a_rank_that_left_is_named_where_it_is_needed(launch: Launch) -> None:
     assert said.startswith("lost rank 1, last seen in step 3: its process ended without an error")
 
 
+def test_a_rank_that_left_before_it_began_is_missed_where_it_is_needed(launch: Launch) -> None:
+    first, second = launch.start(0), launch.start(1)
+    second.close()
+    time.sleep(3 * TIMEOUT)
+    assert not launch.ended
+    with first.explaining("forming groups of ranks"):
+        assert eventually(lambda: 0 in launch.ended)
+    said = launch.ended[0]
+    assert "because lost rank 1, last seen before training: its process ended without" in said
+
+
 def test_sys_exit_in_training_is_told(launch: Launch) -> None:
     first, second = launch.start(0), launch.start(1)
     second.in_step("in step 3")
