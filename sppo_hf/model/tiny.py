@@ -161,7 +161,8 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
             settings[name] = 1
         nested = vars(config).get(name)
         if isinstance(nested, PreTrainedConfig):
-            settings[name] = {**nested.to_dict(), **shrink(nested)}
+            stated = {key: item for key, item in nested.to_diff_dict().items() if item != ""}
+            settings[name] = {**_without_bookkeeping(stated), **shrink(nested)}
     for name in _TOKEN_IDS:
         if name in original:
             settings[name] = None if _optional(config, name) else 0
@@ -176,6 +177,12 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     if isinstance(rope, dict):
         settings["rope_parameters"] = _shrink_rope(rope)
     return settings
+
+
+def _without_bookkeeping(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's own fields, which its class takes as arguments."""
+    bookkeeping = ("architectures", "transformers_version", "dtype", "torch_dtype")
+    return {name: value for name, value in stated.items() if name not in bookkeeping}
 
 
 def _stored_name(config: PreTrainedConfig, name: str) -> str:
@@ -287,11 +294,9 @@ def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """
     config = decoder_config(config)
     _check_causal(config)
-    bookkeeping = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"}
     check_sizes(config.to_dict())
-    stated = {
-        name: value for name, value in config.to_diff_dict().items() if name not in bookkeeping
-    }
+    stated = _without_bookkeeping(config.to_diff_dict())
+    stated.pop("model_type", None)
     try:
         return AutoConfig.for_model(config.model_type, **{**stated, **shrink(config)})
     except BUILD_ERRORS as error:

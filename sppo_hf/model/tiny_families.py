@@ -218,7 +218,7 @@ _OTHERS = {
     "qwen4_exp_text": _family(
         "qwen4_exp_text",
         "linear attention, sparse attention by an indexer",
-        layer_types=["linear_attention", "indexed_attention", "linear_attention"],
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
         indexer_n_heads=2,
         indexer_kv_heads=1,
         indexer_head_dim=8,
@@ -233,7 +233,7 @@ _OTHERS = {
     "cohere_compass_text": _family(
         "cohere_compass_text",
         "parallel blocks",
-        rope_parameters={"full_attention": _rope("default")},
+        rope_parameters={"full_attention": _rope("default", mrope_section=[1, 1, 2])},
     ),
     "deepseek_v32": _family("deepseek_v32", "sparse attention by an indexer"),
     "mamba2": _family("mamba2", "state space", num_heads=8, head_dim=8),
