@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 class SPPOCallback(TrainerCallback):
     """Checks that a Trainer really trains through SPPO, and logs what that costs.
 
-    Adds to every training log entry, for the progress bar, TensorBoard and all other loggers:
-    `sppo/tokens_per_second` (all ranks), and of the logging rank
+    What prints logs to the console gets one summary, `sppo`. TensorBoard and all other loggers get,
+    in every training log entry, `sppo/tokens_per_second` (all ranks), and of the logging rank
     `sppo/tokens_per_second_per_device`, `sppo/tflops_per_device`, `sppo/mfu` (where the device's
     peak is known), `sppo/device_peak_bytes` (on CUDA, since the process began),
     `sppo/host_rss_bytes`, `sppo/pinned_bytes`, `sppo/host_fragmentation`, `sppo/stall_seconds`,

@@ -197,12 +197,11 @@ class TrainerEvaluation:
         if not isinstance(labels, Tensor) or labels.ndim != 2 or engine.loss_is_outside:
             return None  # nothing is run chunk by chunk, or it is refused by its own name
         function = self._function
-        asked_by = "predict()" if self._trainer.compute_metrics is None else "compute_metrics"
         reducible = function is not None and self._may_reduce(engine)
         known = self._verdict[1] if self._verdict and self._verdict[0] == function else None
         if not reducible or known is False:
             self._check_room(engine, *labels.shape)
-            return LogitsRequest(whole=True, asked_by=asked_by)
+            return LogitsRequest(whole=True, asked_by=self._asked_by)
         if known:
             return LogitsRequest(whole=False, reduce=self._reduce)
         fits = True
@@ -214,6 +213,11 @@ class TrainerEvaluation:
         if not self._on_all_ranks(fits):
             return LogitsRequest(whole=False, reduce=self._reduce_in_two_parts)
         return LogitsRequest(whole=True, reduce=self._try_to_reduce)
+
+    @property
+    def _asked_by(self) -> str:
+        """Who wants logits, in a script's words."""
+        return "predict()" if self._trainer.compute_metrics is None else "compute_metrics"
 
     def _may_reduce(self, engine: Engine) -> bool:
         """Whether nobody but the function for logits looks at the logits of an evaluation."""
@@ -343,19 +347,25 @@ class TrainerEvaluation:
         values = batch_rows * total_tokens * vocab
         if getattr(trainer.accelerator, "native_amp", False):
             need += 4 * values
-        if trainer.is_in_train:
+        if trainer.is_in_train and not engine.parts.is_sharded():
             need += OPTIMIZER_BYTES_PER_PARAMETER * engine.shape().trainable_parameters
         if budget is None or need <= budget:
             return
-        asked_by = "predict()" if trainer.compute_metrics is None else "compute_metrics"
+        function = "a preprocess_logits_for_metrics"
+        if (self._function or trainer.preprocess_logits_for_metrics) is not None:
+            function = "another preprocess_logits_for_metrics (this one does not run by parts)"
+            if not self._may_reduce(engine):
+                function = (
+                    "with a Trainer that overrides neither prediction_step nor compute_loss, and "
+                    "without return_logits and label_names, a preprocess_logits_for_metrics"
+                )
         raise BudgetError(
-            f"{asked_by} needs the logits of whole evaluation batches: {batch_rows} x "
+            f"{self._asked_by} needs the logits of whole evaluation batches: {batch_rows} x "
             f"{total_tokens} x {vocab} values, with which an evaluation takes {need:,} bytes "
-            f"({format_bytes(need)}) on the device, {budget:,} bytes ({format_bytes(budget)}) are "
-            "in the budget. Remedy: give the Trainer a preprocess_logits_for_metrics that keeps of "
-            "each token what is needed (for one, lambda logits, labels: logits.argmax(-1)), which "
-            "then runs chunk by chunk; or a smaller per_device_eval_batch_size, shorter rows, or "
-            "prediction_loss_only=True."
+            f"({format_bytes(need)}) on the device; {budget:,} bytes ({format_bytes(budget)}) are "
+            f"in the budget. Remedy: {function} that keeps of each token what is needed (for one, "
+            "lambda logits, labels: logits.argmax(-1)), which then runs chunk by chunk; or a "
+            "smaller per_device_eval_batch_size, shorter rows, or prediction_loss_only=True."
         )
 
     def _refuse_parts(self, engine: Engine, request: LogitsRequest) -> None:
@@ -368,10 +378,9 @@ class TrainerEvaluation:
         )
 
     def _refuse_pipeline(self, engine: Engine) -> None:
-        asked_by = "predict()" if self._trainer.compute_metrics is None else "compute_metrics"
         raise ConfigError(
-            f"{asked_by} needs logits, which in a pipeline (pp_size={engine.config.pp_size}) are "
-            "on its last rank alone. Allowed: evaluation of the loss. Remedy: "
+            f"{self._asked_by} needs logits, which in a pipeline (pp_size={engine.config.pp_size}) "
+            "are on its last rank alone. Allowed: evaluation of the loss. Remedy: "
             "prediction_loss_only=True in TrainingArguments, or leave compute_metrics out, and "
             "compute metrics from the saved checkpoint in one process."
         )

@@ -184,7 +184,9 @@ class PlanBook:
             BudgetError: The weights alone are over the budget.
         """
         plan = self._make_plan(device, batch_rows, total_tokens, training=False, return_logits=True)
-        return plan.estimate.device.total, plan.budgets.device
+        # Of sharded weights, most are on other ranks, which the plan does not see.
+        elsewhere_bytes = self.shape().weight_bytes if self._parts.is_sharded() else 0
+        return plan.estimate.device.total - elsewhere_bytes, plan.budgets.device
 
     def step_done(self, watch: ForwardWatch) -> None:
         """A training step has ended on the host; the device may be behind."""

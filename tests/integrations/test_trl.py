@@ -40,11 +40,16 @@ def _train(tmp_path, plugin, **settings):
         model=model,
         args=args,
         train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+        compute_metrics=lambda prediction: {"ids": float(prediction.predictions.sum())},
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         processing_class=byte_tokenizer(),
     )
     trainer.train()
     keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
-    return [{k: log[k] for k in keys} for log in trainer.state.log_history if "loss" in log], model
+    logs = [{k: log[k] for k in keys} for log in trainer.state.log_history if "loss" in log]
+    metrics = trainer.evaluate()
+    return logs, {k: metrics[k] for k in ("eval_loss", "eval_entropy", "eval_ids")}, model
 
 
 def _rewarded(tmp_path, plugin):
@@ -101,13 +106,14 @@ def test_grpo_with_a_reward_model_that_cannot_be_converted(tmp_path):
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_same_run_with_and_without_the_plugin(tmp_path, packing):
     settings = {"packing": True, "max_length": 40} if packing else {}
-    expected, _ = _train(tmp_path, None, **settings)
-    ours, model = _train(tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings)
+    expected, expected_metrics, _ = _train(tmp_path, None, **settings)
+    ours, metrics, model = _train(tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings)
     assert is_converted(model)
     assert get_engine(model).counters["attention_forwards"] >= 3 * 3 * 3
     assert len(ours) == len(expected) == 3
     for mine, theirs in zip(ours, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-3)
 
 
 ONE_DEVICE = {
