@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
@@ -174,7 +175,7 @@ def ramp_bounds(
         min(1.0, (i + 1) / (steps + 1), (num_chunks - i) / (steps + 1)) for i in range(num_chunks)
     ]
     whole = cost.upto(total_tokens) / sum(work)
-    ends = [cost.tokens_for(whole * sum(work[: i + 1])) for i in range(num_chunks)]
+    ends = [cost.tokens_for(whole * done) for done in accumulate(work)]
     if round_to_tokens is None:
         round_to_tokens = rounding_tokens(total_tokens, num_chunks)
     return _pairs(_rounded(ends, total_tokens, round_to_tokens))
@@ -236,8 +237,7 @@ def _explicit_bounds(lengths: tuple[int, ...], total_tokens: int) -> Bounds:
             f"every batch to {sum(lengths):,} tokens, or set chunk_tokens=<tokens> or num_chunks, "
             "which follow each batch's length (evaluation batches included)."
         )
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return _pairs(ends)
+    return _pairs(list(accumulate(lengths)))
 
 
 def _rounded(ends: list[float], total_tokens: int, multiple: int) -> list[int]:
