@@ -256,7 +256,8 @@ def _check_units(question: Question) -> None:
         num_chunks = -(-question.total_tokens // TARGET_CHUNK_TOKENS[kind])
     else:
         num_chunks = most_chunks(question.total_tokens)
-    if num_chunks > most:
+    # More chunks than tokens are refused by whoever cuts.
+    if most < num_chunks <= question.total_tokens:
         raise ConfigError(
             f"{question.total_tokens:,} tokens in {num_chunks:,} chunks through {layers:,} layers "
             f"would take minutes to plan. Allowed for so many layers: {most:,} chunks. Remedy: set "
