@@ -105,12 +105,11 @@ def _find(
         return lambda: _nothing(runpy.run_path(str(path), run_name="__main__"))
     commands = entry_points(group="console_scripts", name=program)
     if os.path.isdir(path) or not commands:
-        found = (
-            "is a directory" if os.path.isdir(path) else "does not exist, nor does such a command"
-        )
+        found = "does not exist, nor does such a command"
+        found = "is a directory" if os.path.isdir(path) else found
         parser.error(
-            f"the script {show(program)} {found}; give the path of a Python file, -m and the name of a "
-            "module, or the name of an installed command"
+            f"the script {show(program)} {found}; give the path of a Python file, -m and the name "
+            "of a module, or the name of an installed command"
         )
     command = next(iter(commands))
     return lambda: command.load()()

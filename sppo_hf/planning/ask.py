@@ -24,9 +24,8 @@ from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
     Bounds,
-    PrefixCost,
-    auto_bounds,
     chunk_bounds,
+    even_bounds,
     partition_of,
 )
 from sppo_hf.planning.plan import Plan, make_plan
@@ -50,8 +49,10 @@ from sppo_hf.planning.stage_bytes import StageBytes
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
-# Chunks times layers: what is planned, simulated and compared in a few seconds.
+# What is planned, simulated and compared in a few seconds: chunks times layers, and chunks that are
+# solved for.
 _MOST_UNITS = 2**15
+_MOST_SOLVED_CHUNKS = 512
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that can be asked for, and the bytes of one element."""
@@ -241,22 +242,25 @@ def plan_for(question: Question) -> Plan:
 
 def _check_units(question: Question) -> None:
     config, kind, layers = question.config, question.device.kind, question.shape.num_layers
+    ruled = set_by_rule(config, question.device)
+    ruled = ruled or (kind == "cpu" and config.device_memory is None)
+    most = min(_MOST_UNITS // layers, _MOST_CHUNKS if ruled else _MOST_SOLVED_CHUNKS)
     if config.chunk_lengths is not None:
         num_chunks = len(config.chunk_lengths)
     elif config.num_chunks != "auto":
         num_chunks = config.num_chunks
     elif config.chunk_tokens is not None:
         num_chunks = -(-question.total_tokens // config.chunk_tokens)
-    elif set_by_rule(config, question.device) or kind == "cpu":
+    elif ruled or kind == "cpu":
         num_chunks = -(-question.total_tokens // TARGET_CHUNK_TOKENS[kind])
     else:
         num_chunks = most_chunks(question.total_tokens)
-    if num_chunks * layers > _MOST_UNITS:
+    # More chunks than tokens are refused by whoever cuts.
+    if most < num_chunks <= question.total_tokens:
         raise ConfigError(
             f"{question.total_tokens:,} tokens in {num_chunks:,} chunks through {layers:,} layers "
-            f"are {num_chunks * layers:,} steps to plan. Allowed: chunks times layers of at most "
-            f"{_MOST_UNITS:,}. Remedy: set num_chunks (--num-chunks) to {_MOST_UNITS // layers:,} "
-            "or less."
+            f"would take minutes to plan. Allowed for so many layers: {most:,} chunks. Remedy: set "
+            f"num_chunks (--num-chunks) to {most:,} or less."
         )
 
 
@@ -398,15 +402,15 @@ def _cuts(question: Question, cost: StageCost, total_tokens: int) -> Iterator[Bo
     num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)
     # An estimate walks its chunks. Fewer and longer ones need a little more memory, so what is
     # found to fit does fit.
-    target = max(TARGET_CHUNK_TOKENS[kind], -(-total_tokens // _MOST_CHUNKS))
+    usual_tokens = _MOST_CHUNKS * TARGET_CHUNK_TOKENS[kind]
     if num_chunks != "auto":
         # Other lengths than the one asked about are cut alike.
         config = config.replace(chunk_lengths=None, num_chunks=min(num_chunks, total_tokens))
     elif config.chunk_tokens and total_tokens > _MOST_CHUNKS * config.chunk_tokens:
         config = config.replace(chunk_tokens=None, num_chunks=_MOST_CHUNKS)
-    elif not config.chunk_tokens:
-        curve = PrefixCost.of(cost.shape)
-        yield auto_bounds(curve, total_tokens, target_tokens=target, partition=partition_of(config))
+    elif not config.chunk_tokens and total_tokens > usual_tokens:
+        # No chunk of the usual ones is more than twice as long as they are on average.
+        yield even_bounds(total_tokens, _MOST_CHUNKS // 2)
         return
     yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from sppo_hf.config import SPPOConfig
@@ -229,8 +230,7 @@ def _explicit_bounds(lengths: tuple[int, ...], total_tokens: int) -> Bounds:
             f"every batch to {sum(lengths):,} tokens, or set chunk_tokens=<tokens> or num_chunks, "
             "which follow each batch's length (evaluation batches included)."
         )
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return _pairs(ends)
+    return _pairs(list(accumulate(lengths)))
 
 
 def _rounded(ends: list[float], total_tokens: int, multiple: int) -> list[int]:

@@ -16,11 +16,11 @@ from tests.attacks.outcomes import (
 AREAS: dict[str, int] = {
     "batches": 180,
     "checkpoints": 24,
-    "commands": 80,
+    "commands": 32,
     "disk": 20,
-    "models": 60,
+    "models": 24,
     "ranks": 3,
-    "settings": 300,
+    "settings": 200,
 }
 """Module of this folder, and how many of its cases CI tries."""
 
