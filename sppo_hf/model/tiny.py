@@ -11,7 +11,6 @@ Knows nothing of chunks, plans or the comparison itself.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
 
 if TYPE_CHECKING:
@@ -375,9 +375,7 @@ def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Modu
     settings = LoraConfig(
         r=rank, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", bias="none"
     )
-    with warnings.catch_warnings():
-        # PEFT asks for a property by a name that newer Transformers call deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quiet_peft():
         wrapped = get_peft_model(model, settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

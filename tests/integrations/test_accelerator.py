@@ -1,7 +1,6 @@
 """An attached Accelerator: what it converts, what it leaves alone, what unwraps again."""
 
 import logging
-import warnings
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from sppo_hf import ConfigError, SPPOPlugin
 from sppo_hf.integrations import accelerator as accelerator_module
 from sppo_hf.integrations.accelerator import own_recomputation
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.convert import get_engine, is_converted
 from tests.integrations.training import (
     is_checkpointing,
@@ -33,9 +33,7 @@ def _accelerator(**settings: object) -> Accelerator:
 
 def _lora(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
-    with warnings.catch_warnings():
-        # PEFT asks newer releases of Transformers by the old name.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    with quiet_peft():
         config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.tiny import build_tiny_model
 from sppo_hf.runtime.checkpoint import Place, saving
 from sppo_hf.runtime.checkpoint_marks import newest_complete, refuse_torn, what_is_torn
@@ -115,9 +115,7 @@ def test_the_folder_is_what_save_pretrained_writes(saved: Path, tmp_path: Path, 
 def test_peft_loads_the_adapters(saved: Path):
     expected, _ = reference("adapters")
     base = make_model({**MODELS["adapters"], "lora": False})
-    with warnings.catch_warnings():
-        # PEFT asks for a property by a name that newer Transformers call deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quiet_peft():
         loaded = peft.PeftModel.from_pretrained(base, saved / "adapters")
     assert_same_tensors(loaded.state_dict(), expected.state_dict())
     assert not (saved / "adapters" / "config.json").exists()
