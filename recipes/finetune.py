@@ -30,6 +30,7 @@ from transformers import (
 from sppo_hf.data.collate import RightPaddingCollator
 from sppo_hf.data.documents import Split, load_documents, split_documents
 from sppo_hf.data.packing import pack_documents, spread_rows
+from sppo_hf.model.adapters import quiet_peft
 
 
 def prepare_rows(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> Split:
@@ -75,7 +76,8 @@ def main(argv: list[str]) -> int:
         lora = LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        model = get_peft_model(model, lora)
+        with quiet_peft():
+            model = get_peft_model(model, lora)
     loaded_host_bytes = host_bytes()
 
     if recipe.sppo_enabled:
@@ -100,7 +102,9 @@ def main(argv: list[str]) -> int:
     if recipe.full_finetune:
         reloaded = load_base(str(saved_to))
     else:
-        reloaded = PeftModel.from_pretrained(load_base(recipe.model_name_or_path), str(saved_to))
+        with quiet_peft():
+            base = load_base(recipe.model_name_or_path)
+            reloaded = PeftModel.from_pretrained(base, str(saved_to))
     report = summarise(
         trainer,
         trained,

@@ -21,6 +21,7 @@ from smollm2 import load_model, load_tokenizer
 from sppo_hf import SPPOPlugin
 from sppo_hf.data.documents import installed_packages
 from sppo_hf.data.packing import pack_documents
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.observer import StepObserver, StepRecord
 from sppo_hf.planning.plan import Plan
 
@@ -63,7 +64,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=job["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, lora)
+        with quiet_peft():
+            model = get_peft_model(model, lora)
     notes = _Notebook()
     plugin = SPPOPlugin(show_progress=False, show_plan=False, **job["settings"])
     plugin.observer.subscribe(notes)

@@ -154,7 +154,8 @@ class Engine:
         Raises:
             SPPOError: Another thread is in one, or torch.func is.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+        if functorch.peek_interpreter_stack() is not None:
             raise SPPOError(
                 f"{self.parts.name} is converted by SPPO, whose backward torch.func.grad and other "
                 "function transforms cannot run. Use loss.backward() or torch.autograd.grad, or "

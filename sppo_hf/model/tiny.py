@@ -14,9 +14,8 @@ Knows nothing of chunks, plans or the comparison itself.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -26,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
 from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
 from sppo_hf.planning.refusals import is_multimodal
@@ -377,7 +377,7 @@ def model_from_config(
             # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
             model.set_experts_implementation("eager")
         randomise(model)
-    return model.to(dtype).train()
+    return cast("nn.Module", model).to(dtype).train()
 
 
 def weights_bytes(config: PreTrainedConfig) -> int:
@@ -518,9 +518,7 @@ def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Modu
     settings = LoraConfig(
         r=rank, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", bias="none"
     )
-    with warnings.catch_warnings():
-        # PEFT asks for a property by a name that newer Transformers call deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quiet_peft():
         wrapped = get_peft_model(model, settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.adapters import quiet_peft
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 STEPS = 10
@@ -52,9 +52,7 @@ def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
 
         torch.manual_seed(3)
         settings = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-        with warnings.catch_warnings():
-            # PEFT asks for a property by a name that newer Transformers call deprecated.
-            warnings.simplefilter("ignore", FutureWarning)
+        with quiet_peft():
             model = get_peft_model(model, settings)
     return Trainer(model, args, train_dataset=make_rows(32), eval_dataset=make_rows(8, seed=2))
 

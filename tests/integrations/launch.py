@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.deprecations import assert_no_deprecation
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 100
 
@@ -76,6 +78,8 @@ def run_ranks(
             process.wait()
     printed = "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
     assert codes == [0] * ranks, f"exit codes {codes} (None: still running)\n{printed}"
+    for log in logs:
+        assert_no_deprecation(log.read_text())
 
 
 def run_job(job: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import LlamaForSequenceClassification
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.integrations import accelerator as accelerator_module
 from sppo_hf.integrations.accelerator import own_recomputation
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.convert import get_engine, is_converted
 from tests.integrations.training import (
     is_checkpointing,
@@ -34,9 +35,7 @@ def _accelerator(**settings: object) -> Accelerator:
 
 def _lora(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
-    with warnings.catch_warnings():
-        # PEFT asks newer releases of Transformers by the old name.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    with quiet_peft():
         config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
 

@@ -1,11 +1,11 @@
 """The shape of a live model: what is trained of it, by which adapters, in which dtype."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.facts import model_shape
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import build_tiny_model
@@ -17,9 +17,7 @@ pytestmark = pytest.mark.fake
 def adapted(dtype: torch.dtype, **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
     model = build_tiny_model("llama", dtype=dtype)
-    with warnings.catch_warnings():
-        # PEFT asks for a property by a name that newer Transformers call deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quiet_peft():
         return peft.get_peft_model(model, peft.LoraConfig(**settings))
 
 

@@ -5,13 +5,13 @@ places where a parameter's gradient comes together from several parts.
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from sppo_hf import SPPOConfig
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.convert import convert
 from sppo_hf.model.exactness import GradientHooks, compare, run_batch
 from sppo_hf.model.parameter_hooks import any_hooks, hooks_set_aside
@@ -24,8 +24,7 @@ TILED = SPPOConfig(chunk_lengths=(9, 1, 13), loss_tile_tokens=7, show_plan=False
 def _adapted():
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT uses what Transformers deprecates
+    with quiet_peft():
         return get_peft_model(build_tiny_model("llama"), lora)
 
 

@@ -13,6 +13,7 @@ from transformers.core_model_loading import spawn_materialize
 from transformers.utils import logging as transformers_logging
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.stage_loading import load_stages
 from sppo_hf.model.stages import AbsentLayer, AbsentModule, StageCut, staged_model_of
 from sppo_hf.model.tiny import build_tiny_model
@@ -239,16 +240,17 @@ def test_a_model_class_and_arguments_of_from_pretrained(tmp_path):
     ],
     ids=["all-linear", "list", "modules_to_save"],
 )
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks by an old name
 def test_adapters_have_the_names_that_they_have_on_the_whole_model(settings, tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     folder = _save("llama", tmp_path)
-    whole = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
+    with quiet_peft():
+        whole = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
     trained = {name for name, p in whole.named_parameters() if p.requires_grad}
     found = []
     for own in range(3):
-        model = peft.get_peft_model(_load(folder, own), lora)
+        with quiet_peft():
+            model = peft.get_peft_model(_load(folder, own), lora)
         mine = [name for name, p in model.named_parameters() if p.requires_grad]
         assert all(f".layers.{own}." in name or own == 2 for name in mine)
         found += mine

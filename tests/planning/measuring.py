@@ -7,7 +7,6 @@ equal by chance. Imported only by tests that need torch and Transformers.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.convert import convert
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import tiny_config
@@ -179,9 +179,7 @@ def _asked_for(name: str, field: str) -> bool:
 def _add_lora(model: nn.Module, targets: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    with warnings.catch_warnings():
-        # PEFT asks for a property by a name that newer Transformers call deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quiet_peft():
         return get_peft_model(model, LoraConfig(r=RANK, target_modules=targets)).train()
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from sppo_hf.model.adapters import quiet_peft
+from tests.deprecations import assert_no_deprecation
 from tests.recipes.tiny import save_jsonl, save_text_folder, save_tiny_model
 
 peft = pytest.importorskip("peft", reason="needs the extra `recipes`")
@@ -31,7 +33,9 @@ def finetune(folder, *options, env=None):
     )
     path = folder / "report.json"
     report = json.loads(path.read_text()) if path.exists() else None
-    return done.returncode, done.stdout + done.stderr, report
+    printed = done.stdout + done.stderr
+    assert_no_deprecation(printed)
+    return done.returncode, printed, report
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +83,10 @@ def test_the_report_shows_that_training_helped_and_that_the_adapter_holds_it(pla
     assert (place / "on" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-# PEFT asks Transformers by a name that Transformers has deprecated.
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_the_adapter_opens_without_us(place, run_on):
     assert run_on[0] == 0, run_on[1]
-    model = peft.AutoPeftModelForCausalLM.from_pretrained(place / "on" / "adapter")
+    with quiet_peft():
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(place / "on" / "adapter")
     changed = [p for name, p in model.named_parameters() if "lora_B" in name]
     assert changed
     assert all(torch.any(p != 0) for p in changed)

@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from sppo_hf.errors import ConfigError, PipelineError
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.tiny import build_tiny_model
 from sppo_hf.runtime.checkpoint import Place, saving
 from sppo_hf.runtime.checkpoint_marks import (
@@ -125,9 +126,7 @@ def test_the_folder_is_what_save_pretrained_writes(saved: Path, tmp_path: Path, 
 def test_peft_loads_the_adapters(saved: Path):
     expected, _ = reference("adapters")
     base = make_model({**MODELS["adapters"], "lora": False})
-    with warnings.catch_warnings():
-        # PEFT asks for a property by a name that newer Transformers call deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quiet_peft():
         loaded = peft.PeftModel.from_pretrained(base, saved / "adapters")
     assert_same_tensors(loaded.state_dict(), expected.state_dict())
     assert not (saved / "adapters" / "config.json").exists()

@@ -134,8 +134,8 @@ def _offsets(documents: Documents, device: torch.device) -> Offsets:
         # From pinned memory, or the host would wait for the device.
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
-    lengths = documents.num_queries, documents.num_keys
-    return Offsets(*map(sums, lengths), *map(max, lengths))
+    queries, keys = documents.num_queries, documents.num_keys
+    return Offsets(sums(queries), sums(keys), max(queries), max(keys))
 
 
 class AlignedBackend(DocumentsBackend):
@@ -351,18 +351,20 @@ class AlignedBackend(DocumentsBackend):
         """`kernel_backward` on tensors with heads before tokens."""
         # Kernels step through the log-sum-exp by its shape, whatever its strides are.
         lse = attended.lse_BNC.contiguous()
-        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)
         grads = self.kernel_backward(
-            *(_by_token(x, offsets) for x in tensors),
+            _by_token(dout_BNCH, offsets),
+            _by_token(q_BNCH, offsets),
+            _by_token(k_BKTH, offsets),
+            _by_token(v_BKTH, offsets),
+            _by_token(attended.out_BNCH, offsets),
             lse if offsets is None else lse.squeeze(0),
             reach=reach,
             scale=scale,
             softcap=softcap,
             offsets=offsets,
         )
-        if offsets is not None:
-            grads = tuple(grad.unsqueeze(0) for grad in grads)
-        return Gradients(*(grad.transpose(1, 2) for grad in grads))
+        batched = grads if offsets is None else (grad.unsqueeze(0) for grad in grads)
+        return Gradients(*(grad.transpose(1, 2) for grad in batched))
 
 
 def _by_token(x_BNCH: Tensor, offsets: Offsets | None) -> Tensor:

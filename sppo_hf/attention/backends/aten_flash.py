@@ -118,4 +118,6 @@ def _lengths(
     q_BCNH: Tensor, k_BTKH: Tensor, offsets: Offsets | None
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Offsets of queries and keys, and how many there are, as both operators take them."""
-    return (None, None, q_BCNH.shape[1], k_BTKH.shape[1]) if offsets is None else tuple(offsets)
+    if offsets is None:
+        return None, None, q_BCNH.shape[1], k_BTKH.shape[1]
+    return offsets.cu_q, offsets.cu_k, offsets.max_q, offsets.max_k

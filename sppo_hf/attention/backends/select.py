@@ -15,6 +15,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -58,7 +59,7 @@ def _head_variants(make: Callable[..., Backend], *, native_sizes: bool) -> tuple
 def _with_documents(variants: tuple[Factory, ...]) -> tuple[Factory, ...]:
     """Each variant with packed documents left to the kernel, then without."""
     return tuple(
-        functools.partial(make, documents_at_once=at_once)
+        functools.partial(cast("Callable[..., Backend]", make), documents_at_once=at_once)
         for make in variants
         for at_once in (True, False)
     )

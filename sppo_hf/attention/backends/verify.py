@@ -161,6 +161,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    *,
     case: _Case,
     **scores: Any,
 ) -> Any:
@@ -219,9 +220,9 @@ def _compare(
     # Values merged with keys elsewhere: backward must use what it is given.
     merged = merge_partials(expected, Attended(other_out, expected.lse_BNC + 0.5))
     out, lse = merged.out_BNCH.to(requirement.dtype), merged.lse_BNC.to(actual.lse_BNC.dtype)
-    grads = _backward(backend, dout, q, k, v, out, lse, case, **scores)
-    tensors = (x.double() for x in (dout, q, k, v, out, lse))
-    expected_grads = _backward(exact, *tensors, case, **scores)
+    grads = _backward(backend, dout, q, k, v, out, lse, case=case, **scores)
+    wide = [x.double() for x in (dout, q, k, v, out, lse)]
+    expected_grads = _backward(exact, *wide, case=case, **scores)
     names = ("output", "log-sum-exp", "dQ", "dK", "dV")
     ours = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
     theirs = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)

@@ -22,6 +22,7 @@ from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.kernels import Kernel
 from sppo_hf.cli.planning_arguments import model_path
 from sppo_hf.integrations.plugin import SPPOPlugin
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.planning.config_file import read_fields
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.portions import loss_tile_tokens
@@ -92,7 +93,8 @@ def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
             task_type="CAUSAL_LM",
         )
         in_float32 = job.lora_dtype == "float32"
-        model = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
+        with quiet_peft():
+            model = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
     return model.train()
 
 

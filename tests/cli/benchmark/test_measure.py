@@ -96,8 +96,6 @@ def test_every_contender_trains_with_the_loss_of_plain(
         assert numbers.stall_seconds is not None
 
 
-# PEFT asks for what Transformers has given a new name.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.usefixtures("_cpu_offloads")
 @pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"])
 def test_adapters_train_alike(tmp_path: Path, lora_dtype: str) -> None:

@@ -22,11 +22,6 @@ from tests.cli.benchmark.tiny import tiny_job
 
 KERNEL = Kernel("cpu_flash", ours="cpu_flash")
 
-# PEFT asks for what Transformers has given a new name.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
-
 
 def build(folder: Path, **changes: Any) -> torch.nn.Module:
     job = tiny_job(folder, **changes)
