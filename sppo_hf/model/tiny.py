@@ -377,7 +377,8 @@ def model_from_config(
             # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
             model.set_experts_implementation("eager")
         randomise(model)
-    return cast("nn.Module", model).to(dtype).train()
+    cast("nn.Module", model).to(dtype).train()
+    return model
 
 
 def weights_bytes(config: PreTrainedConfig) -> int:
