@@ -308,8 +308,8 @@ def compare_drift(
     exact: list[Gradients] = []
     for batch in batches:
         ours.append(run_batch(convert(copy.deepcopy(low), config), batch))
-        unmodified.append(_run_reference(low, batch))
-        exact.append(_run_reference(single, batch))
+        unmodified.append(run_reference(low, batch, hooks=False))
+        exact.append(run_reference(single, batch, hooks=False))
     return DriftReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
@@ -321,14 +321,10 @@ def compare_drift(
     )
 
 
-def run_reference(model: nn.Module, batch: Batch, *, accumulation: int = 1) -> Gradients:
-    """Run an unmodified copy of `model` over `batch`; arguments and hooks as in `compare`."""
-    return _run_reference(model, batch, accumulation=accumulation, hooks=True)
-
-
-def _run_reference(
-    model: nn.Module, batch: Batch, *, accumulation: int = 1, hooks: bool = False
+def run_reference(
+    model: nn.Module, batch: Batch, *, accumulation: int = 1, hooks: bool = True
 ) -> Gradients:
+    """Run an unmodified copy of `model` over `batch`; arguments and hooks as in `compare`."""
     reference = copy.deepcopy(model)
     find_causal_lm(reference).set_attn_implementation(reference_attention(model))
     return run_batch(reference, batch, accumulation=accumulation, hooks=hooks)

@@ -132,6 +132,7 @@ class RecomputedFrame:
             self._recorder = None
         self._unhook()
         self._keep = None
+        self._reads.leave_out_own_writes(self._versions)
         if self._meta:
             self._tape.record(self)
         else:

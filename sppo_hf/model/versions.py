@@ -25,7 +25,6 @@ class _Read:
     tensor: Tensor
     owner: dict[str, Any] | None = None
     """Where a module looks its parameter up, by the last part of `name`; None for all else."""
-    is_buffer: bool = False
 
 
 class ReadTensors:
@@ -34,6 +33,7 @@ class ReadTensors:
     def __init__(self, reads: Iterable[_Read]) -> None:
         """Remember the tensors; `of_module` and `of_named` make these."""
         self._reads = tuple(reads)
+        self._own_writes: set[int] = set()
 
     @classmethod
     def of_module(cls, module: nn.Module) -> ReadTensors:
@@ -49,7 +49,7 @@ class ReadTensors:
                     reads.append(_Read(start + key, tensor, child._parameters))
             for key, tensor in child._buffers.items():
                 if tensor is not None:
-                    reads.append(_Read(start + key, tensor, is_buffer=True))
+                    reads.append(_Read(start + key, tensor))
         return cls(reads)
 
     @classmethod
@@ -61,6 +61,18 @@ class ReadTensors:
         """How often each was written into so far."""
         return tuple(version_of(read.tensor) for read in self._reads)
 
+    def leave_out_own_writes(self, versions: Versions) -> None:
+        """Compare no more what the module's own forward has written into since `versions`.
+
+        PEFT's adapters on experts do so, with the values that were there; counters are another
+        case. What else may have been written there cannot be told apart.
+        """
+        self._own_writes |= {
+            index
+            for index, (now, before) in enumerate(zip(self.versions(), versions, strict=True))
+            if now != before
+        }
+
     def refuse_changes(self, versions: Versions, where: str) -> None:
         """Refuse to go on where a tensor is not what it was.
 
@@ -71,20 +83,17 @@ class ReadTensors:
         Raises:
             SPPOError: Naming the first tensor that was written into, or replaced.
         """
-        for read, version in zip(self._reads, versions, strict=True):
+        for index, (read, version) in enumerate(zip(self._reads, versions, strict=True)):
+            if index in self._own_writes:
+                continue
             key = read.name.rpartition(".")[2]
             replaced = read.owner is not None and read.owner.get(key) is not read.tensor
             if replaced or version_of(read.tensor) != version:
                 happened = "replaced" if replaced else "changed in place"
-                remedy = (
-                    "set recompute='none' if the model's own forward writes into it."
-                    if read.is_buffer
-                    else "run the forward again after the change."
-                )
                 raise SPPOError(
                     f"{where}: {read.name} was {happened} between forward and backward, so the "
                     "gradients would not be those of the loss. Change it after backward "
-                    f"(optimizer.step(), for one), or {remedy}"
+                    "(optimizer.step(), for one), or run the forward again after the change."
                 )
 
 

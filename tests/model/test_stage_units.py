@@ -104,7 +104,7 @@ class Pair:
         if lora:
             model = add_lora(model)  # type: ignore[arg-type]
         self.batch = make_batch(rows=rows, tokens=TOKENS)
-        self.reference = run_reference(model, self.batch)
+        self.reference = run_reference(model, self.batch, hooks=False)
         self.first = Stage(copy.deepcopy(model), 0, self.batch, split)
         self.last = Stage(copy.deepcopy(model), 1, self.batch, split)
         count = (self.batch["labels"][:, 1:] != -100).sum()
