@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
@@ -26,7 +26,7 @@ from sppo_hf.planning.partition import (
     Bounds,
     chunk_bounds,
     even_bounds,
-    partition_of,
+    partitions_of,
 )
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.programme import Budgets
@@ -355,7 +355,9 @@ def _longest(question: Question, plan: Plan) -> int:
     def possible(tokens: int) -> bool:
         return unlimited or any(
             fits(estimate(question.shape, d, device_kind=question.device.kind), plan.budgets)
-            for d in _smallest(question, plan, tokens, most_cuts=1)
+            for d in _smallest(
+                question, plan, tokens, most_cuts=len(partitions_of(question.config))
+            )
         )
 
     return longest(possible)
@@ -370,7 +372,8 @@ def _smallest(
         question: what is asked.
         plan: made for it, at any length.
         total_tokens: length of the rows.
-        most_cuts: how many ways to cut, shortest chunks first; None for all.
+        most_cuts: how many ways to cut, shortest chunks first and of each length by all that
+            `partitions_of` gives; None for all.
     """
     config, cost, kind = question.config, _cost(plan), question.device.kind
     choices = read_choices(config, question.device)
@@ -397,7 +400,9 @@ def _cuts(question: Question, cost: StageCost, total_tokens: int) -> Iterator[Bo
     config, kind = question.config, question.device.kind
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     if not (fixed or set_by_rule(config, question.device) or kind == "cpu"):
-        yield from chunk_cuts(cost, total_tokens, partition_of(config))
+        by_kind = (chunk_cuts(cost, total_tokens, kind) for kind in partitions_of(config))
+        for alike in zip_longest(*by_kind):
+            yield from (bounds for bounds in alike if bounds is not None)
         return
     num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)
     # An estimate walks its chunks. Fewer and longer ones need a little more memory, so what is

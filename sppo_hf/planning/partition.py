@@ -141,6 +141,16 @@ def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "ev
     return "flops" if stages > 1 or config.offload == "sppo" else "even"
 
 
+def partitions_of(config: SPPOConfig) -> tuple[Literal["flops", "even"], ...]:
+    """Returns what a search on one device may cut by; the later where nothing fits by the earlier.
+
+    The last chunk has the most keys, so the least memory needs it to be short, as equal work makes
+    it.
+    """
+    first = partition_of(config)
+    return (first, "flops") if config.partition == "auto" and first == "even" else (first,)
+
+
 def even_bounds(total_tokens: int, num_chunks: int) -> Bounds:
     """Cuts into chunks of the same number of tokens, give or take one rounding step.
 

@@ -8,6 +8,7 @@ the tests read the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from sppo_hf.config import SPPOConfig
@@ -36,7 +37,7 @@ from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
     Bounds,
     chunk_bounds,
-    partition_of,
+    partitions_of,
 )
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
@@ -295,16 +296,16 @@ def _by_rule(task: _Task) -> _Decided:
 
 
 def _solved(task: _Task, cost: StageCost) -> _Decided:
-    found = solve_chunks(
-        cost,
-        task.batch,
-        _cuts(task, cost),
-        task.budgets,
-        task.choices,
-        device_kind=task.device.kind,
-    )
-    if isinstance(found, FirstLimit):
-        found = _closest(task, cost, found)
+    limits: list[FirstLimit] = []
+    for cuts in _cuts(task, cost):
+        found = solve_chunks(
+            cost, task.batch, cuts, task.budgets, task.choices, device_kind=task.device.kind
+        )
+        if not isinstance(found, FirstLimit):
+            break
+        limits.append(found)
+    else:
+        found = _closest(task, cost, min(limits, key=lambda limit: limit.missing_bytes))
     reason = f"auto: fastest that fits ({found.policy})"
     config = task.config
     return _Decided(
@@ -366,11 +367,16 @@ def _base(task: _Task) -> Decisions:
     return task.batch.decisions(bounds, task.shape.num_layers)
 
 
-def _cuts(task: _Task, cost: StageCost) -> list[Bounds]:
-    """Ways to cut that the config leaves open; on a CPU length is settled by memory alone."""
+def _cuts(task: _Task, cost: StageCost) -> Iterator[list[Bounds]]:
+    """Ways to cut that the config leaves open; the later where nothing fits by the earlier.
+
+    On a CPU length is settled by memory alone.
+    """
     if _cut_is_fixed(task):
-        return [_base(task).bounds]
-    return list(chunk_cuts(cost, task.total_tokens, partition_of(task.config)))
+        yield [_base(task).bounds]
+        return
+    for partition in partitions_of(task.config):
+        yield list(chunk_cuts(cost, task.total_tokens, partition))
 
 
 def _cut_is_fixed(task: _Task) -> bool:
