@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # type: ignore[import-not-found]
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
@@ -154,8 +155,7 @@ class Engine:
         Raises:
             SPPOError: Another thread is in one, or torch.func is.
         """
-        functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-        if functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             raise SPPOError(
                 f"{self.parts.name} is converted by SPPO, whose backward torch.func.grad and other "
                 "function transforms cannot run. Use loss.backward() or torch.autograd.grad, or "

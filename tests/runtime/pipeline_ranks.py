@@ -23,6 +23,7 @@ from torch import distributed as dist
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.pipeline import total_norm
 from sppo_hf.model.convert import get_engine, revert
 from sppo_hf.model.exactness import (
@@ -303,6 +304,23 @@ def order_of_actions(pp_size: int) -> dict[str, list[str]]:
     }
 
 
+def change_between(pp_size: int) -> str:
+    """What a backward says when a weight of each rank was changed in place after its forward."""
+    model = build_tiny_model("llama", num_hidden_layers=pp_size + 1)
+    convert_to_stages(model, SPPOConfig(pp_size=pp_size, num_chunks=2, show_plan=False))
+    loss = model(**make_batch(rows=2, tokens=TOKENS)).loss
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    try:
+        loss.backward()
+    except SPPOError as error:
+        return str(error)
+    finally:
+        revert(model)
+    return "nothing"
+
+
 def place(pp_size: int) -> dict[str, Any]:
     """What the mesh says of this rank."""
     mesh = shared_mesh(pp_size, torch.device("cpu"), 600)
@@ -350,6 +368,7 @@ def main() -> None:
         if found is not None:
             result["cases"].append({**found, "seconds": time.perf_counter() - start})
     result["order"] = gathered(order_of_actions(job["pp_size"]))
+    result["changed"] = gathered(change_between(job["pp_size"]))
     result["places"] = gathered(place(job["pp_size"]))
     result["seconds"] = time.perf_counter() - began
     if dist.get_rank() == 0:

@@ -85,6 +85,9 @@ def run(cases: list[Case], folder: Path, *, pp_size: int, replicas: int) -> None
     result = launch(cases, folder, pp_size=pp_size, replicas=replicas)
     assert_exact(result, cases)
     assert_order(result)
+    for said in result["changed"]:
+        assert "pipeline's loss" in said, said
+        assert "was changed in place between forward and backward" in said, said
     assert_places(result, pp_size=pp_size, replicas=replicas)
 
 
