@@ -302,6 +302,8 @@ def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
     """
     if keep is None or (isinstance(keep, int) and keep == 0):
         return None
+    if not isinstance(keep, int):
+        _refuse_other_types("logits_to_keep", keep)
     positions = torch.arange(first.shape[1], device=first.device)
     if isinstance(keep, int):
         return positions[-keep:].expand(first.shape[0], -1)

@@ -335,7 +335,8 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
         base = _base(task)
     else:
         # The usual chunks are more than a search looks at, and would take minutes to simulate.
-        base = task.batch.decisions(_cuts(task, cost)[-1], task.shape.num_layers)
+        *_, cuts = _cuts(task, cost)
+        base = task.batch.decisions(cuts[-1], task.shape.num_layers)
     plans = [
         least_memory(
             cost,

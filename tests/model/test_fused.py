@@ -165,8 +165,14 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
         ChunkedLoss(head.logits, [weight], tile_tokens=4, fused=kernel).add(
             hidden, labels, last=True
         )
-    kept = ChunkedLoss(head.logits, [weight], tile_tokens=4, fused=kernel, keep_logits=True)
-    kept.add(hidden, labels, last=True)
-    assert kept.logits is not None
-    assert kept.logits[0].shape == (1, 9, weight.shape[0])
+    seen: list[torch.Size] = []
+    asked = ChunkedLoss(
+        head.logits,
+        [weight],
+        tile_tokens=4,
+        fused=kernel,
+        on_logits=lambda logits, tile: seen.append(logits.shape),
+    )
+    asked.add(hidden, labels, last=True)
+    assert [tuple(shape) for shape in seen] == [(tokens, weight.shape[0]) for tokens in (4, 4, 1)]
     assert not _Kernel.calls

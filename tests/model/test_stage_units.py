@@ -28,7 +28,7 @@ from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
 from sppo_hf.runtime.pipeline import choose_cut
-from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.pipeline_engine import PipelineEngine, Prepared
 
 TOKENS = 23
 LENGTHS = (1, 9, 6, 7)
@@ -86,8 +86,10 @@ class Stage:
         rows = [(row, row + 1) for row in range(call.batch_rows)]
         plans = engine._stage_plans.get(1, TOKENS, call.device, micro_batches=len(rows))
         step: Any = SimpleNamespace(splits=split)
-        add_loss = engine._label_loss(call, layout, plans) if self.staged.cut.has_last else None
-        return engine._make_units(call, layout, plans.bounds, rows, plans, step, add_loss)
+        prepared = Prepared(rows, plans, plans.bounds, step, reduces=False)
+        has_last = self.staged.cut.has_last
+        add_loss = engine._label_loss(call, layout, prepared) if has_last else None
+        return engine._make_units(call, layout, prepared, add_loss)
 
     @property
     def grads(self) -> dict[str, Tensor | None]:
