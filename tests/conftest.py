@@ -39,6 +39,7 @@ settings.load_profile("sppo")
 TIERS = ("pure", "fake", "process", "gpu")
 TORCH_FREE = (
     *("test_architecture.py", "test_errors.py", "test_rules.py", "test_config.py"),
+    "test_reading.py",
     *("planning", "schedule"),
 )
 HERE = Path(__file__).parent

@@ -34,6 +34,7 @@ def test_fraction_of_an_unknown_tier_is_refused() -> None:
         *("", "GiB", "1e3GiB", "9" * 400 + "GiB", "9" * 18 + "TiB", "0.1KB"),
         *(999, 2.0, True, 2**63, 10**4000),
     ],
+    ids=lambda value: repr(value)[:20],
 )
 def test_what_is_no_budget(value: int | float | str) -> None:
     with pytest.raises(ConfigError, match=r"host_memory is .* Allowed: a size with a unit"):
@@ -66,14 +67,18 @@ def test_only_the_beginning_of_a_value_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", " ", "\t\n", "a\0b", "\ud800", "x" * 4097, "é" * 2049, b"a", 5]
+    "value",
+    ["", " ", "\t\n", "a\0b", "\ud800", "x" * 4097, "é" * 2049, b"a", 5],
+    ids=lambda value: ascii(value)[:20],
 )
 def test_what_is_no_path(value: object) -> None:
     with pytest.raises(ConfigError, match=r"offload_dir is .* Allowed: None.*NUL.*Remedy"):
         text("offload_dir", value)
 
 
-@pytest.mark.parametrize("value", [2**31, 10**4000, "9" * 5000, 1e300])
+@pytest.mark.parametrize(
+    "value", [2**31, 10**4000, "9" * 5000, 1e300], ids=lambda value: repr(value)[:20]
+)
 def test_whole_numbers_have_an_end(value: object) -> None:
     with pytest.raises(ConfigError, match=r"num_chunks is .* Allowed: .*Remedy") as caught:
         integer(1, "auto")("num_chunks", value)
