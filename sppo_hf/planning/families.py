@@ -207,6 +207,7 @@ FAMILIES: dict[str, FamilyTraits] = {
         norm="centred", placement="shared", head_norm="head", head_norm_switch="use_qk_norm"
     ),
     "cohere2": FamilyTraits(norm="centred", placement="shared"),
+    "cohere_compass_text": FamilyTraits(norm="centred", placement="shared"),
     "deepseek_v2": FamilyTraits(heads_first=True, router_wide=True, routing_wide=True),
     "deepseek_v3": _LATENT,
     "dots1": _GROUPED_HEAD_NORMS,

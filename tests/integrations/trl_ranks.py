@@ -26,6 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.convert import get_engine
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 from tests.fakes.tokenizer import byte_tokenizer
@@ -135,7 +136,8 @@ def _model_with_head(run: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(3)
     targets = ["q_proj", "down_proj"]
     lora = LoraConfig(target_modules=targets, lora_dropout=0.4, init_lora_weights=False)
-    return get_peft_model(model, lora)
+    with quiet_peft():
+        return get_peft_model(model, lora)
 
 
 def call(run: dict[str, Any], plugin: SPPOPlugin) -> dict[str, float]:

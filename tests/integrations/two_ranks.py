@@ -32,6 +32,7 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
+from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.convert import get_engine
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 from tests.integrations.training import make_arguments, make_model, make_rows
@@ -41,7 +42,8 @@ def _lora(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with quiet_peft():
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
 def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:

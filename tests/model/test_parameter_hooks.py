@@ -8,7 +8,6 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from sppo_hf import SPPOConfig
 from sppo_hf.model.adapters import quiet_peft
@@ -22,10 +21,11 @@ TILED = SPPOConfig(chunk_lengths=(9, 1, 13), loss_tile_tokens=7, show_plan=False
 
 
 def _adapted():
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
     with quiet_peft():
-        return get_peft_model(build_tiny_model("llama"), lora)
+        return peft.get_peft_model(build_tiny_model("llama"), lora)
 
 
 @pytest.mark.parametrize(
