@@ -17,7 +17,7 @@ from sppo_hf.model.structure import ModelParts
 
 PROVED = frozenset(
     (
-        "afmoe apertus arcee bitnet cohere cohere2 cohere_compass_text cwm deepseek_v2 "
+        "afmoe apertus arcee bitnet cohere cohere2 cohere_compass_text cwm dbrx deepseek_v2 "
         "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 "
         "gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
         "gpt_oss granite granite_swa granitemoe helium hunyuan_v1_dense hunyuan_v1_moe "
