@@ -41,6 +41,7 @@ from sppo_hf.model.watch import ForwardWatch, let_go_of_failed
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.report import format_bytes
 from sppo_hf.planning.shape import ModelShape
 
 # B batch rows, T tokens of the sequence, D model width, V vocabulary.
@@ -298,7 +299,7 @@ class Engine:
         self._warn_once(
             f"whole logits: {asked_by}",
             f"logits of the whole sequence are made, asked for by {asked_by}: {call.batch_rows} x "
-            f"{call.total_tokens} x {vocab} values, {4 * size / 2**30:.2f} GiB in float32"
+            f"{call.total_tokens} x {vocab} values, {format_bytes(4 * size)} in float32"
             f"{more if outside else ''}.",
         )
 
