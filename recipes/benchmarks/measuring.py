@@ -23,6 +23,7 @@ from sppo_hf.data.documents import installed_packages
 from sppo_hf.data.packing import pack_documents
 from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 
 
@@ -81,9 +82,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     assert notes.plan is not None, "a step has a plan"
     assert notes.record is not None, "a step has a record"
     estimate = notes.plan.estimate
-    together = max(m.device.total + m.host.total for m in estimate.moments)
+    together = estimate.peak_bytes("device", "host")
     device = estimate.device
-    standing = device.weights + device.lora + device.optimizer
+    standing = sum(device[cause] for cause in (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER))
     return {
         "seconds": seconds,
         "stall_seconds": notes.record.stall_seconds,

@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.layouts import Cut, Layout, bounds_of
-from sppo_hf.planning.memory import MemoryModel
-from sppo_hf.planning.modes import Saved, mode_of
+from sppo_hf.planning.memory import ByteTables, byte_tables
+from sppo_hf.planning.modes import KEEP, SAVED, Saved
 from sppo_hf.planning.partition import Bounds, PrefixCost
 from sppo_hf.planning.pipeline_cost import KVTier
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.planning.streams import KVStreams
 from sppo_hf.schedule.formulas import peak_units
 from sppo_hf.schedule.generate import Size
 
@@ -215,47 +216,39 @@ class Glance:
 
     def _add_up(self, layout: Layout) -> _Work:
         cost, bounds, saved = self._cost, self.bounds(layout), layout.saved
-        streams = KVStreams(self._decisions(layout), cost)
-        layers = dict.fromkeys(self._kinds, 0.0)
-        seconds: list[tuple[float, float, float]] = []
-        for chunk, (start, end) in enumerate(bounds):
-            forward, backward, weight = cost.head_seconds(end - start), 0.0, 0.0
-            for kind, count in self._kinds.items():
-                come = cost.h2d_seconds(streams.forward_in(kind, chunk), both=True)
-                ahead = max(cost.forward_seconds(kind, start, end), come)
-                come = cost.h2d_seconds(streams.backward_in(kind, chunk), both=True)
-                again = cost.recompute_seconds(kind, end - start, saved)
-                back = max(cost.backward_seconds(kind, start, end) + again, come)
-                layers[kind] += ahead + back
-                forward += count * ahead
-                backward += count * back
-                weight += count * cost.weight_seconds(kind, end - start)
-            seconds.append((forward, backward, weight))
-        forwards, backwards, weights = zip(*seconds, strict=True)
+        tables, work = self._tables(layout), cost.unit_seconds(bounds)
+        counts = np.array(list(self._kinds.values()))
+        ahead = np.maximum(work.forward, cost.h2d_seconds(1.0, both=True) * tables.kv_in_forward)
+        back = np.maximum(
+            work.backward + work.recompute[:, SAVED.index(saved)],
+            cost.h2d_seconds(1.0, both=True) * tables.kv_in_backward,
+        )
         sides = (
-            *(streams.forward_out, streams.backward_out),
-            *(streams.forward_in, streams.backward_in),
+            *(tables.kv_out_forward, tables.kv_out_backward),
+            *(tables.kv_in_forward, tables.kv_in_backward),
         )
-        least = tuple(
-            _Streams(*(min(side(kind, chunk) for kind in self._kinds) for side in sides))
-            for chunk in range(len(bounds))
+        least = zip(*(side.min(axis=0).tolist() for side in sides), strict=True)
+        return _Work(
+            forward=tuple((work.head + counts @ ahead).tolist()),
+            backward=tuple((counts @ back).tolist()),
+            weight=tuple((counts @ work.weight).tolist()),
+            least_layer=float((ahead + back).sum(axis=1).min()),
+            streams=tuple(_Streams(*sizes) for sizes in least),
         )
-        return _Work(forwards, backwards, weights, min(layers.values()), least)
 
     def _extremes(self, layout: Layout) -> _Room:
         """What backward takes on top: of the last chunk, and of the chunk with most of it."""
         key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
         if key in self._room:
             return self._room[key]
-        mode, kind = mode_of(layout.saved, "device"), self._cost.profile.kind
-        decisions = self._decisions(layout)
-        memory = MemoryModel(self._cost.shape, decisions, kind)
+        tables = self._tables(layout)
+        again = tables.saved[:, 0] if layout.saved != "whole" else 0
+        workspaces = (tables.workspace_backward + again).max(axis=0).tolist()
         sizes: list[tuple[int, int]] = []
-        for chunk, (start, end) in enumerate(decisions.bounds):
+        for (start, end), workspace in zip(self.bounds(layout), workspaces, strict=True):
             frame = self._frame_bytes(end - start, layout.saved)
             if layout.kv_tier == "device":
                 frame += self._kv_bytes(end)
-            workspace = memory.workspace_bytes(chunk, "start of backward", frozenset({mode}))
             sizes.append((frame, workspace))
         layers = self._layer_counts(layout)[0]
         frame, workspace = max(sizes, key=lambda size: layers * size[0] + size[1])
@@ -263,17 +256,17 @@ class Glance:
         self._room[key] = made
         return made
 
-    def _decisions(self, layout: Layout) -> Decisions:
+    def _tables(self, layout: Layout) -> ByteTables:
         num_layers = self._cost.shape.num_layers
-        mode = mode_of(layout.saved, "device")
-        return Decisions(
+        decisions = Decisions(
             batch_rows=self._cost.batch_rows,
             bounds=self.bounds(layout),
-            layer_modes=uniform_modes(layout.num_chunks, num_layers, mode),
+            layer_modes=uniform_modes(layout.num_chunks, num_layers, KEEP),
             training=True,
             tile_tokens=1,
             kv_tier=layout.kv_tier,
         )
+        return byte_tables(self._cost.shape, decisions, self._cost.profile.kind)
 
     # Bytes of one layer, the lightest.
 

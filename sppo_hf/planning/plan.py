@@ -30,7 +30,7 @@ from sppo_hf.planning.limits import (
     limit_text,
     limit_warnings,
 )
-from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.lowering import estimate
 from sppo_hf.planning.modes import KEEP, Tier, mode_of
 from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import (

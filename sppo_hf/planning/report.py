@@ -17,23 +17,6 @@ from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.programme import Budgets
 
-_CAUSES = {
-    "weights": ("weights", ""),
-    "lora": ("adapters", ""),
-    "gradients": ("gradients", ""),
-    "optimizer": ("optimizer", "assumed: AdamW, two float32 states"),
-    "kv": ("K/V", ""),
-    "dkv": ("dK/dV", "float32 accumulators"),
-    "frames": ("frames", "all that backward needs"),
-    "products": ("products", "layer inputs, attention and matrix products"),
-    "skeletons": ("skeletons", "layer inputs, attention outputs"),
-    "hidden": ("hidden", "at the final norm and the loss, embeddings"),
-    "logits_tile": ("logits", "of one tile of the loss"),
-    "workspace": ("workspace", "the running layer's temporaries"),
-    "copies": ("copies", "on their way between tiers"),
-    "slabs": ("slabs", "rest of the host slabs"),
-    "reserve": ("reserve", "device context, fragmentation"),
-}
 _MOST_LENGTHS_SHOWN = 6
 _MOST_GROUPS_SHOWN = 6
 
@@ -217,7 +200,5 @@ def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> 
         if budget_bytes is not None:
             size += f" of {format_bytes(budget_bytes)}"
         table.add_row(f"{tier} memory", size, note)
-        for cause, size_bytes in amounts.items():
-            if size_bytes:
-                name, explanation = _CAUSES[cause]
-                table.add_row(f"  {name}", f"  {format_bytes(size_bytes)}", explanation)
+        for cause, size_bytes in amounts.shown():
+            table.add_row(f"  {cause.label}", f"  {format_bytes(size_bytes)}", cause.meaning)

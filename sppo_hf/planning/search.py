@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import compute_seconds
 from sppo_hf.planning.modes import KEEP
 from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds
 from sppo_hf.planning.policies import uniform_modes
@@ -18,7 +19,6 @@ from sppo_hf.planning.solve import (
     Choices,
     FirstLimit,
     Solution,
-    compute_seconds,
     solve,
 )
 

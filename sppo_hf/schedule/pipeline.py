@@ -47,8 +47,8 @@ def simulate_pipeline(
     waits = Waits(schedule)
     return simulate_positions(
         waits.lanes,
-        seconds=seconds,
-        needs=waits.needs.__getitem__,
+        seconds=[seconds(action) for lane in waits.lanes.values() for action in lane],
+        needs=waits.needs,
         changes=changes,
         standing=standing,
     )

@@ -172,7 +172,7 @@ class _Check:
         """Checks that no ranks wait for each other."""
         waits = Waits(self._schedule)
         try:
-            simulate_positions(waits.lanes, seconds=lambda _: 0.0, needs=waits.needs.__getitem__)
+            simulate_positions(waits.lanes, seconds=[0.0] * len(waits.needs), needs=waits.needs)
         except DeadlockError as error:
             lines = [
                 f"  {self._place(action)}: {action} waits for {other}, {self._place(other)}"

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
-from sppo_hf.planning.solve import compute_seconds
-from sppo_hf.planning.stage import lower
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
@@ -41,7 +40,7 @@ def test_counts_are_all_layers(window: int | None) -> None:
     cost = slow_cost(small_shape(5, window=window))
     what = decided(falling_bounds(4), layers=5, leave_bytes=2**20, fetch_bytes=2**20)
     everything = estimate(cost.shape, what).device
-    budget = everything.total - everything.frames // 3
+    budget = everything.total - everything[Cause.FRAMES] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
     kinds = LayerKinds.of(cost)
     assert mix.counts.shape == (4, len(kinds.members), 9)
@@ -70,7 +69,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
         what = decided(falling_bounds(6), leave_bytes=2 * frame, fetch_bytes=2 * frame)
         modes = (KEEP, OFFLOAD, RECOMPUTE)
         everything = estimate(cost.shape, what).device
-        budgets = Budgets(device=everything.total - everything.frames // 4, host=None)
+        budgets = Budgets(device=everything.total - everything[Cause.FRAMES] // 4, host=None)
         counts = optimum(what, cost, budgets, modes).counts.sum(axis=(0, 1))
         assert counts[modes.index(preferred)] > 1
         others = {OFFLOAD, RECOMPUTE} - {preferred}
