@@ -7,6 +7,7 @@ PipelineCost, with stages taken as equal where that makes them smaller. Knows no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,7 @@ from sppo_hf.planning.pipeline_cost import KVTier
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.schedule.formulas import peak_units
-from sppo_hf.schedule.generate import Size
+from sppo_hf.schedule.generate import Size, generate
 
 # Frames of so many chunks may be on their way when backward begins, not on the host.
 _UNDER_WAY_CHUNKS = 3
@@ -68,6 +68,11 @@ class _Room(NamedTuple):
     """Temporaries of that chunk."""
     last_workspace: int
     """Temporaries of the last chunk."""
+
+
+@lru_cache(maxsize=4096)
+def _begun_units(name: str, size: Size) -> tuple[int, ...]:
+    return generate(name, size).begun_units
 
 
 class Glance:
@@ -200,10 +205,8 @@ class Glance:
         Where a rank has several stages, as many whole chunks as it has parts of them, short ones.
         """
         rows, num_chunks = self._rows // layout.replicas, layout.num_chunks
-        # Of a split backward the first parts come when whole backwards would.
-        name = "seq1f1b" if layout.schedule == "zb_seq1f1b" else layout.schedule
         size = Size(layout.stages, rows, num_chunks, layout.virtual)
-        held = peak_units(name, size)[rank] // layout.virtual
+        held = _begun_units(layout.schedule, size)[rank] // layout.virtual
         count = min(held, rows * num_chunks) - num_chunks
         bounds = self.bounds(layout)[:: -1 if layout.virtual > 1 else 1]
         return (bounds * -(-count // num_chunks))[: max(0, count)]

@@ -15,9 +15,7 @@ from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.stage_plan import pipeline_bounds, stage_shape
 from sppo_hf.runtime.agreement import first_rank_says
-from sppo_hf.runtime.schedules import schedule_name
-from sppo_hf.schedule.formulas import peak_units
-from sppo_hf.schedule.generate import Size
+from sppo_hf.runtime.schedules import schedule_name, step_schedule
 
 if TYPE_CHECKING:
     from sppo_hf.runtime.pipeline_engine import PipelineEngine
@@ -141,6 +139,6 @@ class StagePlans:
     def _alive(self, micro_batches: int, chunks: int) -> float:
         """Micro-batches that each stage of this rank has alive at most, in whole ones."""
         config = self._engine.config
-        size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-        units = peak_units(schedule_name(config), size)[self._engine.mesh.pp_rank]
+        made = step_schedule(config, micro_batches, chunks, forward_only=False, reduce=False)
+        units = made.schedule.live_units[self._engine.mesh.pp_rank]
         return max(1.0, units / chunks / config.pp_virtual_stages)

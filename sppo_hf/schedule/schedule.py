@@ -6,12 +6,13 @@ it takes (`pipeline`) or how it is written down (`grid`, `torch_csv`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.actions import Action, Kind
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -72,6 +73,27 @@ class Schedule:
             )
         return tuple(found[stage] for stage in sorted(found))
 
+    @cached_property
+    def live_units(self) -> tuple[int, ...]:
+        """The most units whose activations each rank holds at once, if none leaves the device.
+
+        A unit lives from its forward to the end of its backward (of its weight gradient where
+        backward is split; of its forward where there is none). A rank computes in the order of its
+        list, so this follows from the list alone, whatever actions take.
+        """
+        kinds = {action.kind for rank in self.ranks for action in rank}
+        last: Kind = "W" if "W" in kinds else "B" if "B" in kinds else "F"
+        return tuple(max(_live(rank, last), default=0) for rank in self.ranks)
+
+    @cached_property
+    def begun_units(self) -> tuple[int, ...]:
+        """Forwards of each rank before its first backward."""
+        backwards = ("B", "I")
+        return tuple(
+            sum(a.kind == "F" for a in takewhile(lambda a: a.kind not in backwards, rank))
+            for rank in self.ranks
+        )
+
     def chunk(self, action: Action) -> int:
         """Returns the chunk of an action's unit."""
         return action.unit % self.num_chunks
@@ -104,3 +126,14 @@ class Schedule:
         from sppo_hf.schedule.grid import parse_schedule
 
         return parse_schedule(text)
+
+
+def _live(actions: Iterable[Action], last: Kind) -> Iterator[int]:
+    """Yields the units alive as each forward begins; they die with an action of kind `last`."""
+    alive = 0
+    for action in actions:
+        if action.kind == "F":
+            alive += 1
+            yield alive
+        if action.kind == last:
+            alive -= 1
