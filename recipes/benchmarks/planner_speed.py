@@ -27,9 +27,9 @@ from sppo_hf.planning.ask import question_for
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.lowering import lower
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import even_bounds
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import Choices, FirstLimit, solve
 

@@ -15,9 +15,9 @@ from rich.text import Text
 from sppo_hf.planning.ask import Answer, PolicyResult
 from sppo_hf.planning.chunk_groups import ChunkGroup, group_chunks, span
 from sppo_hf.planning.modes import TIERS, Tier
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.plan_json import offload_ratio
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.report import (
     add_byte_rows,
     add_plan_rows,

@@ -20,7 +20,7 @@ from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
     Bounds,
@@ -29,7 +29,6 @@ from sppo_hf.planning.partition import (
     partitions_of,
 )
 from sppo_hf.planning.plan import Plan, make_plan
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.refusals import check_config
 from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks
 from sppo_hf.planning.shape import ModelShape

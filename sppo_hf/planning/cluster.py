@@ -14,9 +14,9 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.glance import Glance
 from sppo_hf.planning.layouts import Layout, SearchSpace
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions, LayerModes
+from sppo_hf.planning.linear_program import LayerKinds
 from sppo_hf.planning.lowering import estimate
 from sppo_hf.planning.memory import HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.modes import AWAY_TIERS, TIERS, FrameMode, Saved, Tier, mode_of
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.programme import Budgets, LayerKinds
 
 # With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
 _FEW_FRAMES = 16

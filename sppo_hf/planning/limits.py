@@ -9,8 +9,7 @@ from sppo_hf.planning.choices import HOLES, DeviceFacts, leaves_holes, named_bud
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.modes import FrameMode, Tier
-from sppo_hf.planning.moments import MemoryEstimate
-from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import FirstLimit, over_budget
 

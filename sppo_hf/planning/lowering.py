@@ -3,7 +3,7 @@
 A `StepProgram` is all that is known of a step before it runs: the computations in their order (its
 points), each with its seconds and with the bytes that it takes and gives back on every tier, and
 the copies beside them, which follow from byte counts alone. The estimate is the running sum of
-these bytes, the simulator adds up the same, the linear programme takes its rows from the same
+these bytes, the simulator adds up the same, the linear program takes its rows from the same
 arrays, and `pipeline_cost` sums these over the layers of a stage. Knows nothing of how decisions
 are found.
 

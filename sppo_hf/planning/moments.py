@@ -21,6 +21,19 @@ from sppo_hf.planning.modes import TIERS, Tier
 Bytes = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier."""
+
+    device: int | None
+    host: int | None
+    disk: int | None = 0
+
+    def of(self, tier: Tier) -> int | None:
+        """Returns the bytes of a tier."""
+        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+
+
 class Level(NamedTuple):
     """Bytes of one cause on one tier over the points of a step."""
 

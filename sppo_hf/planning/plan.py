@@ -32,7 +32,7 @@ from sppo_hf.planning.limits import (
 )
 from sppo_hf.planning.lowering import estimate
 from sppo_hf.planning.modes import KEEP, Tier, mode_of
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
     Bounds,
@@ -42,7 +42,6 @@ from sppo_hf.planning.partition import (
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.prediction import Prediction, predict
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import (

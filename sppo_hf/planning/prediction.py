@@ -53,7 +53,7 @@ class Prediction:
     """Compute standing still for copies and disk."""
 
     bound_seconds: float
-    """Duration of the programme's optimum over fractional layers; 0 where it was not asked."""
+    """Duration of the program's optimum over fractional layers; 0 where it was not asked."""
 
     tokens_per_second: float
     """Of all rows."""

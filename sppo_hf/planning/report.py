@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.planning.chunk_groups import group_chunks
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.programme import Budgets
 
 _MOST_LENGTHS_SHOWN = 6
 _MOST_GROUPS_SHOWN = 6

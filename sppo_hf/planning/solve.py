@@ -1,6 +1,6 @@
 """The solver: of all plans for given bounds, the fastest that fits, or the first limit that breaks.
 
-The linear programme says how many layers of each chunk get which mode; counts are rounded to whole
+The linear program says how many layers of each chunk get which mode; counts are rounded to whole
 layers, the estimate is checked against every budget, and the simulator has the last word. The fixed
 policies are candidates like any other, so the answer is never worse, in its own simulation, than
 any of them that fits.
@@ -23,12 +23,13 @@ from sppo_hf.planning.least import (
     over_budget,
     with_lookahead,
 )
+from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory import FRAGMENTATION
 from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
-from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.schedule.timeline import Timeline
 
@@ -52,7 +53,7 @@ class Solution:
     """Which candidate won: "solver", or a fixed policy by name."""
 
     bound_seconds: float
-    """The linear programme's optimum over fractional layers; 0 where there is none."""
+    """The linear program's optimum over fractional layers; 0 where there is none."""
 
     @property
     def step_seconds(self) -> float:
@@ -218,7 +219,7 @@ def _mixed(
         shaped = looking_ahead(cost, base, ahead)
         tight, bound = budgets, float("inf")
         for _ in range(_ATTEMPTS):
-            mix = Programme(shaped, cost, tight, modes, device_kind=device_kind).solve()
+            mix = LinearProgram(shaped, cost, tight, modes, device_kind=device_kind).solve()
             if mix is None:
                 break
             bound = min(bound, mix.seconds)
@@ -292,7 +293,7 @@ def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
     """Budgets lowered by what rounding broke them by, and a little more."""
     lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
 
-    def of(tier: str) -> int | None:
+    def of(tier: Tier) -> int | None:
         budget = budgets.of(tier)
         return None if budget is None else budget - lowered.get(tier, 0)
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import (
     Bounds,
     PrefixCost,
@@ -18,7 +19,6 @@ from sppo_hf.planning.partition import (
     even_bounds,
     partition_of,
 )
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
 
 # Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the

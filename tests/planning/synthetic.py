@@ -7,8 +7,8 @@ from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, mode_of
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.plan import DeviceFacts, Plan
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE, changed

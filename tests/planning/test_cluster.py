@@ -14,7 +14,7 @@ from sppo_hf.planning.cluster import (
     solve_cluster,
 )
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config

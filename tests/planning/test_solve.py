@@ -14,8 +14,8 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.least import least_memory, with_lookahead
 from sppo_hf.planning.lowering import compute_seconds, estimate
 from sppo_hf.planning.modes import SAVED, TIERS, Tier, mode_of
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import PrefixCost, balanced_bounds
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import (

@@ -1,4 +1,7 @@
-"""The linear programme behind "auto": how many layers of each chunk get which mode.
+# pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# SciPy, which is imported when the first program is solved, has no stubs.
+"""The linear program behind "auto": how many layers of each chunk get which mode.
 
 Time is cut into 2N slots, forward and backward of each chunk. A slot lasts as long as its compute
 (recomputation included) and at least as long as the copies that must go on in it; the sum is
@@ -14,32 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.highs import Rows, minimise
 from sppo_hf.planning.lowering import MOVED, mode_free_levels
 from sppo_hf.planning.memory import CONTEXT_BYTES, FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.modes import SAVED, TIERS, FrameMode
-from sppo_hf.planning.moments import Bytes
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier."""
-
-    device: int | None
-    host: int | None
-    disk: int | None = 0
-
-    def of(self, tier: str) -> int | None:
-        """Returns the bytes of a tier."""
-        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+from sppo_hf.planning.moments import Budgets, Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +61,54 @@ class LayerKinds:
         return cls(tuple(group[-1] for group in members), members)
 
 
-class Programme:
-    """The programme of one batch shape, for given modes and look-ahead."""
+class Rows:
+    """Constraints on `row . x`, collected sparsely."""
+
+    def __init__(self) -> None:
+        self.data: list[float] = []
+        self.columns: list[int] = []
+        self.starts = [0]
+        self.bounds: list[float] = []
+
+    def add(self, terms: Sequence[tuple[int, float]], bound: float) -> None:
+        """Adds one row: (column, factor) terms, no column twice, and its bound."""
+        for column, factor in terms:
+            if factor:
+                self.columns.append(column)
+                self.data.append(factor)
+        self.starts.append(len(self.data))
+        self.bounds.append(bound)
+
+
+def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray[np.float64] | None:
+    """Returns the x >= 0 that minimises `objective . x`, or None where there is none.
+
+    Args:
+        objective: [width].
+        less: rows that are at most their bound.
+        equal: rows that are their bound.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    def matrix(rows: Rows) -> csr_array:
+        shape = (len(rows.bounds), len(objective))
+        return csr_array((rows.data, rows.columns, rows.starts), shape)
+
+    result = linprog(
+        objective,
+        A_ub=matrix(less),
+        b_ub=np.array(less.bounds),
+        A_eq=matrix(equal),
+        b_eq=np.array(equal.bounds),
+        bounds=(0, None),
+        method="highs",
+    )
+    return None if result.status != 0 else np.asarray(result.x)
+
+
+class LinearProgram:
+    """The program of one batch shape, for given modes and look-ahead."""
 
     def __init__(
         self,
@@ -116,8 +149,6 @@ class Programme:
 
     def solve(self) -> Mix | None:
         """Returns the optimum, or None where nothing fits the budgets."""
-        import numpy as np
-
         self._count_layers()
         self._hold_device()
         self._hold_elsewhere()
@@ -170,8 +201,6 @@ class Programme:
         return terms
 
     def _moved(self) -> NDArray[np.float64]:
-        import numpy as np
-
         moved = np.zeros(self._shape)
         for chunk in range(self._what.num_chunks):
             for column, size in self._frame_terms(chunk, _AWAY):
@@ -228,8 +257,6 @@ class Programme:
 
     def _held_device(self) -> NDArray[np.float64]:
         """[points] What the device holds whatever the modes are, holes counted."""
-        import numpy as np
-
         share = FRAGMENTATION[self._device_kind]
         standing = sum(self._tables.standing.values()) + CONTEXT_BYTES[self._device_kind]
         held = np.full(self._tables.points.count, float(standing))
@@ -239,8 +266,6 @@ class Programme:
 
     def _passing(self) -> tuple[Bytes, Bytes, Bytes]:
         """[chunks] The most that copies, and workspaces forward and backward, take."""
-        import numpy as np
-
         tables, what = self._tables, self._what
         saved = tables.saved.max(axis=0)
         running = np.zeros_like(tables.lengths)

@@ -1,4 +1,4 @@
-"""The linear programme: its optimum bounds every simulated plan of its modes and look-ahead."""
+"""The linear program: its optimum bounds every simulated plan of its modes and look-ahead."""
 
 from dataclasses import replace
 
@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix, Rows, minimise
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
@@ -24,7 +25,7 @@ def optimum(
     budgets: Budgets = NO_LIMIT,
     modes: tuple[FrameMode, ...] = ALL_MODES,
 ) -> Mix:
-    mix = Programme(what, cost, budgets, modes, device_kind="cuda").solve()
+    mix = LinearProgram(what, cost, budgets, modes, device_kind="cuda").solve()
     assert mix is not None
     return mix
 
@@ -59,7 +60,7 @@ def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
 def test_no_room_no_answer() -> None:
     cost, what = slow_cost(small_shape()), decided(falling_bounds(3))
     tight = Budgets(device=10, host=None, disk=None)
-    assert Programme(what, cost, tight, (KEEP, RECOMPUTE), device_kind="cuda").solve() is None
+    assert LinearProgram(what, cost, tight, (KEEP, RECOMPUTE), device_kind="cuda").solve() is None
 
 
 def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:
@@ -85,7 +86,7 @@ def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -
         for start, end in what.bounds
         for layer in range(what.num_layers)
     )
-    # The engine's own look-ahead (None) has no bound in bytes for the programme to know.
+    # The engine's own look-ahead (None) has no bound in bytes for the program to know.
     leave = what.leave_bytes or 2 * largest
     what = replace(what, leave_bytes=leave, fetch_bytes=max(what.fetch_bytes or 0, largest))
     simulated = lower(what, cost).simulate().end_seconds
@@ -94,15 +95,15 @@ def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -
 
 
 def _fixed_seconds(what: Decisions, cost: StageCost) -> float:
-    """The programme's answer where `what`'s own modes are all there is: the bound is tight then."""
+    """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
     kinds = LayerKinds.of(cost)
-    programme = Programme(what, cost, NO_LIMIT, ALL_MODES, device_kind="cuda")
+    program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, device_kind="cuda")
     for chunk, row in enumerate(what.layer_modes):
         for kind, members in enumerate(kinds.members):
             for index, mode in enumerate(ALL_MODES):
                 count = sum(row[layer] == mode for layer in members)
-                programme._equal.add([(programme._at(chunk, kind, index), 1.0)], count)
-    mix = programme.solve()
+                program._equal.add([(program._at(chunk, kind, index), 1.0)], count)
+    mix = program.solve()
     assert mix is not None
     return mix.seconds
 
@@ -120,3 +121,31 @@ def test_the_bound_is_near() -> None:
     simulated = lower(what, cost).simulate().end_seconds
     assert simulated > 1.2 * compute_seconds(what, cost)
     assert _fixed_seconds(what, cost) > 0.95 * simulated
+
+
+def test_least_of_a_small_program() -> None:
+    less, equal = Rows(), Rows()
+    less.add([(0, -1.0), (1, -2.0)], -4.0)  # x + 2y >= 4
+    equal.add([(0, 1.0), (1, 1.0)], 3.0)
+    x = minimise(np.array([3.0, 5.0]), less, equal)
+    assert x is not None
+    assert x == pytest.approx([2.0, 1.0])
+
+
+def test_nothing_is_negative() -> None:
+    x = minimise(np.array([1.0]), Rows(), Rows())
+    assert x is not None
+    assert x == pytest.approx([0.0])
+
+
+def test_what_cannot_be_has_no_answer() -> None:
+    less = Rows()
+    less.add([(0, 1.0)], -1.0)
+    assert minimise(np.array([1.0]), less, Rows()) is None
+
+
+def test_terms_of_zero_are_left_out() -> None:
+    rows = Rows()
+    rows.add([(0, 0.0), (3, 2.0)], 1.0)
+    assert rows.columns == [3]
+    assert rows.starts == [0, 1]
