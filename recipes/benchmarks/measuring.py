@@ -15,12 +15,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
 
 import torch
+from documents import installed_packages
+from packing import pack_documents
 from report import forget_peak, host_bytes, peak_host_bytes
 from smollm2 import load_model, load_tokenizer
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.data.documents import installed_packages
-from sppo_hf.data.packing import pack_documents
 from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.observer import StepObserver, StepRecord
 from sppo_hf.planning.plan import Plan

@@ -10,7 +10,7 @@ pytest.importorskip("datasets", reason="needs the extra `recipes`")
 
 from datasets import Dataset
 
-from sppo_hf.data.documents import (
+from recipes.documents import (
     installed_packages,
     load_documents,
     local_documents,
