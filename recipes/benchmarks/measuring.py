@@ -86,7 +86,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     standing = device.weights + device.lora + device.optimizer
     return {
         "seconds": seconds,
-        "stall_seconds": notes.record.stall_seconds,
+        "stall_seconds": notes.record.offload.stall_seconds,
         "peak_bytes_above_loaded": peak_host_bytes() - loaded_bytes,
         # Weights are loaded before, and no optimizer runs here.
         "predicted_bytes_above_loaded": together - standing,
