@@ -18,9 +18,12 @@ from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.formulas import peak_units
+from sppo_hf.schedule.generate import INTERLEAVED, Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
+from sppo_hf.schedule.pipeline import period_seconds, simulate_pipeline
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.timeline import Timeline
 
 __all__ = [
     "ClusterAnswer",
@@ -197,15 +200,62 @@ def layouts(question: ClusterQuestion) -> Iterator[Layout]:
 
 
 def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
-    """Simulates one layout; it need not fit."""
+    """Simulates one layout; it need not fit.
+
+    A step's rows are alike, so a pipeline soon repeats itself: of many rows only as many are
+    simulated as show it, and what the others add is known (`period_seconds`).
+    """
     cost, rows = question.cost, question.rows // layout.replicas
     bounds = question.glance.bounds(layout)
+    warm_up, every = _warm_up(layout, rows)
+    count = _few_rows(rows, warm_up, every)
+    while True:
+        schedule, costs, timeline = _simulated(question, layout, count)
+        if count == rows:
+            more = 0.0
+            break
+        period = period_seconds(schedule, timeline, warm_up=warm_up, every=every)
+        if period is not None:
+            more = (rows - count) // every * period
+            break
+        count = rows if 4 * count > rows else 2 * count + (rows - 2 * count) % every
+    step_seconds = timeline.end_seconds + more
+    peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
+    hosts = [timeline.peak(f"{rank}.host").num_bytes for rank in range(layout.stages)]
+    # Neighbouring stages share a node; replicas fill it up.
+    fullest = sorted(hosts * layout.replicas, reverse=True)
+    host_bytes = sum(fullest[: question.ranks_per_node])
+    again = sum(
+        cost.recompute_seconds(layer, end - start, layout.saved)
+        for start, end in bounds
+        for layer in range(cost.shape.num_layers)
+    )
+    busy = sum(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages)) / count
+    budgets = question.budgets
+    return ClusterPlan(
+        layout=layout,
+        layers=costs.stages,
+        bounds=bounds,
+        step_seconds=step_seconds,
+        tokens_per_second=question.rows * question.total_tokens / step_seconds,
+        bubble_fraction=1.0 - rows * busy / (layout.stages * step_seconds),
+        recompute_fraction=again / busy,
+        peak_bytes=peaks,
+        host_bytes=host_bytes,
+        missing_bytes=_over(max(peaks), budgets.device) + _over(host_bytes, budgets.host),
+    )
+
+
+def _simulated(
+    question: ClusterQuestion, layout: Layout, rows: int
+) -> tuple[Schedule, PipelineCost, Timeline]:
+    """Simulates `rows` rows in each pipeline."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     schedule = generate(layout.schedule, size)
     costs = PipelineCost.of(
         schedule,
-        cost,
-        bounds,
+        question.cost,
+        question.glance.bounds(layout),
         saved=layout.saved,
         offload=layout.offload,
         kv_tier=layout.kv_tier,
@@ -220,30 +270,31 @@ def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
         changes=costs.changes,
         standing=costs.standing(),
     )
-    peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
-    hosts = [timeline.peak(f"{rank}.host").num_bytes for rank in range(layout.stages)]
-    # Neighbouring stages share a node; replicas fill it up.
-    fullest = sorted(hosts * layout.replicas, reverse=True)
-    host_bytes = sum(fullest[: question.ranks_per_node])
-    again = sum(
-        cost.recompute_seconds(layer, end - start, layout.saved)
-        for start, end in bounds
-        for layer in range(cost.shape.num_layers)
-    )
-    compute = sum(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages))
-    budgets = question.budgets
-    return ClusterPlan(
-        layout=layout,
-        layers=costs.stages,
-        bounds=bounds,
-        step_seconds=timeline.end_seconds,
-        tokens_per_second=question.rows * question.total_tokens / timeline.end_seconds,
-        bubble_fraction=bubble_fraction(timeline),
-        recompute_fraction=rows * again / compute,
-        peak_bytes=peaks,
-        host_bytes=host_bytes,
-        missing_bytes=_over(max(peaks), budgets.device) + _over(host_bytes, budgets.host),
-    )
+    return schedule, costs, timeline
+
+
+def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
+    """Rows that a pipeline has begun when the first comes back, and rows that pass it together.
+
+    The second is 0 where groups of rows are not all of one size.
+    """
+    size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
+    units = peak_units(layout.schedule, size)[0]
+    warm_up = -(-units // (layout.num_chunks * layout.virtual))
+    if layout.schedule not in INTERLEAVED:
+        return warm_up, 1
+    every = -(-layout.stages // layout.num_chunks)
+    return warm_up, 0 if rows % every else every
+
+
+def _few_rows(rows: int, warm_up: int, every: int) -> int:
+    """Returns the fewest rows in which a pipeline can be seen to repeat itself, or all."""
+    if not every:
+        return rows
+    few = warm_up + 2 * every + 1
+    few += (rows - few) % every
+    # A try that may fail should cost much less than doing without.
+    return few if 2 * few <= rows else rows
 
 
 def _reduce_seconds(question: ClusterQuestion, costs: PipelineCost, replicas: int) -> float:
