@@ -99,7 +99,9 @@ class Waits:
 
     def _positions(self) -> list[int]:
         """By position: that of the action whose place is noted, or nowhere."""
-        starts = dict(zip(self.lanes, accumulate(map(len, self.lanes.values()), initial=0)))
+        starts = dict(
+            zip(self.lanes, accumulate(map(len, self.lanes.values()), initial=0), strict=False)
+        )
         found: list[int] = []
         for name, places in self._places.items():
             rank = name.partition(".")[0]
