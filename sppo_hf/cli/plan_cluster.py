@@ -18,7 +18,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 _COLUMNS = (
     *("schedule", "stages", "chunks", "frames", "tokens/s", "step", "idle", "again"),

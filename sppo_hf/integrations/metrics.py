@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sppo_hf.model.observer import StepObserver, StepRecord
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 TERA = 1e12
 
