@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from measuring import real_tokens  # first: it finds the recipes' own modules
+from measuring import real_tokens
 from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL, load_model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -436,7 +436,7 @@ def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection() -> Generator[None]:
     """Stops the search for cycles: none are made here, and it would look through all actions."""
     collects = gc.isenabled()
     gc.disable()

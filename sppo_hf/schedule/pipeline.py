@@ -82,12 +82,13 @@ def period_seconds(
     last = count - warm_up - 1
     groups = range(last - 2 * every, last + 1, every)
     assert groups[0] >= 0, "too few micro-batches to repeat anything"
-    split = any(action.kind == "W" for action in schedule.ranks[0])
+    last_of: Kind = "W" if any(action.kind == "W" for action in schedule.ranks[0]) else "B"
+    looked_at: tuple[tuple[Kind, int], ...] = (("F", warm_up), (last_of, 0))
     found: list[float] = []
     for stage in range(schedule.num_stages):
-        for kind, ahead in (("F", warm_up), ("W" if split else "B", 0)):
-            begun = [Action(kind, stage, (group + ahead) * chunks) for group in groups]
-            ends = [timeline.span(action).end_seconds for action in begun]
+        for kind, ahead in looked_at:
+            first = [Action(kind, stage, (group + ahead) * chunks) for group in groups]
+            ends = [timeline.span(action).end_seconds for action in first]
             found += (later - earlier for earlier, later in pairwise(ends))
     least, most = min(found), max(found)
     return most if most - least <= _SAME * most else None
