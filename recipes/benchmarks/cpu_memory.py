@@ -33,7 +33,7 @@ from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
 from torch import nn
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 MAX_MEMORY_RATIO = 0.35
 MAX_TIME_RATIO = 1.15

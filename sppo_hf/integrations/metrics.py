@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 from sppo_hf.model.observer import StepObserver, StepRecord
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 TERA = 1e12
 
