@@ -6,6 +6,7 @@ package, so that the pure tier stays fast.
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import shutil
@@ -80,6 +81,12 @@ def pytest_configure() -> None:
     """Keep what is the error output now: while a test runs, it is captured."""
     global _error_output
     _error_output = os.dup(2)
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what was imported: the Trainer asks for many of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,10 +19,10 @@ TOLERANCE = 1e-9
 
 
 def launch(cases: list[Case], folder: Path, *, pp_size: int, replicas: int) -> dict[str, Any]:
-    job, out = folder / "job.json", folder / "result.json"
-    job.write_text(json.dumps({"cases": cases, "pp_size": pp_size, "out": str(out)}))
-    script = str(Path(__file__).with_name("pipeline_ranks.py"))
-    run_ranks([script, str(job)], pp_size * replicas, folder, timeout_seconds=400)
+    out = folder / "result.json"
+    job = {"cases": cases, "pp_size": pp_size, "out": str(out)}
+    ranks = pp_size * replicas
+    run_ranks("tests.runtime.pipeline_ranks", job, ranks, folder, timeout_seconds=400)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
