@@ -27,6 +27,17 @@ sys.exit(pytest.main(options, plugins=[Methods()]))
 """
 
 
+def test_the_files_of_the_quick_run_are_there():
+    lines = (ROOT / "tests" / "run.sh").read_text().splitlines()
+    patterns = [line.strip() for line in lines if line.startswith("        tests/")]
+    assert len(patterns) > 5
+    for pattern in patterns:
+        before, _, rest = pattern.partition("{")
+        names, _, after = rest.partition("}")
+        for name in names.split(","):
+            assert (ROOT / f"{before}{name}{after}").is_file(), f"{before}{name}{after}"
+
+
 @pytest.mark.process
 @pytest.mark.slow
 def test_gpu_tests_are_found_without_optional_packages_and_interrupted_when_late():
