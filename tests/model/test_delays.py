@@ -91,7 +91,7 @@ def _assert_exact_on_the_fake_device(monkeypatch, family, seed):
 @pytest.mark.parametrize(
     ("family", "seed"), [("llama", 0), ("llama", 1), ("llama", 2), ("gpt_oss", 3)]
 )
-def test_no_operation_races_assert_exact_on_the_fake_device(monkeypatch, family, seed):
+def test_no_operation_races_on_the_fake_device(monkeypatch, family, seed):
     _assert_exact_on_the_fake_device(monkeypatch, family, seed)
 
 
