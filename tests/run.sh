@@ -62,7 +62,8 @@ else
 fi
 venv=$(cd "$venv" && pwd)
 export PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
-unset PYTHONHOME PYTHONPATH
+# What pytest compiles of the tests is kept: it takes seconds in each worker.
+unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 # torch comes first, because which build is right depends on the machine.
 if python -c '

@@ -22,7 +22,7 @@ class Methods:
         print("methods:", sorted({mark.kwargs.get("method") for mark in marks}))
         print("longest:", max(mark.args[0] for mark in marks if mark.args))
 
-options = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+options = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--assert=plain"]
 sys.exit(pytest.main(options, plugins=[Methods()]))
 """
 
