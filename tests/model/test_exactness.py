@@ -167,13 +167,14 @@ def _pairs_of(cell: Cell) -> set[Any]:
 
 
 def _pairs() -> list[Cell]:
-    """Cells of the product, each with a pair of settings that the cross and those before lack."""
-    met = set[Any]().union(*map(_pairs_of, _cross()))
-    chosen = []
-    for cell in (c._replace(offload=mode) for c in _product() for mode in ("full", "none")):
-        if not _pairs_of(cell) <= met:
-            met |= _pairs_of(cell)
-            chosen.append(cell)
+    """Cells of the product, each the one with most pairs of settings not met before, until none."""
+    product = [c._replace(offload=mode) for c in _product() for mode in ("full", "none")]
+    met, chosen = set[Any]().union(*map(_pairs_of, _cross())), list[Cell]()
+    while cell := max(product, key=lambda c: len(_pairs_of(c) - met)):
+        if _pairs_of(cell) <= met:
+            break
+        met |= _pairs_of(cell)
+        chosen.append(cell)
     return chosen
 
 

@@ -23,23 +23,27 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 PAIRS = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "2_nodes")
 ROWS = 4
-RUN = "tests.recipes.script_ranks"
 
 
-def _script(folder: Path, rows: int) -> list[str]:
-    return [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
-
-
-def _start(folder: Path, rows: int, *launch: str, sppo: Path) -> subprocess.Popen:
+def _start(folder: Path, rows: int, *launch: str, sppo: Path | None) -> subprocess.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
     command += ["--main_process_port", str(free_port())] if "--machine_rank" not in launch else []
-    command += ["-m", "sppo_hf.run", "--config", str(sppo), *_script(folder, rows)]
+    if sppo is not None:
+        command += ["-m", "sppo_hf.run", "--config", str(sppo)]
+    command += [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         command, env=env, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+
+def _fork(folder: Path, rows: int, ranks: int, *sppo: str) -> None:
+    """Run what `_start` would, as that many ranks; `sppo` are the words in front of the script."""
+    script = [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
+    module = {"module": "sppo_hf.run"} if sppo else {}
+    run_ranks("tests.recipes.script_ranks", {**module, "argv": [*sppo, *script]}, ranks, folder)
 
 
 def _finish(*processes: subprocess.Popen) -> None:
@@ -59,7 +63,7 @@ def _history(folder: Path) -> list[tuple[float, float]]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> list[tuple[float, float]]:
     folder = tmp_path_factory.mktemp("plain")
-    run_ranks(RUN, {"argv": _script(folder, ROWS)}, 1, folder)
+    _fork(folder, ROWS, 1)
     return _history(folder)
 
 
@@ -91,13 +95,12 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
 def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
     accelerate, sppo = CONFIGS / name / "accelerate.yaml", CONFIGS / name / "sppo.yaml"
     processes = yaml.safe_load(accelerate.read_text())["num_processes"]
-    rows = ROWS * SPPOConfig.from_yaml(sppo).pp_size // processes
+    replicas = processes // SPPOConfig.from_yaml(sppo).pp_size
+    launch = ("--config_file", str(accelerate), "--mixed_precision", "no")
     if name == "2_gpus":
-        launch = ("--config_file", str(accelerate), "--mixed_precision", "no")
-        _finish(_start(tmp_path, rows, *launch, sppo=sppo))
+        _finish(_start(tmp_path, ROWS // replicas, *launch, sppo=sppo))
     else:
-        argv = ["--config", str(sppo), *_script(tmp_path, rows)]
-        run_ranks(RUN, {"module": "sppo_hf.run", "argv": argv}, processes, tmp_path)
+        _fork(tmp_path, ROWS // replicas, processes, "--config", str(sppo))
     for ours, theirs in zip(_history(tmp_path), plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
