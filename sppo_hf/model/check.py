@@ -33,8 +33,7 @@ from sppo_hf.model.tiny import (
 from sppo_hf.model.tiny_families import FAMILIES
 from sppo_hf.planning.config_file import check_sizes, read_fields
 from sppo_hf.planning.refusals import is_multimodal
-from sppo_hf.planning.report import format_bytes
-from sppo_hf.rules import refuse, show
+from sppo_hf.rules import format_bytes, refuse, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -41,8 +41,8 @@ from sppo_hf.model.watch import ForwardWatch, let_go_of_failed
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.report import format_bytes
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.rules import format_bytes
 
 # B batch rows, T tokens of the sequence, D model width, V vocabulary.
 

@@ -30,6 +30,7 @@ from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +115,9 @@ class PlanBook:
     ) -> Plan:
         """The same batch planned with the host memory that the system really gives."""
         logger.warning(
-            "%.1f GiB of host memory were planned with, and the system gave %.1f GiB; planning "
-            "with those",
-            plan.estimate.host.held / 2**30,
-            host_bytes / 2**30,
+            "%s of host memory were planned with, and the system gave %s; planning with those",
+            format_bytes(plan.estimate.host.held),
+            format_bytes(host_bytes),
         )
         self._config = self._config.replace(host_memory=host_bytes)
         plan = self._make_plan(device, plan.batch_rows, plan.total_tokens, **wanted)

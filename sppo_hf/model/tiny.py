@@ -29,7 +29,7 @@ from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
 from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
 from sppo_hf.planning.refusals import is_multimodal
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

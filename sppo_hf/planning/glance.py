@@ -7,7 +7,6 @@ PipelineCost, with stages taken as equal where that makes them smaller. Knows no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from sppo_hf.planning.pipeline_cost import KVTier
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.generate import Size, begun_units
 
 # Frames of so many chunks may be on their way when backward begins, not on the host.
 _UNDER_WAY_CHUNKS = 3
@@ -63,16 +62,11 @@ class _Room(NamedTuple):
     """Bytes of a rank while a chunk runs back."""
 
     frame: int
-    """Frame and K/V of a layer, of the chunk that takes most."""
+    """Of a layer."""
+    kv: int
+    """Of a layer, where they are on the device: this chunk's and those of all before it."""
     workspace: int
-    """Temporaries of that chunk."""
-    last_workspace: int
-    """Temporaries of the last chunk."""
-
-
-@lru_cache(maxsize=4096)
-def _begun_units(name: str, size: Size) -> tuple[int, ...]:
-    return generate(name, size).begun_units
+    """Temporaries of the running layer."""
 
 
 class Glance:
@@ -88,8 +82,8 @@ class Glance:
         self._kinds = {kind: alike.count(kind) for kind in sorted(set(alike))}
         self._bounds: dict[tuple[Cut, int], Bounds] = {}
         self._work: dict[tuple[Cut, int, Saved, KVTier], _Work] = {}
-        self._room: dict[tuple[Cut, int, Saved, KVTier], _Room] = {}
-        self._states = 0
+        self._rooms: dict[tuple[Cut, int, Saved, KVTier], list[_Room]] = {}
+        self._states: int | None = None
 
     def bounds(self, layout: Layout) -> Bounds:
         """Returns the chunks of a layout."""
@@ -155,7 +149,7 @@ class Glance:
         most chunks: when the first backward begins, and in the backward of each chunk.
         """
         layers, first_layers = self._layer_counts(layout)
-        room = self._extremes(layout)
+        rooms = self._chunk_rooms(layout)
         states, tokens = self._state_bytes(), self._tokens
         kept = self._kept_bytes(layout)
         if layout.kv_tier == "device":
@@ -167,7 +161,10 @@ class Glance:
         if layout.kv_tier == "device":
             ahead += sum(self._kv_bytes(end - start) for start, end in early)
         least = max(layers * (states + kept), first_layers * (states + kept + ahead))
-        return max(least + room.last_workspace, layers * (states + room.frame) + room.workspace)
+        # The frames of a rank's other stages may be away; its last stage has a layer or more.
+        frames = 1 if layout.virtual > 1 and layout.offload != "none" else layers
+        running = max(layers * room.kv + frames * room.frame + room.workspace for room in rooms)
+        return max(least + rooms[-1].workspace, layers * states + running)
 
     def host_bytes(self, layout: Layout, ranks_per_node: int) -> int:
         """Returns less than the fullest node's host holds when first backwards begin."""
@@ -206,7 +203,7 @@ class Glance:
         """
         rows, num_chunks = self._rows // layout.replicas, layout.num_chunks
         size = Size(layout.stages, rows, num_chunks, layout.virtual)
-        held = _begun_units(layout.schedule, size)[rank] // layout.virtual
+        held = begun_units(layout.schedule, size)[rank] // layout.virtual
         count = min(held, rows * num_chunks) - num_chunks
         bounds = self.bounds(layout)[:: -1 if layout.virtual > 1 else 1]
         return (bounds * -(-count // num_chunks))[: max(0, count)]
@@ -239,25 +236,21 @@ class Glance:
             streams=tuple(_Streams(*sizes) for sizes in least),
         )
 
-    def _extremes(self, layout: Layout) -> _Room:
-        """What backward takes on top: of the last chunk, and of the chunk with most of it."""
+    def _chunk_rooms(self, layout: Layout) -> list[_Room]:
         key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
-        if key in self._room:
-            return self._room[key]
-        tables = self._tables(layout)
-        again = tables.saved[:, 0] if layout.saved != "whole" else 0
-        workspaces = (tables.workspace_backward + again).max(axis=0).tolist()
-        sizes: list[tuple[int, int]] = []
-        for (start, end), workspace in zip(self.bounds(layout), workspaces, strict=True):
-            frame = self._frame_bytes(end - start, layout.saved)
-            if layout.kv_tier == "device":
-                frame += self._kv_bytes(end)
-            sizes.append((frame, workspace))
-        layers = self._layer_counts(layout)[0]
-        frame, workspace = max(sizes, key=lambda size: layers * size[0] + size[1])
-        made = _Room(frame, workspace, sizes[-1][1])
-        self._room[key] = made
-        return made
+        if key not in self._rooms:
+            tables = self._tables(layout)
+            again = tables.saved[:, 0] if layout.saved != "whole" else 0
+            workspaces = (tables.workspace_backward + again).max(axis=0).tolist()
+            self._rooms[key] = [
+                _Room(
+                    self._frame_bytes(end - start, layout.saved),
+                    self._kv_bytes(end) if layout.kv_tier == "device" else 0,
+                    workspace,
+                )
+                for (start, end), workspace in zip(self.bounds(layout), workspaces, strict=True)
+            ]
+        return self._rooms[key]
 
     def _tables(self, layout: Layout) -> ByteTables:
         num_layers = self._cost.shape.num_layers
@@ -275,11 +268,13 @@ class Glance:
 
     def _state_bytes(self) -> int:
         """Weights, gradients and optimizer; what stands at the model's ends is left out."""
-        if not self._states:
-            shape = self._cost.shape
-            inner = range(1, shape.num_layers - 1) if shape.num_layers > 2 else range(0)
-            held = [StageWeights.of(shape, range(i, i + 1)) for i in self._kinds if i in inner]
-            self._states = min((w.weights + w.gradients + w.optimizer for w in held), default=0)
+        if self._states is None:
+            self._states, shape = 0, self._cost.shape
+            # A layer of each kind that is not first or last; a kind that is only there counts 0.
+            inner = {shape.alike[i]: i for i in range(1, shape.num_layers - 1)}
+            held = [StageWeights.of(shape, range(i, i + 1)) for i in inner.values()]
+            if len(inner) == len(self._kinds):
+                self._states = min(w.weights + w.gradients + w.optimizer for w in held)
         return self._states
 
     def _kv_bytes(self, tokens: int) -> int:

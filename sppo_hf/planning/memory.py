@@ -19,6 +19,7 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.modes import SAVED, Tier
 from sppo_hf.planning.moments import Bytes, Points
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
 OPTIMIZER_BYTES_PER_PARAMETER = 8
@@ -323,7 +324,7 @@ def check_budget(tier: str, what: str, *, need_bytes: int, have_bytes: int, reme
     """
     if need_bytes > have_bytes:
         raise BudgetError(
-            f"{tier} memory cannot hold {what}: {need_bytes:,} bytes ({need_bytes / 2**30:.2f} GiB)"
-            f" needed, {have_bytes:,} bytes ({have_bytes / 2**30:.2f} GiB) in the budget, "
+            f"{tier} memory cannot hold {what}: {need_bytes:,} bytes ({format_bytes(need_bytes)})"
+            f" needed, {have_bytes:,} bytes ({format_bytes(have_bytes)}) in the budget, "
             f"{need_bytes - have_bytes:,} bytes missing. {remedy}"
         )

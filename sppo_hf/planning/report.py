@@ -1,4 +1,4 @@
-"""The plan as one table, and the way bytes and tokens are written everywhere.
+"""The plan as one table, and the way tokens and seconds are written everywhere.
 
 Knows how a Plan reads to a person; decides nothing. Uses rich and prints nothing by itself.
 """
@@ -15,22 +15,10 @@ from rich.text import Text
 from sppo_hf.planning.chunk_groups import group_chunks
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import Plan
+from sppo_hf.rules import format_bytes
 
 _MOST_LENGTHS_SHOWN = 6
 _MOST_GROUPS_SHOWN = 6
-
-
-def format_bytes(size_bytes: int) -> str:
-    """Writes bytes with a binary unit and three digits: "512 B", "1.50 KiB", "12.3 GiB"."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    size = float(size_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 999.5 or unit == "TiB":
-            break
-    decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{size:.{decimals}f} {unit}"
 
 
 def format_tokens(tokens: int) -> str:

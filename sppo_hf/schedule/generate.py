@@ -8,6 +8,7 @@ ranks, micro-batches, chunks per micro-batch and virtual stages per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -169,6 +170,16 @@ def generate(name: str, size: Size) -> Schedule:
             "use that one, or one stage per rank."
         )
     return GENERATORS[name](size)
+
+
+@lru_cache(maxsize=4096)
+def begun_units(name: str, size: Size) -> tuple[int, ...]:
+    """Returns `generate(name, size).begun_units`; made once for each size, and few bytes.
+
+    Raises:
+        ScheduleError: as `generate`.
+    """
+    return generate(name, size).begun_units
 
 
 def _warm_up(size: Size, rank: int) -> int:

@@ -29,6 +29,15 @@ LLAMA_8B: dict[str, Any] = {
 }
 """The config.json of Llama-3.1-8B, in what shapes depend on."""
 
+LLAMA_70B: dict[str, Any] = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+"""Likewise of Llama-3.1-70B."""
+
 TINY: dict[str, Any] = {
     **LLAMA_8B,
     "hidden_size": 64,

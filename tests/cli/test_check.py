@@ -196,3 +196,16 @@ def test_help_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_list_names_what_is_exact_and_what_is_refused() -> None:
+    code, out, _ = _check("--list")
+    assert code == 0
+    assert "soft caps, mixed windows" in out, "gemma2"
+    assert "its attention bypasses" in out, "falcon"
+
+
+def test_neither_a_model_nor_the_list() -> None:
+    code, _, err = _check()
+    assert code == 2
+    assert "--list" in err

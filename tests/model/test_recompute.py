@@ -129,8 +129,8 @@ def test_any_mix_of_modes_is_exact(drawn: Draw) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@settings(max_examples=150)
+@pytest.mark.timeout(400)
+@settings(max_examples=50)
 @given(drawn=draws())
 def test_any_mix_of_modes_is_exact_many_times(drawn: Draw) -> None:
     _assert_any_plan_is_exact(drawn)

@@ -130,7 +130,8 @@ def test_a_change_of_the_compute_stream_keeps_the_order(device: FakeDevice) -> N
         out = copier.start_d2h(source, host)
         back, into = copier.start_h2d(host, out)
         into.wait()
-        device.kernel(reads=[back])
+        device.kernel(reads=[back])  # raises RaceError where one of them did not wait
+    assert torch.equal(back, _bytes())
 
 
 def test_a_wait_for_one_copy_orders_all_before_it_and_none_after(device: FakeDevice) -> None:
@@ -176,7 +177,7 @@ def test_a_copy_that_another_stream_waited_for_is_ordered_for_the_new_one(
     into.wait()
     with device.use_stream(device.new_stream()):
         into.wait()
-        device.kernel(reads=[back])
+        device.kernel(reads=[back])  # raises RaceError where this stream did not wait
 
 
 def test_stalls_are_counted_as_they_pass(device: FakeDevice) -> None:

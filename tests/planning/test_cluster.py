@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning import cluster
 from sppo_hf.planning.cluster import (
     ClusterQuestion,
     Layout,
     SearchSpace,
+    _few_rows,
     layouts,
     simulate_layout,
     solve_cluster,
@@ -155,3 +157,49 @@ def test_keys_and_values_on_the_host_let_longer_rows_fit() -> None:
     assert away.best[0].layout.kv_tier == "host"
     assert away.best[0].host_bytes > 0
     assert "copies beside compute" in away.best[0].why
+
+
+def test_many_rows_are_what_few_rows_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Zero-bubble's and 1F1B's ranks drift longest; interleaved rows pass in groups of two.
+    looked_at = [
+        Layout("seq1f1b", 4, 1, 1, 4, "flops", "whole", "sppo"),
+        Layout("1f1b", 4, 1, 1, 4, "flops", "products", "none"),
+        Layout("zb_seq1f1b", 4, 1, 1, 4, "flops", "skeleton", "full", "host"),
+        Layout("interleaved_seq1f1b", 2, 2, 4, 2, "even", "products", "full"),
+        Layout("interleaved_seq1f1b", 4, 1, 2, 2, "flops", "whole", "none"),
+    ]
+    question = replace(QUESTION, rows=64)
+    few = [simulate_layout(question, layout) for layout in looked_at]
+    counts: list[int] = []
+
+    def all_rows(rows: int, warm_up: int, every: int) -> int:
+        counts.append(_few_rows(rows, warm_up, every))
+        return rows
+
+    monkeypatch.setattr(cluster, "_few_rows", all_rows)
+    for layout, plan in zip(looked_at, few, strict=True):
+        whole = simulate_layout(question, layout)
+        assert plan.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9), layout
+        assert plan.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-9)
+        assert plan.recompute_fraction == pytest.approx(whole.recompute_fraction, abs=1e-12)
+        assert (plan.peak_bytes, plan.host_bytes) == (whole.peak_bytes, whole.host_bytes)
+    assert max(counts) < 16
+
+
+def test_a_search_cut_short_says_what_it_did_not_see() -> None:
+    question = within(6)
+    whole = solve_cluster(question, keep=3)
+    assert (whole.unseen, whole.unseen_seconds) == (0, None)
+    short = solve_cluster(question, keep=3, most_actions=1000)
+    assert 0 < short.tried < whole.tried
+    assert short.unseen > 0
+    assert short.unseen_seconds is not None
+    # What it missed is no faster than it says.
+    assert short.unseen_seconds <= whole.best[0].step_seconds
+    assert short.best[0].step_seconds < 1.1 * whole.best[0].step_seconds
+    # Where nothing is small enough, the smallest is simulated.
+    least = solve_cluster(question, most_actions=1)
+    assert least.tried == 1
+    assert least.unseen == least.candidates - 1 - sum(
+        question.glance.device_bytes(layout) > 6 * GIB for layout in layouts(question)
+    )

@@ -12,7 +12,7 @@ import pytest
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.figure import draw_plan
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change, simulate
 from sppo_hf.schedule.timeline import Timeline

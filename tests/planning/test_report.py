@@ -10,7 +10,6 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.report import (
-    format_bytes,
     format_lengths,
     format_seconds,
     format_speed,
@@ -18,6 +17,7 @@ from sppo_hf.planning.report import (
     render_plan,
 )
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.rules import format_bytes
 from tests.planning.shapes import llama_config
 
 CUDA = DeviceFacts(

@@ -15,7 +15,7 @@ from sppo_hf.cli.benchmark.contenders import BASES, DEFAULTS, LIGER, TILED, pars
 from sppo_hf.cli.benchmark.results import Row, best_environment, groups
 from sppo_hf.cli.benchmark.table import describe_job
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
