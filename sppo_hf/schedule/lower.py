@@ -189,7 +189,7 @@ class _Places:
                 if step in after:
                     longer += after[step]
             ranks.append(tuple(longer))
-        return Schedule(tuple(ranks), self._schedule.num_chunks)
+        return Schedule(tuple(ranks), self._schedule.chunks)
 
 
 def _like(action: Action, kind: Kind) -> Action:

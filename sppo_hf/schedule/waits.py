@@ -49,7 +49,9 @@ class Waits:
         """Actions by lane."""
         self._stage_ranks = schedule.stage_ranks
         self._num_units = schedule.num_units
-        self._num_chunks = schedule.num_chunks
+        first = frozenset(schedule.first_units)
+        self._first = [unit in first for unit in range(self._num_units + 1)]
+        """By unit: whether a micro-batch begins with it, and so the one before it ends another."""
         self._places: dict[str, list[int]] = {}
         """By lane, for each of its actions, a place on another lane of its rank: for compute, of
         the copy out that must have ended; for what runs beside, of the compute listed before."""
@@ -140,14 +142,14 @@ class Waits:
             if stage:
                 received = at["RECV_F"][here] if "RECV_F" in at else _NOWHERE
                 needed.append(at["F"][here - num_units] if received < 0 else received)
-            if unit % self._num_chunks:
+            if not self._first[unit]:
                 needed.append(at["F"][here - 1])
         elif kind == "B" or kind == "I":
             needed = [self._of("F")[here]]
             if stage + 1 < len(self._stage_ranks):
                 received = at["RECV_B"][here] if "RECV_B" in at else _NOWHERE
                 needed.append(self._at_backward[here + num_units] if received < 0 else received)
-            if (unit + 1) % self._num_chunks and unit + 1 < num_units:
+            if not self._first[unit + 1] and unit + 1 < num_units:
                 needed.append(self._at_backward[here + 1])
             if "D" in at and at["D"][here] >= 0:
                 needed.append(self._of("H")[here])
