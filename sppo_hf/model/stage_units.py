@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from sppo_hf.errors import SPPOError
 from sppo_hf.model.calls import ForwardCall
@@ -24,7 +25,7 @@ from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.split_backward import DeferWeights, WeightGradients
 from sppo_hf.model.stages import StagedModel
-from sppo_hf.model.unit_graph import Inlet, UnitGraph, enter
+from sppo_hf.model.unit_graph import Inlet, StateEnd, UnitGraph, enter
 from sppo_hf.planning.partition import Bounds
 
 # B rows of a micro-batch, C tokens of a chunk, T tokens of the sequence, D model width.
@@ -256,22 +257,30 @@ class StageUnits:
         unit = running.units.pop(chunk)
         if self._split:
             self._now = self._due[stage, micro_batch, chunk] = WeightGradients()
-        self._run_backward(unit, grad, scale)
+        states = [end for end in running.sequence.state_ends(chunk) if end.grad is not None]
+        self._run_backward(unit, grad, scale, states)
         given = self._gradient_of_input(stage, running, chunk, unit)
         if chunk == 0:
             del self._running[stage, micro_batch]
         return given
 
-    def _run_backward(self, unit: UnitGraph, grad: Tensor | None, scale: Tensor) -> None:
+    def _run_backward(
+        self, unit: UnitGraph, grad: Tensor | None, scale: Tensor, states: list[StateEnd]
+    ) -> None:
         if unit.end is None:
             return  # nothing up to here is trained
         # Forward may run under autocast; a backward never does.
         with torch.autocast(unit.device.type, enabled=False):
+            ends: list[Tensor | GradientEdge] = [end.end for end in states]
+            grads = [end.grad for end in states]
             if unit.loss is not None and unit.loss.requires_grad:
-                unit.loss.backward(scale.to(unit.loss))
+                ends.append(unit.loss)
+                grads.append(scale.to(unit.loss))
             else:
                 # Without labels of its own, later chunks still left gradients for its keys.
-                torch.autograd.backward(unit.end, unit.zeros() if grad is None else grad)
+                ends.append(unit.end)
+                grads.append(unit.zeros() if grad is None else grad)
+            torch.autograd.backward(ends, grads)
 
     def _gradient_of_input(
         self, stage: int, running: _MicroBatch, chunk: int, unit: UnitGraph

@@ -15,11 +15,14 @@ from typing import Any, cast
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning import family_defaults
 from sppo_hf.planning.families import FamilyTraits, traits_of
-from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape
+from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape, MixerShape
 from sppo_hf.rules import refuse
 
 # Families with one K/V head for all queries that say so with a flag of their own.
 _MOST_LAYERS = 4096
+MIXER_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layer types with a recurrent or convolutional mixer."""
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mlp"})
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MULTI_QUERY_FAMILIES = frozenset({"falcon", "gpt_bigcode"})
 _ACTIVATION_FIELDS = (
@@ -173,15 +176,70 @@ def _read_layer(config: object, index: int) -> LayerShape:
     )
     if traits.attention_experts:
         return _with_attention_experts(layer)
+    kind = _layer_type(config, index)
+    if kind in MIXER_KINDS:
+        layer = replace(layer, mixer=_read_mixer(own, hidden_size))
+    if kind in _WITHOUT_ATTENTION:
+        return replace(layer, num_heads=0, num_kv_heads=0, window=None, head_norm=False)
+    if family(config) == "nemotron_h":
+        layer = replace(layer, dense_width=0, experts=None)  # one block a layer
     latent = _read_latent(own)
     if latent is not None:
         return _with_latent(own, layer, latent)
-    kind = _layer_type(config, index)
     if family(config) == "mimo_v2_flash" and kind == "sliding_attention":
         layer = replace(layer, num_kv_heads=2 * layer.num_kv_heads)
     shared_keys = getattr(config, "attention_k_eq_v", False) is True and kind == "full_attention"
     v_size = find_int(own, "v_head_dim") or layer.qk_head_size
     return replace(layer, v_head_size=v_size, shared_keys=shared_keys)
+
+
+def _read_mixer(config: object, hidden_size: int) -> MixerShape:
+    """A layer's mixer: a gated delta net, a state-space model or a short convolution.
+
+    The scans work on blocks of tokens; per head they save a few rows as long as a block, a key (or
+    state) and a value each: numbers that are right to a factor of two.
+    """
+    kernel = find_int(config, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
+    kernel = find_int(config, "conv_kernel_size") or kernel or 4
+    values = find_int(config, "linear_num_value_heads", "linear_num_heads")
+    if values is not None:
+        keys = find_int(config, "linear_num_key_heads", "linear_num_heads") or values
+        k_size = need_int(config, "linear_key_head_dim", "linear_head_dim")
+        v_size = find_int(config, "linear_value_head_dim", "linear_head_dim") or k_size
+        conv, out = 2 * keys * k_size + values * v_size, values * v_size
+        block = 64
+        return MixerShape(
+            in_elements=conv + out + 2 * values,
+            conv_elements=conv,
+            conv_kernel=kernel,
+            out_elements=out,
+            state_elements=values * k_size * v_size,
+            scan_flops=2 * values * (block * (3 * k_size + 2 * v_size) + 3 * k_size * v_size),
+            scan_elements=values * (4 * block + 8 * k_size + 6 * v_size),
+        )
+    heads = find_int(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    if heads is None or family(config) in ("lfm2", "lfm2_moe", "lfm3", "inkling_text"):
+        return MixerShape(
+            in_elements=3 * hidden_size,
+            conv_elements=hidden_size,
+            conv_kernel=kernel,
+            out_elements=hidden_size,
+        )
+    size = need_int(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    state = need_int(config, "mamba_d_state", "ssm_state_size", "state_size")
+    groups = find_int(config, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+    block = find_int(config, "mamba_chunk_size", "chunk_size") or 256
+    out = heads * size
+    conv = out + 2 * groups * state
+    return MixerShape(
+        in_elements=conv + out + heads,
+        conv_elements=conv,
+        conv_kernel=kernel,
+        out_elements=out,
+        state_elements=out * state,
+        scan_flops=2 * heads * (block * (state + size) + 3 * size * state),
+        scan_elements=heads * (3 * block + 4 * state + 4 * size),
+    )
 
 
 def _own_config(config: object, index: int) -> object:
@@ -344,8 +402,20 @@ def _window(config: object, layer: int) -> int | None:
 
 
 def _layer_type(config: object, layer: int) -> object:
-    kinds = _per_layer(config, "layer_types")
-    return None if kinds is None else kinds[layer]
+    for name in ("layer_types", "layers_block_type"):
+        kinds = _per_layer(config, name)
+        if kinds is not None:
+            return {"mamba": "linear_attention", "attention": "full_attention"}.get(
+                str(kinds[layer]), kinds[layer]
+            )
+    if family(config) == "mamba2":
+        return "linear_attention"
+    if family(config) == "falcon_h1":
+        return "hybrid"
+    indices = _sequence(config, "attn_layer_indices")
+    if indices is not None:
+        return "full_attention" if layer in indices else "linear_attention"
+    return None
 
 
 def _per_layer(config: object, name: str) -> Sequence[object] | None:
