@@ -220,8 +220,22 @@ class Sequence:
         names = self._parts.base_arguments()
         if "position_ids" not in names:
             inputs.pop("position_ids")
+        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"])
         argument = "cache_params" if "cache_params" in names else "past_key_values"
         return {**inputs, argument: self._cache, "use_cache": True}
+
+    def _padding_mask(self, ones_BC: Tensor) -> Tensor:
+        """Real tokens of the running chunk; mixers take padding for zeros.
+
+        Models ask whether it is all ones, which waits for the device unless it is on the host. Only
+        where padding's own outputs count is it in the batch's rows at all.
+        """
+        start, end = self._plan.bounds[self._chunk]
+        mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool)
+        for row, spans in enumerate(self._rows or ()):
+            mask_BC[row, max(0, spans.valid_tokens - start) :] = False
+        padded = self._rows is not None and any(row.valid_tokens < end for row in self._rows)
+        return mask_BC.to(ones_BC.device) if padded else mask_BC
 
     def state_ends(self, chunk: int) -> list[StateEnd]:
         """Where the backward of `chunk` starts besides its output, if chunks are not linked."""
@@ -273,6 +287,7 @@ class Sequence:
         if self._cache is None:
             return None
         before = self._states[index - self._layers.start]
+        assert not before or end - start > 1, "see [Note: chunks of one token] in states"
         if not self._linked:
             before = {key: self._enter_state(state) for key, state in before.items()}
         return LayerStates(before, documents_in(self._rows, start, end))

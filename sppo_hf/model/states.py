@@ -177,11 +177,11 @@ class StateCache(Cache):
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Take the state after a chunk."""
-        return self._states().write_recurrent(
-            ("recurrent", layer_idx, state_idx), recurrent_states
-        )
+        return self._states().write_recurrent(("recurrent", layer_idx, state_idx), recurrent_states)
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         """Whether the running layer has states from before."""
         return self._running() is not None and self._states().begun
 

@@ -23,6 +23,7 @@ from sppo_hf.planning.refusals import (
     LAYER_TYPES,
     NO_LAYERS,
     OWN_STATE,
+    STATE_LAYER_TYPES,
     refuse_multimodal,
 )
 
@@ -196,14 +197,15 @@ def check_trainable(parts: ModelParts) -> None:
 def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
     refuse_multimodal(causal_lm.config, name)
     config: Any = causal_lm.config.get_text_config(decoder=True)
+    layer_types = set(getattr(config, "layer_types", None) or ())
     reason = None
     if causal_lm.config.is_encoder_decoder:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
     elif config.model_type in IGNORES_STATE:
         reason = IGNORES_STATE[config.model_type]
-    elif getattr(causal_lm, "_is_stateful", False) and not mixers_of(causal_lm):
+    elif _is_recurrent(causal_lm, layer_types) and not mixers_of(causal_lm):
         reason = OWN_STATE
-    elif foreign := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
+    elif foreign := sorted(layer_types - LAYER_TYPES):
         reason = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
     elif not getattr(causal_lm, "_supports_attention_backend", False) and not mixers_of(causal_lm):
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
@@ -214,6 +216,10 @@ def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
             "choose a family from the README's table (run `sppo check MODEL` to test one)."
         )
+
+
+def _is_recurrent(causal_lm: PreTrainedModel, layer_types: set[str]) -> bool:
+    return getattr(causal_lm, "_is_stateful", False) or bool(layer_types & STATE_LAYER_TYPES)
 
 
 def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:
