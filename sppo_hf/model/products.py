@@ -122,7 +122,7 @@ class ProductRecorder(TorchDispatchMode):
     # -- what the layer's frame calls --------------------------------------------------------
 
     def start(self, *given: Tensor) -> None:
-        """Watch all operations of this thread; `given` come from elsewhere in the second forward."""
+        """Watch all operations of this thread; `given` are there when the layer runs again."""
         for tensor in given:
             self._set(tensor, _ACTIVATION)
         self.__enter__()

@@ -14,9 +14,9 @@ held a link would never be freed. So a frame's copy of its `LayerCall` has none,
 see a `Sequence`. The same is true of states, which a frame holds detached.
 
 [Note: states of recurrent layers] What a layer's mixers leave behind a chunk goes into the next
-chunk with its graph (see `states`), so their gradients come back as autograd walks from chunk to
-chunk. Where each chunk's backward is run by itself, a chunk's states begin a graph of their own, and
-their gradients wait for the backward of the chunk that left them.
+chunk with its graph (see `states`), so gradients come back as autograd walks from chunk to chunk.
+Where each chunk's backward is run by itself, a chunk's states begin a graph of their own, and their
+gradients wait for the backward of the chunk that left them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
@@ -355,9 +355,16 @@ def first_layer_hook(
 def last_layer_hook(units: Callable[[], StageUnits | None]) -> Callable[..., None]:
     """A hook for last layers of stages; see `last_layer_output`."""
 
-    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+    def hook(layer: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         running = units()
-        if running is not None:
-            running.last_layer_output(output[0] if isinstance(output, tuple) else output)
+        if running is None:
+            return
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(other, Tensor) for other in others):
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} gives the next layer more than hidden states, which does "
+                "not travel between the stages of a pipeline. Train it on one device (pp_size=1)."
+            )
+        running.last_layer_output(hidden)
 
     return hook

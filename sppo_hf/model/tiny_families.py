@@ -239,7 +239,12 @@ _STATES = {
     "mamba": _family("mamba", "Mamba"),
     "falcon_mamba": _family("falcon_mamba", "Mamba"),
     "jamba": _family("jamba", "Mamba, attention", attn_layer_period=2, attn_layer_offset=1),
-    "zamba": _family("zamba", "Mamba, shared attention"),
+    "zamba": _family(
+        "zamba",
+        "Mamba, shared attention",
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+    ),
     "minimax": _family("minimax", "lightning attention"),
     "recurrent_gemma": _family("recurrent_gemma", "recurrence"),
     "rwkv": _family("rwkv", "recurrence"),

@@ -127,9 +127,9 @@ def lengthened(bounds: Bounds, shape: ModelShape) -> Bounds:
         end = starts[index]
     if end < 1:
         raise ConfigError(
-            f"{len(bounds)} chunks of {bounds[-1][1]:,} tokens: this model's layers carry a state, and "
-            "then a chunk behind the first has at least 2 tokens. Set fewer chunks (num_chunks, or "
-            "a larger chunk_tokens)."
+            f"{bounds[-1][1]:,} tokens in {len(bounds)} chunks: this model's layers carry a state, "
+            "so chunks behind the first have at least 2 tokens. Set fewer chunks (num_chunks, or a "
+            "larger chunk_tokens)."
         )
     return _pairs([*starts[1:], bounds[-1][1]])
 
@@ -274,8 +274,8 @@ def _explicit_bounds(lengths: tuple[int, ...], total_tokens: int, shape: ModelSh
         )
     if shape.has_states and 1 in lengths[1:]:
         raise ConfigError(
-            f"chunk_lengths={lengths}: chunk {lengths.index(1, 1)} has one token. Allowed behind the "
-            "first chunk are 2 tokens or more: this model's layers carry a state, and a single "
+            f"chunk_lengths={lengths}: chunk {lengths.index(1, 1)} has one token. Allowed behind "
+            "the first chunk are 2 tokens or more: this model's layers carry a state, and a single "
             "token with a state is a step of generation to their code. Lengthen it by a token."
         )
     return _pairs(list(accumulate(lengths)))

@@ -199,10 +199,8 @@ def _read_mixer(config: object, hidden_size: int) -> MixerShape:
     The scans work on blocks of tokens; per head they save a few rows as long as a block, a key (or
     state) and a value each: numbers that are right to a factor of two.
     """
-    kernel = find_int(
-        config, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"
-    )
-    kernel = find_int(config, "conv_kernel_size") or kernel or 4
+    names = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
+    kernel = find_int(config, *names, "conv_kernel_size") or 4
     values = find_int(config, "linear_num_value_heads", "linear_num_heads")
     if values is not None:
         keys = find_int(config, "linear_num_key_heads", "linear_num_heads") or values

@@ -14,8 +14,8 @@ from sppo_hf.planning.reader import family, find_int, text_config
 from sppo_hf.rules import refuse, show
 
 _MAMBA1 = (
-    "its Mamba layers begin every call with a state of zeros: the code of their scan takes none from "
-    "the chunk before"
+    "its Mamba layers begin every call with a state of zeros: the code of their scan takes none "
+    "from the chunk before"
 )
 IGNORES_STATE = {
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA1),
@@ -23,8 +23,8 @@ IGNORES_STATE = {
 """Families whose code writes states into a cache but does not go on from them, and why."""
 
 OWN_STATE = (
-    "it carries a state from token to token that its code does not hand over in a cache of conv and "
-    "recurrent states, so it cannot go from chunk to chunk"
+    "it carries a state from token to token that its code does not hand over in a cache of "
+    "convolutional and recurrent states, so it cannot go from chunk to chunk"
 )
 """Why other recurrent families are refused."""
 

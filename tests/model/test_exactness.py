@@ -41,12 +41,8 @@ PRODUCT = [
 ]
 
 REFUSED = {
-    **dict.fromkeys(
-        ("mamba", "falcon_mamba", "jamba", "zamba"), "begin every call with a state of"
-    ),
-    **dict.fromkeys(
-        ("recurrent_gemma", "rwkv", "xlstm", "minimax"), "does not hand over in a cache"
-    ),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "begin every call with a state"),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm", "minimax"), "does not hand over"),
     **dict.fromkeys(
         ("falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo"), "bypasses .*AttentionInterface"
     ),
