@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.states import mixers_of
 from sppo_hf.model.structure import ModelParts
 
 # B batch rows, C tokens of a chunk, D model width.
@@ -69,6 +70,8 @@ class AbsentLayer(GradientCheckpointingLayer):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self._returns = _returned_values(type(layer).forward)
+        self.carries_state = bool(mixers_of(layer))
+        """Whether the layer has recurrent or convolutional mixers."""
         # What models read off their layers: the kind of attention, the index.
         for name, value in vars(layer).items():
             is_plain = isinstance(value, str | int | float | bool)

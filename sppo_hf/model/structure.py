@@ -198,16 +198,20 @@ def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
     refuse_multimodal(causal_lm.config, name)
     config: Any = causal_lm.config.get_text_config(decoder=True)
     layer_types = set(getattr(config, "layer_types", None) or ())
+    # Layers of another stage stand for what they are.
+    mixed = bool(mixers_of(causal_lm)) or any(
+        getattr(module, "carries_state", False) for module in causal_lm.modules()
+    )
     reason = None
     if causal_lm.config.is_encoder_decoder:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
     elif config.model_type in IGNORES_STATE:
         reason = IGNORES_STATE[config.model_type]
-    elif _is_recurrent(causal_lm, layer_types) and not mixers_of(causal_lm):
+    elif _is_recurrent(causal_lm, layer_types) and not mixed:
         reason = OWN_STATE
     elif foreign := sorted(layer_types - LAYER_TYPES):
         reason = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
-    elif not getattr(causal_lm, "_supports_attention_backend", False) and not mixers_of(causal_lm):
+    elif not getattr(causal_lm, "_supports_attention_backend", False) and not mixed:
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     elif (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:
         reason = "some of its layers read the keys of another layer (num_kv_shared_layers)"
