@@ -112,7 +112,7 @@ class LayerStates:
 
 
 class _CacheLayer:
-    """What Transformers before 5.20 reads off a cache's layer."""
+    """What older releases of Transformers read off a layer of a cache."""
 
     record_past = False
 

@@ -207,10 +207,10 @@ def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
     elif config.model_type in IGNORES_STATE:
         reason = IGNORES_STATE[config.model_type]
-    elif _is_recurrent(causal_lm, layer_types) and not mixed:
-        reason = OWN_STATE
     elif foreign := sorted(layer_types - LAYER_TYPES):
         reason = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
+    elif _is_recurrent(causal_lm, layer_types) and not mixed:
+        reason = OWN_STATE
     elif not getattr(causal_lm, "_supports_attention_backend", False) and not mixed:
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     elif (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:

@@ -304,6 +304,7 @@ FAMILIES: dict[str, FamilyTraits] = {
         norm="rms_unit", head_norm="head", gated=False, activation="relu2", names=_FC_NAMES
     ),
     "nemotron": FamilyTraits(norm="layer", heads_first=True, gated=False, activation="relu2"),
+    "nemotron_h": FamilyTraits(gated=False, activation="relu2"),
     "olmo": FamilyTraits(norm="layer_unit"),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,

@@ -23,6 +23,8 @@ _MOST_LAYERS = 4096
 MIXER_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types with a recurrent or convolutional mixer."""
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mlp"})
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_NEMOTRON_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MULTI_QUERY_FAMILIES = frozenset({"falcon", "gpt_bigcode"})
 _ACTIVATION_FIELDS = (
@@ -179,10 +181,10 @@ def _read_layer(config: object, index: int) -> LayerShape:
     kind = _layer_type(config, index)
     if kind in MIXER_KINDS:
         layer = replace(layer, mixer=_read_mixer(own, hidden_size))
+    if not _has_mlp(config, kind):
+        layer = replace(layer, dense_width=0, experts=None)
     if kind in _WITHOUT_ATTENTION:
         return replace(layer, num_heads=0, num_kv_heads=0, window=None, head_norm=False)
-    if family(config) == "nemotron_h":
-        layer = replace(layer, dense_width=0, experts=None)  # one block a layer
     latent = _read_latent(own)
     if latent is not None:
         return _with_latent(own, layer, latent)
@@ -193,6 +195,13 @@ def _read_layer(config: object, index: int) -> LayerShape:
     return replace(layer, v_head_size=v_size, shared_keys=shared_keys)
 
 
+def _has_mlp(config: object, kind: object) -> bool:
+    """Whether a layer has an MLP or experts behind its mixer, or is one."""
+    if family(config) == "nemotron_h":
+        return kind in ("moe", "mlp")  # one block a layer
+    return family(config) != "mamba2" and (family(config) != "zamba2" or kind == "hybrid")
+
+
 def _read_mixer(config: object, hidden_size: int) -> MixerShape:
     """A layer's mixer: a gated delta net, a state-space model or a short convolution.
 
@@ -201,6 +210,11 @@ def _read_mixer(config: object, hidden_size: int) -> MixerShape:
     """
     names = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
     kernel = find_int(config, *names, "conv_kernel_size") or 4
+    kimi = getattr(config, "linear_attn_config", None)
+    if isinstance(kimi, Mapping) and "num_heads" in kimi:
+        sizes = cast("Mapping[str, Any]", kimi)
+        named = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
+        config = SimpleNamespace(**{ours: sizes.get(theirs) for ours, theirs in named.items()})
     values = find_int(config, "linear_num_value_heads", "linear_num_heads")
     if values is not None:
         keys = find_int(config, "linear_num_key_heads", "linear_num_heads") or values
@@ -330,6 +344,11 @@ def _dense_width(config: object, hidden_size: int) -> int:
     if getattr(config, "intermediate_size", 0) is None:
         need_int(config, "intermediate_size")
     width = find_int(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    if width is not None and getattr(config, "block_auto_adjust_ff_dim", False) is True:
+        # LFM2: two thirds, rounded up.
+        step = find_int(config, "block_multiple_of") or 1
+        factor = getattr(config, "block_ffn_dim_multiplier", None) or 1.0
+        return -(-int(factor * (2 * width // 3)) // step) * step
     return 4 * hidden_size if width is None else width
 
 
@@ -347,7 +366,15 @@ def _num_experts(config: object) -> int:
 def _read_experts(config: object) -> ExpertShape:
     return ExpertShape(
         count=_num_experts(config),
-        active=find_int(config, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts") or 1,
+        active=find_int(
+            config,
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_topk",
+            "moe_k",
+            "top_k_experts",
+        )
+        or 1,
         width=_expert_width(config),
         biased=traits_of(family(config)).clamped_experts,
     )
@@ -375,6 +402,8 @@ def _is_sparse(config: object, layer: int) -> bool:
     kinds = _per_layer(config, "mlp_layer_types")
     if kinds is not None:
         return kinds[layer] == "sparse"
+    if family(config) == "nemotron_h":
+        return _layer_type(config, layer) == "moe"
     names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     dense = find_int(config, *names, least=0)
     if layer < (dense or 0):
@@ -405,17 +434,29 @@ def _layer_type(config: object, layer: int) -> object:
     for name in ("layer_types", "layers_block_type"):
         kinds = _per_layer(config, name)
         if kinds is not None:
-            return {"mamba": "linear_attention", "attention": "full_attention"}.get(
-                str(kinds[layer]), kinds[layer]
-            )
-    if family(config) == "mamba2":
-        return "linear_attention"
-    if family(config) == "falcon_h1":
-        return "hybrid"
-    indices = _sequence(config, "attn_layer_indices")
-    if indices is not None:
-        return "full_attention" if layer in indices else "linear_attention"
-    return None
+            return _OLD_NAMES.get(str(kinds[layer]), kinds[layer])
+    pattern: object = getattr(config, "hybrid_override_pattern", None)
+    if isinstance(pattern, str) and len(pattern) > layer:
+        return _NEMOTRON_KINDS.get(pattern[layer])
+    attends = _attends(config, layer)
+    if attends is not None:
+        other = "conv" if family(config).startswith("lfm") else "linear_attention"
+        return "full_attention" if attends else other
+    return family_defaults.LAYER_TYPE.get(family(config))
+
+
+def _attends(config: object, layer: int) -> bool | None:
+    """Whether a hybrid's layer has attention, where a file says that in its family's own way."""
+    for name in ("attn_layer_indices", "full_attn_idxs"):
+        indices = _sequence(config, name)
+        if indices is not None:
+            return layer in indices
+    kimi = getattr(config, "linear_attn_config", None)
+    if isinstance(kimi, Mapping):
+        counted = cast("Mapping[str, Sequence[int]]", kimi).get("full_attn_layers", ())
+        return layer + 1 in counted
+    every = find_int(config, "full_attention_interval", "layer_group_size")
+    return None if every is None else (layer + 1) % every == 0
 
 
 def _per_layer(config: object, name: str) -> Sequence[object] | None:

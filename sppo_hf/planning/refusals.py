@@ -56,6 +56,13 @@ OTHER_FAMILIES = {
     **dict.fromkeys(
         ("mllama", "mllama_text_model"), "its class names no base model beside the head"
     ),
+    **dict.fromkeys(
+        ("deepseek_v4", "qwen4_exp", "qwen4_exp_text"),
+        "an indexer or a compressor chooses the keys that its layers see",
+    ),
+    **dict.fromkeys(
+        ("inkling2", "inkling_text"), "its attention is given position_bias beside queries and keys"
+    ),
     "doge": "its own code reads its attention mask, and there is none while chunks run",
     "gemma3n_text": "a tiny random gemma3n_text model was not exact when it was tried",
 }
@@ -168,13 +175,13 @@ def _reason(config: object) -> str | None:
     foreign = sorted(names - LAYER_TYPES)
     if getattr(config, "is_encoder_decoder", False) is True:
         return "it is an encoder-decoder; only decoder-only models run chunk by chunk"
-    if families & OWN_STATE_FAMILIES:
-        return OWN_STATE
     if known := next((IGNORES_STATE[name] for name in families if name in IGNORES_STATE), None):
         return known
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))
         return f"it has layers of type {seen}, which are not known to be exact"
+    if families & OWN_STATE_FAMILIES:
+        return OWN_STATE
     if families & OWN_ATTENTION:
         return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     if find_int(text, "num_kv_shared_layers", least=0):
