@@ -62,6 +62,7 @@ def _mix(ledger: Ledger, layer: LayerShape, x: Value) -> Value:
 def _mixer(ledger: Ledger, layer: LayerShape, mixer: MixerShape, x: Value) -> Value:
     """Projection, causal convolution, scan, gate and projection; the scan is estimated."""
     inner = ledger.linear(x, mixer.in_elements, "in_proj")
+    ledger.scale_weights(mixer.conv_elements * mixer.conv_kernel + mixer.out_elements)
     conv = ledger.view(inner, mixer.conv_elements)
     if conv.grad:
         ledger.save(conv)
