@@ -10,11 +10,11 @@ from recipes.tools.family_table import Row, main, markdown
 
 def test_exact_and_refused_families_get_their_tables(tmp_path: Path) -> None:
     output = tmp_path / "table.md"
-    assert main(["llama", "mamba", "t5", "--output", str(output)]) == 0
+    assert main(["llama", "falcon", "t5", "--output", str(output)]) == 0
     text = output.read_text()
     assert "| llama | GQA | " in text
     assert "e-15 |" in text or "e-16 |" in text or "e-14 |" in text
-    assert "| mamba | it has recurrent layers" in text
+    assert "| falcon | its attention bypasses" in text
     assert "| t5 | model type 't5' has no causal language model" in text
 
 
