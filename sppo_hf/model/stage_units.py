@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall
@@ -271,10 +271,10 @@ class StageUnits:
             return  # nothing up to here is trained
         # Forward may run under autocast; a backward never does.
         with torch.autocast(unit.device.type, enabled=False):
-            ends: list[Tensor | GradientEdge] = [end.end for end in states]
+            ends = [end.end for end in states]
             grads = [end.grad for end in states]
             if unit.loss is not None and unit.loss.requires_grad:
-                ends.append(unit.loss)
+                ends.append(get_gradient_edge(unit.loss))
                 grads.append(scale.to(unit.loss))
             else:
                 # Without labels of its own, later chunks still left gradients for its keys.

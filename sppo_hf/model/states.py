@@ -247,7 +247,10 @@ def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[No
         layer: The decoder layer that is about to run.
         states: Its states; nothing is done where they name no documents.
     """
-    mixers = () if states is None or states.documents is None else mixers_of(layer)
+    if states is None or states.documents is None:
+        yield
+        return
+    mixers = mixers_of(layer)
     before = [mixer.__dict__.get("forward") for mixer in mixers]
     for mixer in mixers:
         mixer.forward = functools.partial(_by_document, mixer.forward, states)
@@ -287,7 +290,7 @@ def _by_document(
                 states.part = None
             if not isinstance(output, Tensor):
                 raise UnsupportedModelError(
-                    f"packed documents cannot be kept apart in this model: a mixer returns "
+                    "packed documents cannot be kept apart in this model: a mixer returns "
                     f"{type(output).__name__}, not hidden states alone. Pad the documents to rows "
                     "of their own."
                 )

@@ -197,7 +197,7 @@ def check_trainable(parts: ModelParts) -> None:
 def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
     refuse_multimodal(causal_lm.config, name)
     config: Any = causal_lm.config.get_text_config(decoder=True)
-    layer_types = set(getattr(config, "layer_types", None) or ())
+    layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
     # Layers of another stage stand for what they are.
     mixed = bool(mixers_of(causal_lm)) or any(
         getattr(module, "carries_state", False) for module in causal_lm.modules()

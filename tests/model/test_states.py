@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.attention.pieces import RowSpans
 from sppo_hf.config import SPPOConfig
@@ -187,6 +188,14 @@ def test_no_state_leaks_from_one_packed_document_into_the_next(family: str, reco
     with float64_everywhere(model := build_tiny_model(family)):
         leaked = model(**batch).loss.item()
     assert abs(leaked - theirs.loss) > 1e-6
+
+
+def test_packed_rows_are_refused_where_attention_itself_carries_a_state() -> None:
+    if "zaya" not in CONFIG_MAPPING_NAMES:
+        pytest.skip("not in this release of Transformers")
+    model = convert(build_tiny_model("zaya"), settings_of(4, 5))
+    with pytest.raises(UnsupportedModelError, match=r"packed documents apart: Zaya\w+ attends and"):
+        run_batch(model, packed((3, 6)))
 
 
 def test_mixers_are_as_they_were_after_packed_rows() -> None:
