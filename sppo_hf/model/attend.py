@@ -174,12 +174,6 @@ def _refuse(
     call: LayerCall, module: nn.Module, mask: Any, dropout: float, others: dict[str, Any]
 ) -> None:
     call.attended += 1
-    if call.states is not None and call.states.part is not None:
-        raise UnsupportedModelError(
-            f"{call.model_name} cannot keep packed documents apart: {type(module).__name__} attends "
-            "and carries a state, and its state can only be reset between calls. Pad the documents "
-            "to rows of their own."
-        )
     reason = None
     foreign = [name for name in _CHANGE_THE_RESULT if others.get(name) is not None]
     if call.attended > 1:
