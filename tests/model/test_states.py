@@ -194,7 +194,7 @@ def test_packed_rows_are_refused_where_a_mixer_returns_queries_and_keys() -> Non
     if "zaya" not in CONFIG_MAPPING_NAMES:
         pytest.skip("not in this release of Transformers")
     model = convert(build_tiny_model("zaya"), settings_of(4, 5))
-    with pytest.raises(UnsupportedModelError, match="cannot be kept apart.*a mixer returns tuple"):
+    with pytest.raises(UnsupportedModelError, match=r"cannot be kept apart.*a mixer returns tuple"):
         run_batch(model, packed((3, 6)))
 
 
