@@ -26,6 +26,7 @@ from sppo_hf.attention.kv import Keep, KVStore
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
+from sppo_hf.model.states import LayerStates
 
 ChooseBackend = Callable[[Requirement], Backend]
 
@@ -39,13 +40,16 @@ class LayerCall:
     start: int
     end: int
     rows: tuple[RowSpans, ...] | None
-    kv: KVStore
+    kv: KVStore | None
+    """None in a layer without attention."""
     choose_backend: ChooseBackend
     counters: dict[str, int]
     link: Tensor | None = None
     """In: the previous chunk's link. Out, after attention ran: this chunk's."""
     stash: Stash | None = None
     keep: Keep | None = None
+    states: LayerStates | None = None
+    """None in a model without recurrent or convolutional layers."""
     attended: int = 0
     model_name: str = field(default="this model")
 
@@ -66,6 +70,11 @@ def begin_layer(call: LayerCall) -> LayerCall | None:
 def end_layer(before: LayerCall | None) -> None:
     """End the running layer call."""
     _running.call = before
+
+
+def running_states() -> LayerStates | None:
+    """The states of the layer that runs in this thread; None outside layers."""
+    return None if _running.call is None else _running.call.states
 
 
 @contextlib.contextmanager
@@ -122,6 +131,7 @@ def attention_forward(
             "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
         )
     _refuse(call, module, attention_mask, dropout, others)
+    assert call.kv is not None, "a layer without keys and values was refused"
     query, key, value = (_autocast(x) for x in (query, key, value))
     requirement = Requirement(
         device_type=query.device.type,
@@ -168,6 +178,8 @@ def _refuse(
     foreign = [name for name in _CHANGE_THE_RESULT if others.get(name) is not None]
     if call.attended > 1:
         reason = "one of its decoder layers attends twice"
+    elif call.kv is None:
+        reason = f"layer {call.layer} attends, and is said to have no keys and values"
     elif not isinstance(mask, MaskMeaning):
         reason = "its attention mask does not come from Transformers' masking utilities"
     elif mask.refusal is not None:

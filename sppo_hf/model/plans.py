@@ -253,7 +253,7 @@ class PlanBook:
             dtype = torch.get_autocast_dtype(device.type)
         softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
         chosen: dict[str, str] = {}
-        for layer in shape.layers:
+        for layer in (layer for layer in shape.layers if layer.num_heads):
             requirement = Requirement(
                 device_type=device.type,
                 dtype=dtype,
@@ -265,4 +265,6 @@ class PlanBook:
             )
             selection = self._select(requirement)
             chosen.setdefault(selection.backend.name, selection.reason)
+        if not chosen:
+            return "none", "no layer of the model has attention"
         return ", ".join(chosen), "\n".join(chosen.values())

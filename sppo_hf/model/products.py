@@ -121,8 +121,10 @@ class ProductRecorder(TorchDispatchMode):
 
     # -- what the layer's frame calls --------------------------------------------------------
 
-    def start(self) -> None:
-        """Watch all operations of this thread."""
+    def start(self, *given: Tensor) -> None:
+        """Watch all operations of this thread; `given` are there when the layer runs again."""
+        for tensor in given:
+            self._set(tensor, _ACTIVATION)
         self.__enter__()
         self._running = True
 
@@ -135,9 +137,7 @@ class ProductRecorder(TorchDispatchMode):
 
     def resume(self, *given: Tensor) -> None:
         """Go on watching; `given` come from elsewhere when the layer runs again."""
-        self.start()
-        for tensor in given:
-            self._set(tensor, _ACTIVATION)
+        self.start(*given)
 
     def saved(self, tensor: Tensor) -> None:
         """Hold the products that `tensor`, which autograd saves, depends on."""

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from sppo_hf.errors import SPPOError
 from sppo_hf.model.holders import Holder, Kept, Offloaded
 from sppo_hf.model.products import Product, ProductPlayer, ProductRecorder
+from sppo_hf.model.states import StateKey, States
 from sppo_hf.model.versions import ReadTensors, Versions
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
 from sppo_hf.planning.modes import FrameMode
@@ -66,6 +67,7 @@ class RecomputedFrame:
         mode: FrameMode,
         label: str,
         reads: ReadTensors,
+        states: States | None = None,
     ) -> None:
         """Make a frame.
 
@@ -78,6 +80,7 @@ class RecomputedFrame:
             mode: What is kept ("skeleton" or "products"), and where it waits.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
+            states: States that its mixers read.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
@@ -94,6 +97,10 @@ class RecomputedFrame:
         self._again: dict[int, Tensor] | None = None
         self._stash: tuple[Holder, Holder] | None = None
         self._hidden: Holder | None = None
+        self._given_states: States = states or {}
+        self._states: dict[StateKey, tuple[Holder, bool]] = {}
+        self.states: States = {}
+        """While the layer is recomputed: the states that its mixers read."""
         self._recorder: ProductRecorder | None = None
         self._products: tuple[Product, ...] | None = None
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -108,6 +115,11 @@ class RecomputedFrame:
         self._hidden_requires_grad = hidden.requires_grad
         self._shape = hidden.shape
         self._hidden = self._hold("inputs", hidden.detach())
+        given, self._given_states = self._given_states, {}
+        self._states = {
+            key: (self._hold("states {} {} {}".format(*key), state.detach()), state.requires_grad)
+            for key, state in given.items()
+        }
         rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._versions = self._reads.versions()
@@ -118,7 +130,7 @@ class RecomputedFrame:
         self._hooks.__enter__()
         if self._mode.saved == "products":
             self._recorder = ProductRecorder(self._layer, hidden, hold=self._hold_product)
-            self._recorder.start()
+            self._recorder.start(*given.values())
 
     @property
     def is_open(self) -> bool:
@@ -222,6 +234,10 @@ class RecomputedFrame:
         hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
         if self._stash is not None:
             self._recomputing = (self._stash[0].take(), self._stash[1].take())
+        self.states = {
+            key: holder.take().detach().requires_grad_(needs_grad)
+            for key, (holder, needs_grad) in self._states.items()
+        }
         args, kwargs = _with_hidden(hidden, *self._rest)
         again: list[Tensor] = []
 
@@ -241,6 +257,7 @@ class RecomputedFrame:
                 self._run_layer(self._layer, args, kwargs, self)
         finally:
             self._recomputing = None
+            self.states = {}
             self._release()
         self._check_repeated(again)
         self._again = dict(enumerate(again))
@@ -262,6 +279,7 @@ class RecomputedFrame:
         if self._hidden is not None:
             yield self._hidden
         yield from self._stash or ()
+        yield from (holder for holder, _ in self._states.values())
         for product in self._products or ():
             if product.holder is not None:
                 yield product.holder
@@ -270,6 +288,7 @@ class RecomputedFrame:
         for holder in self._holders():
             holder.drop()
         self._hidden = self._stash = self._products = self._arguments = None
+        self._states = {}
         self._rest = ((), {})
 
 

@@ -13,7 +13,10 @@ the sum of their gradients is its gradient.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.states import mixers_of
 from sppo_hf.model.structure import ModelParts
 
 # B batch rows, C tokens of a chunk, D model width.
@@ -65,6 +69,9 @@ class AbsentLayer(GradientCheckpointingLayer):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
+        self._returns = _returned_values(type(layer).forward)
+        self.carries_state = bool(mixers_of(layer))
+        """Whether the layer has recurrent or convolutional mixers."""
         # What models read off their layers: the kind of attention, the index.
         for name, value in vars(layer).items():
             is_plain = isinstance(value, str | int | float | bool)
@@ -75,9 +82,22 @@ class AbsentLayer(GradientCheckpointingLayer):
         """Call `forward`, whatever was switched on in the model: nothing here is recomputed."""
         return nn.Module.__call__(self, *args, **kwargs)
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return `hidden_states` as they are."""
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Return `hidden_states` as they are, in a tuple where the layer itself returns one."""
+        if self._returns is None:
+            return hidden_states
+        return (hidden_states, *(None for _ in range(self._returns - 1)))
+
+
+def _returned_values(forward: Any) -> int | None:
+    """How many values the tuple has that a layer's code returns; None where it returns no tuple.
+
+    Annotations do not tell: some say tuple where the code returns hidden states alone.
+    """
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+    returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
+    value = returns[-1].value if returns else None
+    return len(value.elts) if isinstance(value, ast.Tuple) else None
 
 
 class AbsentModule(nn.Module):

@@ -7,15 +7,25 @@ would not be exact chunk by chunk. It looks at modules and configs only; it runs
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, NO_LAYERS, refuse_multimodal
+from sppo_hf.model.states import mixers_of
+from sppo_hf.planning.refusals import (
+    IGNORES_STATE,
+    LAYER_TYPES,
+    NO_LAYERS,
+    OWN_STATE,
+    STATE_LAYER_TYPES,
+    refuse_multimodal,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,27 @@ class ModelParts:
     def text_config(self) -> PreTrainedConfig:
         """The config that describes the decoder."""
         return self.causal_lm.config.get_text_config(decoder=True)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether states go from chunk to chunk beside keys and values."""
+        return any(self.has_state(layer) for layer in range(len(self.layers)))
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a recurrent or convolutional mixer is in decoder layer `layer`."""
+        return bool(mixers_of(self.layers[layer]))
+
+    def attending_layers(self) -> frozenset[int]:
+        """Decoder layers with keys and values: all but recurrent ones and those of an MLP alone."""
+        # What a layer keeps for generation, Transformers itself knows best.
+        kept = DynamicCache(config=self.text_config).layers
+        return frozenset(range(len(self.layers))) - {
+            index for index, layer in enumerate(kept) if not isinstance(layer, CacheLayerMixin)
+        }
+
+    def base_arguments(self) -> frozenset[str]:
+        """Names of the parameters of the base model's forward."""
+        return frozenset(inspect.signature(self.base.forward).parameters)
 
     def final_norm(self) -> nn.Module | None:
         """The first norm defined behind the decoder layers; None where there is none."""
@@ -166,14 +197,21 @@ def check_trainable(parts: ModelParts) -> None:
 def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
     refuse_multimodal(causal_lm.config, name)
     config: Any = causal_lm.config.get_text_config(decoder=True)
+    layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
+    # Layers of another stage stand for what they are.
+    mixed = bool(mixers_of(causal_lm)) or any(
+        getattr(module, "carries_state", False) for module in causal_lm.modules()
+    )
     reason = None
     if causal_lm.config.is_encoder_decoder:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
-    elif getattr(causal_lm, "_is_stateful", False):
-        reason = "it has recurrent layers, whose state would have to be carried between chunks"
-    elif foreign := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES):
-        reason = f"it has layers of type {', '.join(foreign)}; only softmax attention is exact"
-    elif not getattr(causal_lm, "_supports_attention_backend", False):
+    elif config.model_type in IGNORES_STATE:
+        reason = IGNORES_STATE[config.model_type]
+    elif foreign := sorted(layer_types - LAYER_TYPES):
+        reason = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
+    elif _is_recurrent(causal_lm, layer_types) and not mixed:
+        reason = OWN_STATE
+    elif not getattr(causal_lm, "_supports_attention_backend", False) and not mixed:
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     elif (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:
         reason = "some of its layers read the keys of another layer (num_kv_shared_layers)"
@@ -182,6 +220,10 @@ def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
             "choose a family from the README's table (run `sppo check MODEL` to test one)."
         )
+
+
+def _is_recurrent(causal_lm: PreTrainedModel, layer_types: set[str]) -> bool:
+    return getattr(causal_lm, "_is_stateful", False) or bool(layer_types & STATE_LAYER_TYPES)
 
 
 def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:

@@ -111,11 +111,22 @@ _SIZES: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
-    # State-space and linear-attention families: small enough to be built, then refused.
+    # State-space and linear-attention families: scans of several blocks, of few tokens each.
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
     "state_size": 4,
+    "ssm_state_size": 4,
     "mamba_d_state": 4,
+    "mamba_d_ssm": 64,
     "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
     "n_mamba_heads": 2,
+    "mamba_headdim": 32,
+    "n_groups": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
@@ -170,6 +181,8 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         # With latent attention it may be the size of the rotary part, or of both parts.
         both = (original["head_dim"] or 0) > (original.get("qk_rope_head_dim") or math.inf)
         settings["head_dim"] = 2 * _HEAD_SIZE if both else _HEAD_SIZE
+    if "expand" in original and "num_heads" in original:
+        settings["num_heads"] = 8  # of 8 each: twice the width
     if "kv_lora_rank" in original:
         settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
     settings |= _shrink_layers(original, getattr(config, "num_hidden_layers", None))

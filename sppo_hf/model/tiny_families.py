@@ -207,14 +207,51 @@ _EXPERTS = {
     ),
 }
 
+_MIXED_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+_MIXED_CONV = ["conv", "full_attention", "conv"]
+
+_STATES = {
+    "qwen3_next": _family("qwen3_next", "gated delta net, attention", layer_types=_MIXED_LINEAR),
+    "qwen3_5_text": _family(
+        "qwen3_5_text", "gated delta net, gated attention", layer_types=_MIXED_LINEAR
+    ),
+    "qwen3_5_moe_text": _family(
+        "qwen3_5_moe_text", "gated delta net, gated attention", layer_types=_MIXED_LINEAR
+    ),
+    "olmo_hybrid": _family("olmo_hybrid", "gated delta net, attention", layer_types=_MIXED_LINEAR),
+    "kimi_linear": _family("kimi_linear", "Kimi delta attention, MLA"),
+    "bailing_hybrid": _family("bailing_hybrid", "Kimi delta attention, MLA"),
+    "bamba": _family("bamba", "Mamba2, attention", attn_layer_indices=[1]),
+    "falcon_h1": _family(
+        "falcon_h1",
+        "Mamba2 beside attention, multipliers",
+        attention_in_multiplier=0.5,
+        ssm_out_multiplier=2.0,
+    ),
+    "granitemoehybrid": _family("granitemoehybrid", "Mamba2, attention", layer_types=_MIXED_LINEAR),
+    "nemotron_h": _family("nemotron_h", "Mamba2, attention, MLP and experts as layers"),
+    "zamba2": _family("zamba2", "Mamba2, shared attention"),
+    "mamba2": _family("mamba2", "Mamba2 alone"),
+    "lfm2": _family("lfm2", "short convolutions, attention", layer_types=_MIXED_CONV),
+    "lfm2_moe": _family("lfm2_moe", "short convolutions, attention", layer_types=_MIXED_CONV),
+    "lfm3": _family("lfm3", "short convolutions, windows"),
+    "zaya": _family("zaya", "convolved attention"),
+    "mamba": _family("mamba", "Mamba"),
+    "falcon_mamba": _family("falcon_mamba", "Mamba"),
+    "jamba": _family("jamba", "Mamba, attention", attn_layer_period=2, attn_layer_offset=1),
+    "zamba": _family(
+        "zamba",
+        "Mamba, shared attention",
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+    ),
+    "minimax": _family("minimax", "lightning attention"),
+    "recurrent_gemma": _family("recurrent_gemma", "recurrence"),
+    "rwkv": _family("rwkv", "recurrence"),
+    "xlstm": _family("xlstm", "recurrence"),
+}
+
 _OTHERS = {
-    "mamba": _family("mamba", "state space"),
-    "lfm2": _family(
-        "lfm2", "convolutions and attention", layer_types=["conv", "full_attention", "conv"]
-    ),
-    "lfm2_moe": _family(
-        "lfm2_moe", "convolutions and attention", layer_types=["conv", "full_attention", "conv"]
-    ),
     "qwen4_exp_text": _family(
         "qwen4_exp_text",
         "linear attention, sparse attention by an indexer",
@@ -236,20 +273,6 @@ _OTHERS = {
         rope_parameters={"full_attention": _rope("default", mrope_section=[1, 1, 2])},
     ),
     "deepseek_v32": _family("deepseek_v32", "sparse attention by an indexer"),
-    "mamba2": _family("mamba2", "state space", num_heads=8, head_dim=8),
-    "falcon_mamba": _family("falcon_mamba", "state space"),
-    "jamba": _family(
-        "jamba", "state space and attention", attn_layer_period=2, attn_layer_offset=1
-    ),
-    "bamba": _family("bamba", "state space and attention", attn_layer_indices=[1]),
-    "zamba2": _family("zamba2", "state space and attention"),
-    "qwen3_next": _family(
-        "qwen3_next",
-        "linear attention",
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-    ),
-    "recurrent_gemma": _family("recurrent_gemma", "recurrence"),
-    "rwkv": _family("rwkv", "recurrence"),
     "falcon": _family("falcon", "own attention", alibi=True),
     "bloom": _family("bloom", "ALiBi"),
     "mpt": _family("mpt", "ALiBi"),
@@ -270,5 +293,5 @@ _OTHERS = {
     "t5": _family("t5", "encoder-decoder"),
 }
 
-FAMILIES: Mapping[str, TinyFamily] = {**_DENSE, **_EXPERTS, **_OTHERS}
+FAMILIES: Mapping[str, TinyFamily] = {**_DENSE, **_EXPERTS, **_STATES, **_OTHERS}
 """Every tiny family and variant by name."""

@@ -228,6 +228,22 @@ class Ledger:
         products = x.products if thin else frozenset((index,))
         return self._new(rows * out, x.element_bytes, x.grad or trained, products)
 
+    def scan(self, x: Value, flops: int, saved: int) -> Value:
+        """A recurrence over the tokens in float32: no weights, and no product that is kept.
+
+        Args:
+            x: what goes in.
+            flops: of the forward; gradients of both factors of its products take twice as many.
+            saved: float32 elements that autograd saves.
+        """
+        self._forward += flops
+        self._input_gradient += 2 * flops if x.grad else 0
+        self._thin += flops
+        inner = self.new(saved, x, element_bytes=self.wide_bytes)
+        if x.grad:
+            self.save(inner)
+        return inner
+
     def multiply(self, a: Value, b: Value) -> Value:
         """Elementwise product; `b` may have fewer elements, which are broadcast."""
         if b.grad:

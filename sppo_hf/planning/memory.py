@@ -109,7 +109,8 @@ class MemoryModel:
         if key not in self._frame_bytes:
             self._frame_bytes[key] = self._shape.frame_bytes_per_token(layer, saved)
         start, end = self._what.bounds[chunk]
-        return self._frame_bytes[key] * (end - start) * self._what.batch_rows
+        size = self._frame_bytes[key] * (end - start) + self._shape.state_bytes(layer)
+        return size * self._what.batch_rows
 
     def fixed_device(
         self,

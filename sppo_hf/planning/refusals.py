@@ -13,15 +13,23 @@ from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.reader import family, find_int, text_config
 from sppo_hf.rules import refuse, show
 
-RECURRENT = frozenset(
-    (
-        "bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba "
-        "kimi_linear mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-        "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 "
-        "zaya"
-    ).split()
+_MAMBA1 = (
+    "its Mamba layers begin every call with a state of zeros: the code of their scan takes none "
+    "from the chunk before"
 )
-"""Families that carry a state from token to token beside keys and values."""
+IGNORES_STATE = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA1),
+}
+"""Families whose code writes states into a cache but does not go on from them, and why."""
+
+OWN_STATE = (
+    "it carries a state from token to token that its code does not hand over in a cache of "
+    "convolutional and recurrent states, so it cannot go from chunk to chunk"
+)
+"""Why other recurrent families are refused."""
+
+OWN_STATE_FAMILIES = frozenset(("minimax", "recurrent_gemma", "rwkv", "xlstm"))
+"""Families of which this is known."""
 
 OWN_ATTENTION = frozenset(
     (
@@ -47,6 +55,13 @@ OTHER_FAMILIES = {
     **dict.fromkeys(("diffllama", "longcat_flash"), "one of its decoder layers attends twice"),
     **dict.fromkeys(
         ("mllama", "mllama_text_model"), "its class names no base model beside the head"
+    ),
+    **dict.fromkeys(
+        ("deepseek_v4", "qwen4_exp", "qwen4_exp_text"),
+        "an indexer or a compressor chooses the keys that its layers see",
+    ),
+    **dict.fromkeys(
+        ("inkling2", "inkling_text"), "its attention is given position_bias beside queries and keys"
     ),
     "doge": "its own code reads its attention mask, and there is none while chunks run",
     "gemma3n_text": "a tiny random gemma3n_text model was not exact when it was tried",
@@ -78,6 +93,12 @@ Cohere 2 is not among them: inside a multimodal model its logits are not scaled.
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Entries of `layer_types` that are softmax attention over all earlier keys or a window of them."""
+
+STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "mamba"})
+"""Those that carry a recurrent or convolutional state; "mamba" is what older files say."""
+
+LAYER_TYPES = ATTENTION_LAYER_TYPES | STATE_LAYER_TYPES | {"hybrid", "hybrid_sliding", "moe", "mlp"}
+"""Those that may be exact: also layers with attention and a state, and those of an MLP alone."""
 
 
 def check_config(config: object) -> None:
@@ -151,14 +172,16 @@ def _reason(config: object) -> str | None:
     names = {
         kind if isinstance(kind, str) else show(kind) for kind in cast("list[object]", layer_types)
     }
-    foreign = sorted(names - ATTENTION_LAYER_TYPES)
+    foreign = sorted(names - LAYER_TYPES)
     if getattr(config, "is_encoder_decoder", False) is True:
         return "it is an encoder-decoder; only decoder-only models run chunk by chunk"
-    if families & RECURRENT:
-        return "it has recurrent layers, whose state would have to be carried between chunks"
+    if known := next((IGNORES_STATE[name] for name in families if name in IGNORES_STATE), None):
+        return known
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))
-        return f"it has layers of type {seen}; only softmax attention is exact"
+        return f"it has layers of type {seen}, which are not known to be exact"
+    if families & OWN_STATE_FAMILIES:
+        return OWN_STATE
     if families & OWN_ATTENTION:
         return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     if find_int(text, "num_kv_shared_layers", least=0):

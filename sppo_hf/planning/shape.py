@@ -302,6 +302,19 @@ class ModelShape:
             return work.whole_bytes
         return work.products_bytes if saved == "products" else work.skeleton_bytes
 
+    def state_bytes(self, layer: int) -> int:
+        """States that one row of a chunk is given by the chunk before, which its frame holds."""
+        mixer = self.layers[layer].mixer
+        if mixer is None:
+            return 0
+        recurrent = mixer.state_elements * max(FLOAT32_BYTES, self.dtype_bytes)
+        return recurrent + mixer.conv_elements * mixer.conv_kernel * self.dtype_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer carries a state from chunk to chunk."""
+        return any(layer.mixer is not None for layer in self.layers)
+
     @property
     def _parameter_bytes(self) -> int:
         return self.dtype_bytes if self.parameter_bytes is None else self.parameter_bytes
