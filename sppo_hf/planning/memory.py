@@ -143,7 +143,9 @@ class MemoryModel:
             copies=self._copies_bytes(chunk, modes, before) if training else 0,
         )
         return TierBytes(
-            weights=shape.weight_bytes - self._lora_bytes,
+            weights=shape.weight_bytes
+            - self._lora_bytes
+            + (shape.cached_cast_bytes if phase == "forward" else 0),
             lora=self._lora_bytes,
             gradients=self.gradient_bytes(chunk, phase),
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
@@ -314,7 +316,8 @@ class MemoryModel:
         beside two or four full-width tensors; attention holds q, its output and (in backward) their
         gradients, and one layer's whole prefix of K/V (and dK/dV of one call) once more. CUDA's
         flash kernels (FlashAttention 2's and cuDNN's) write dK/dV for every query head before they
-        sum those that share a key head. A layer that is recomputed has its whole frame rebuilt.
+        sum those that share a key head. A layer that is recomputed has its whole frame rebuilt, and
+        under autocast casts its weights once more.
         """
         what, shape = self._what, self._shape
         start, end = what.bounds[chunk]
@@ -334,7 +337,7 @@ class MemoryModel:
             size = (end - start) * max(mlp, attention + full_width) + joined
             rebuilt = 0
             if backward and any(mode.recompute for mode in modes):
-                rebuilt = self.frame_bytes(index, chunk, "whole")
+                rebuilt = self.frame_bytes(index, chunk, "whole") + shape.cast_bytes(index)
             most = max(most, size * shape.dtype_bytes * what.batch_rows + rebuilt)
         return most
 

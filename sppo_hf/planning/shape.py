@@ -302,6 +302,23 @@ class ModelShape:
             return work.whole_bytes
         return work.products_bytes if saved == "products" else work.skeleton_bytes
 
+    def cast_bytes(self, layer: int) -> int:
+        """Casts of all weights of a layer: 0 unless autocast makes them narrower."""
+        casts = self._parameter_bytes > self.dtype_bytes
+        return self.work(layer).total_weights * self.dtype_bytes if casts else 0
+
+    @property
+    def cached_cast_bytes(self) -> int:
+        """Casts that autocast keeps until forward ends: of trained weights, layers' and head's.
+
+        Those of frozen weights live as long as their product; the embedding's rows are not cast.
+        """
+        if self.lora is not None or self._parameter_bytes <= self.dtype_bytes:
+            return 0
+        layers = sum(map(self.cast_bytes, range(self.num_layers)))
+        head = self.vocab_size * self.hidden_size * self.dtype_bytes
+        return int(self.trainable_fraction * (layers + head))
+
     @property
     def _parameter_bytes(self) -> int:
         return self.dtype_bytes if self.parameter_bytes is None else self.parameter_bytes

@@ -210,3 +210,12 @@ def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
     frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
     assert frames[0] < frames[1] == frames[31]
     assert estimate(shape, decided(KEEP)).device.frames == 1000 * sum(frames)
+
+
+def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, parameter_bytes=4)
+    moments = estimate(shape, decided(KEEP)).moments
+    # Half as many bytes again as the float32 weights, but for the embedding's rows and norms.
+    casts = 2 * (shape.total_parameters - 128_256 * 4096 - 4096)
+    assert moments[0].device.weights - shape.weight_bytes == casts
+    assert moments[-1].device.weights == shape.weight_bytes
