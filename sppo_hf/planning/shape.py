@@ -239,9 +239,10 @@ class ModelShape:
     def recompute_flops_per_token(self, layer: int, saved: Saved) -> int:
         """FLOPs of the matrix products that backward runs again, for one token.
 
-        Recomputation stops at the last value that autograd saves. From a skeleton that is all but
-        the last product (where no norm stands behind it); with the products kept it is the few that
-        cost less than their output's bytes; attention is never among them.
+        Recomputation stops at the last value that autograd saves and leaves out what serves none:
+        keys and values, a frozen product beside an adapter, the last product where no norm stands
+        behind it. With the products kept it is the few that cost less than their output's bytes;
+        attention is never among them.
         """
         if saved == "whole":
             return 0
