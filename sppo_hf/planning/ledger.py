@@ -109,7 +109,7 @@ class Ledger:
         self._thin_before_last_save = self._thin = 0
         self._product_bytes: list[int] = []
         self._thick: list[tuple[int, frozenset[int]]] = []
-        """Of each product its FLOPs, 0 if it is thin, and the products that its input depends on."""
+        """Of each product its FLOPs (0 if it is thin) and what its input depends on."""
         self._thin_products: frozenset[int] = frozenset()
         self._needed: frozenset[int] = frozenset()
         self._attention_bytes = 0
