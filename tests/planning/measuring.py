@@ -139,7 +139,7 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
         if "Rotary" in type(module).__name__:
             handles.append(module.register_forward_hook(lambda *args: tables.extend(args[-1])))
     # Under autocast a kept frame has hooks of its own, which see what these would see.
-    without_casts = unittest.mock.patch.object(WeightCasts, "of", lambda *_: None)
+    without_casts = unittest.mock.patch.object(WeightCasts, "of", return_value=None)
     with without_casts, saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = run(model)
     for handle in handles:
