@@ -33,6 +33,16 @@ class BatchPlans:
     """Of hidden states between stages: the embedding's."""
     by_stage: dict[int, Plan]
     """Of each stage of this rank."""
+    micro_batches: int = 1
+
+    def longest_step_seconds(self, ranks: int) -> float:
+        """Predicted seconds if `ranks` ranks, all as fast as this one, ran one after the other.
+
+        What a message waits for is at most that. 0 where the device's speed is unknown.
+        """
+        predictions = [plan.prediction for plan in self.by_stage.values()]
+        stages = sum(one.step_seconds for one in predictions if one is not None)
+        return ranks * self.micro_batches * stages
 
 
 class StagePlans:
@@ -64,7 +74,7 @@ class StagePlans:
         if key not in self._made:
             bounds, dtype = self._shared[shape]
             plans = self._make(rows, total_tokens, device, micro_batches, training, bounds)
-            self._made[key] = BatchPlans(bounds, dtype, plans)
+            self._made[key] = BatchPlans(bounds, dtype, plans, micro_batches)
         return self._made[key]
 
     def _share(
