@@ -185,6 +185,8 @@ class Ledger:
             if inner.grad:
                 self.save(mask)
             inner = self.new(x.elements, inner)
+        if lora.autocast and lora.dtype_bytes > self.training.dtype_bytes:
+            inner = self.new(x.elements, inner, element_bytes=self.training.dtype_bytes)
         low = self.product(inner, lora.rank, adapter=True)
         high = self.product(low, out, adapter=True)
         return self.new(out, base, high, element_bytes=base.element_bytes)
