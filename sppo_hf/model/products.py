@@ -57,8 +57,13 @@ from sppo_hf.model.holders import Holder
 from sppo_hf.model.operations import Operation, operation, storage_key, tensors_in
 
 __all__ = [
-    *("Changed", "Needless", "NeedlessPlayer", "NeedlessRecorder"),
-    *("Product", "ProductPlayer", "ProductRecorder"),
+    "Changed",
+    "Needless",
+    "NeedlessPlayer",
+    "NeedlessRecorder",
+    "Product",
+    "ProductPlayer",
+    "ProductRecorder",
 ]
 
 # Sets of products are bits of an integer: a union is one operation, for 400 products too. The

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,23 +48,15 @@ class _Stop(Exception):
     """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
 
 
-class _Aside(Protocol):
-    """What runs beside a layer's second forward."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *raised: Any) -> Any: ...
+class _Nothing(contextlib.nullcontext[None]):
+    """Leaves a layer's second forward alone."""
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd saves `tensor`."""
-        ...
 
 
-class _Nothing(contextlib.nullcontext[None]):
-    """Leaves the layer alone."""
-
-    def saved(self, tensor: Tensor) -> None:
-        """See `_Aside`."""
+_Aside = ProductPlayer | NeedlessRecorder | NeedlessPlayer | _Nothing
+"""What runs beside a layer's second forward."""
 
 
 _UNKNOWN = Needless((), ())

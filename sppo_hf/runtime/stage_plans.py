@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sppo_hf.model.facts import device_facts, dtype_name
+from sppo_hf.model.facts import device_facts, dtype_name, leave_to_driver
 from sppo_hf.planning.choices import read_budgets
+from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.stage_plan import pipeline_bounds, stage_shape
@@ -112,6 +113,8 @@ class StagePlans:
         alive = self._alive(micro_batches, len(bounds)) if training else 1.0
         backend, reason = engine.plans.describe_backends(whole, device)
         facts = device_facts(device, config)
+        if config.device_memory is None:
+            leave_to_driver(device, CONTEXT_BYTES["cuda"])
         plans = {}
         for stage in cut.own:
             plans[stage] = make_plan(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -242,3 +244,42 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
     asked.add(hidden, labels, last=True)
     assert [tuple(shape) for shape in seen] == [(tokens, weight.shape[0]) for tokens in (4, 4, 1)]
     assert not _Kernel.calls
+
+
+_IN_THE_INTERPRETER = """
+import torch
+from torch.nn import functional as F
+from sppo_hf.model.fused import _LigerTile
+
+torch.manual_seed(0)
+linear = torch.nn.Linear(32, 97, bias=False)
+tile = _LigerTile(linear)
+assert tile.sums_wide and tile.counts_nothing()
+hidden, labels = torch.randn(20, 32), torch.randint(0, 97, (20,))
+labels[3:7] = -100
+loss, dhidden, (dweight,) = tile(hidden, labels, [linear.weight], -100)
+leaf = hidden.clone().requires_grad_()
+plain = F.cross_entropy(F.linear(leaf, linear.weight), labels, reduction="sum")
+expected = (plain.detach(), *torch.autograd.grad(plain, [leaf, linear.weight]))
+for ours, theirs in zip((loss, dhidden, dweight), expected):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")),
+    reason="liger-kernel and triton are not installed",
+)
+def test_ligers_own_kernel_in_tritons_interpreter() -> None:
+    """The real function, on a CPU: what it takes, and what it returns."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _IN_THE_INTERPRETER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

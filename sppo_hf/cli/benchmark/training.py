@@ -163,7 +163,7 @@ def make_trainer(
     if contender.tiled:
         kind = torch.device(job.device).type
         make_ideal(model, tile_tokens=loss_tile_tokens(shape, device_kind=kind))
-    settings = dict(
+    settings: dict[str, Any] = dict(
         output_dir=folder,
         max_steps=num_steps,
         per_device_train_batch_size=1,
@@ -196,7 +196,7 @@ def _sft_trainer(
     from datasets import Dataset as Rows
     from trl import SFTConfig, SFTTrainer
 
-    columns = {"input_ids": [], "labels": []}
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for index in range(len(rows)):
         tokens = rows[index]["input_ids"].tolist()
         columns["input_ids"].append(tokens)
