@@ -69,6 +69,21 @@ def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
     return _found.setdefault(layer, {})
 
 
+def _is_compiled(layer: nn.Module) -> bool:
+    """Whether `torch.compile` made a part of `layer`.
+
+    Beside a dispatch mode such a part would run in eager mode, from then on for good, and what it
+    saves would be something else.
+    """
+    return any(
+        # By name: importing its class takes seconds.
+        type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in layer.modules()
+    )
+
+
 class _Slot:
     """What autograd holds instead of a saved tensor."""
 
@@ -265,7 +280,7 @@ class RecomputedFrame:
         self._again = dict(enumerate(again))
 
     def _run_again(self, hidden: Tensor, aside: _Aside) -> list[Tensor] | None:
-        """All that autograd saves; None if the products are not those that `aside` knows."""
+        """All that autograd saves; None if the layer does not repeat itself beside `aside`."""
         args, kwargs = _with_hidden(hidden, *self._rest)
         again: list[Tensor] = []
 
@@ -286,6 +301,9 @@ class RecomputedFrame:
                 self._run_layer(self._layer, args, kwargs, self)
         except Changed:
             return None
+        # Something in it may have minded the dispatch mode.
+        if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
+            return None
         if isinstance(aside, NeedlessRecorder):
             _needless(self._layer)[self._kind()] = aside.result()
         return again
@@ -296,8 +314,10 @@ class RecomputedFrame:
         if self._products is not None:
             return ProductPlayer(self._products, width=width, label=self._label)
         known = _needless(self._layer).get(self._kind(), _UNKNOWN)
-        if known is _UNKNOWN:
+        if known is _UNKNOWN and not _is_compiled(self._layer):
             return NeedlessRecorder(hidden)
+        if known is _UNKNOWN:
+            known = _needless(self._layer)[self._kind()] = None
         return _Nothing() if known is None else NeedlessPlayer(known, width=width)
 
     def _kind(self) -> Hashable:
@@ -306,8 +326,11 @@ class RecomputedFrame:
         # Some layers treat a single token in a way of its own.
         return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved
 
+    def _is_repeated(self, again: list[Tensor]) -> bool:
+        return [(t.shape, t.dtype) for t in again] == self._meta
+
     def _check_repeated(self, again: list[Tensor]) -> None:
-        if [(t.shape, t.dtype) for t in again] != self._meta:
+        if not self._is_repeated(again):
             raise SPPOError(
                 f"{self._label}: the layer saved {len(again)} tensors when recomputed, "
                 f"{len(self._meta)} in forward, or of other shapes. Its forward depends on "

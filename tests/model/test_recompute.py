@@ -280,6 +280,27 @@ def test_a_layer_that_changed_its_products_is_run_in_full(monkeypatch: pytest.Mo
         assert (None in found) == narrower
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["whole", "skeleton"])
+def test_layers_with_compiled_parts(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    """Their second forward must be compiled as their first was."""
+    force_modes(monkeypatch, _always(mode_of(saved, "device")))
+    model = build_tiny_model("llama")
+    batch = make_batch(tokens=TOKENS)
+    expected = run_reference(model, batch, hooks=False)
+    for layer in model.model.layers:
+        norm = layer.input_layernorm
+        norm.forward = torch.compile(norm.forward, backend="aot_eager", dynamic=True)
+        layer.post_attention_layernorm.compile(backend="aot_eager", dynamic=True)
+    convert(model, _config())
+    for _ in range(2):
+        model.zero_grad()
+        ours = run_batch(model, batch)
+        for name, gradient in expected.by_name.items():
+            torch.testing.assert_close(ours.by_name[name], gradient, rtol=1e-9, atol=1e-12)
+    torch._dynamo.reset()
+
+
 class _Bytes:
     """Counts the bytes that frames hold, by what they are."""
 
