@@ -175,19 +175,55 @@ class Engine:
         self._has_run = True
         let_go_of_failed(self._last_watch())
         logits = self._wanted_logits(call)
-        wanted = logits.whole or logits.reduce is not None
-        layout = call.layout(all_positions=wanted)
+        layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
-        plan = self.plan(
-            call.batch_rows, call.total_tokens, call.device, return_logits=logits.whole
+        rows, tokens, device = call.batch_rows, call.total_tokens, call.device
+        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        random = None if self.plans.has_run(plan) else RandomState(device)
+        try:
+            return self._run_plan(call, layout, plan, logits, began)
+        except RuntimeError as error:
+            if random is None or not self._plan_with_less(plan, error):
+                raise
+        # Here, where the error and all that it holds of the failed forward are gone.
+        random.restore()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        return self._run_plan(call, layout, plan, logits, began)
+
+    def _plan_with_less(self, plan: Plan, error: RuntimeError) -> bool:
+        """Whether a forward that raised `error` is worth a second try with less memory."""
+        # Sharded weights are gathered by all ranks together, so one cannot begin again by itself.
+        if not ran_out_of_memory(error) or self.parts.is_sharded():
+            return False
+        before, after = plan.budgets.device, self.plans.shrink(plan)
+        if before is None or after is None:
+            return False
+        warnings.warn(
+            "the device's memory ran out in the first forward of a plan "
+            f"({str(error).splitlines()[0]}); this batch runs once more, planned with "
+            f"{format_bytes(after)} instead of {format_bytes(before)}. If it happens in backward "
+            f"too, set device_memory below that.",
+            stacklevel=2,
         )
+        return True
+
+    def _run_plan(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        logits: LogitsRequest,
+        began_seconds: float,
+    ) -> ModelOutput:
         watch = ForwardWatch(
             self.observer,
             plan,
             self.shape(),
             device=call.device,
             took=self.take_stats,
-            began_seconds=began,
+            began_seconds=began_seconds,
             on_step=self.plans.step_done,
         )
         self._last_watch = weakref.ref(watch)
@@ -199,6 +235,7 @@ class Engine:
             self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
             output = self._whole_head(call, layout, plan, watch)
         watch.forward_done(output)
+        self.plans.ran(plan)
         return output
 
     def _wanted_logits(self, call: ForwardCall) -> LogitsRequest:
@@ -423,6 +460,34 @@ class Engine:
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, stacklevel=2)
+
+
+class RandomState:
+    """Random generators of the CPU and of a device, to be as they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note how they are."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Let the next draw be the one that would have come."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+_RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device's memory ran out, in PyTorch's allocator or beside it.
+
+    cuDNN and cuBLAS take memory from the driver, and their errors are plain `RuntimeError`s.
+    """
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
 
 
 def labelled_chunks(layout: BatchLayout, bounds: Bounds) -> set[int]:

@@ -4,9 +4,9 @@ The frame of one (layer, chunk) keeps a *skeleton*: the layer's input, attention
 log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time backward
 asks for any of it, the layer runs once more, with attention answered from the skeleton, and is
 stopped as soon as the last saved tensor has been seen (so its last matrix product does not run
-again either). A frame may keep the outputs of the layer's *products* too (see `products`), so that
-only elementwise work is done again. What is kept stays on the device or travels through the offload
-engine.
+again either, nor any other that no saved tensor depends on). A frame may keep the outputs of the
+layer's *products* too (see `products`), so that only elementwise work is done again. What is kept
+stays on the device or travels through the offload engine.
 
 The layer's random state and autocast settings are those of the first forward, so dropout inside a
 layer (LoRA's, for one) repeats exactly.
@@ -17,7 +17,8 @@ Knows nothing of chunk loops, losses or plans.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sppo_hf.errors import SPPOError
 from sppo_hf.model.holders import Holder, Kept, Offloaded
-from sppo_hf.model.products import Product, ProductPlayer, ProductRecorder
+from sppo_hf.model.products import (
+    Changed,
+    Needless,
+    NeedlessPlayer,
+    NeedlessRecorder,
+    Product,
+    ProductPlayer,
+    ProductRecorder,
+)
 from sppo_hf.model.states import StateKey, States
 from sppo_hf.model.versions import ReadTensors, Versions
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
@@ -38,6 +47,42 @@ RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedFram
 
 class _Stop(Exception):
     """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
+
+
+class _Nothing(contextlib.nullcontext[None]):
+    """Leaves a layer's second forward alone."""
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`."""
+
+
+_Aside = ProductPlayer | NeedlessRecorder | NeedlessPlayer | _Nothing
+"""What runs beside a layer's second forward."""
+
+
+_UNKNOWN = Needless((), ())
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Needless | None]]
+_found = weakref.WeakKeyDictionary()
+
+
+def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
+    """What was found of `layer`, by kind of its forward; see [Note: needless products]."""
+    return _found.setdefault(layer, {})
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    """Whether `torch.compile` made a part of `layer`.
+
+    Beside a dispatch mode such a part would run in eager mode, from then on for good, and what it
+    saves would be something else.
+    """
+    return any(
+        # By name: importing its class takes seconds.
+        type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in layer.modules()
+    )
 
 
 class _Slot:
@@ -238,10 +283,26 @@ class RecomputedFrame:
             key: holder.take().detach().requires_grad_(needs_grad)
             for key, (holder, needs_grad) in self._states.items()
         }
+        try:
+            again = self._run_again(hidden, self._aside(hidden))
+            if again is None:
+                _needless(self._layer)[self._kind()] = None
+                again = self._run_again(hidden, _Nothing())
+        finally:
+            self._recomputing = None
+            self.states = {}
+            self._release()
+        assert again is not None, "what computes all its products has no others"
+        self._check_repeated(again)
+        self._again = dict(enumerate(again))
+
+    def _run_again(self, hidden: Tensor, aside: _Aside) -> list[Tensor] | None:
+        """All that autograd saves; None if the layer does not repeat itself beside `aside`."""
         args, kwargs = _with_hidden(hidden, *self._rest)
         again: list[Tensor] = []
 
         def pack(tensor: Tensor) -> None:
+            aside.saved(tensor)
             again.append(tensor.detach())
             if len(again) == len(self._meta):
                 raise _Stop
@@ -252,23 +313,41 @@ class RecomputedFrame:
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
                 contextlib.suppress(_Stop),
-                self._played(hidden.shape[-1]),
+                aside,
             ):
                 self._run_layer(self._layer, args, kwargs, self)
-        finally:
-            self._recomputing = None
-            self.states = {}
-            self._release()
-        self._check_repeated(again)
-        self._again = dict(enumerate(again))
+        except Changed:
+            return None
+        # Something in it may have minded the dispatch mode.
+        if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
+            return None
+        if isinstance(aside, NeedlessRecorder):
+            _needless(self._layer)[self._kind()] = aside.result()
+        return again
 
-    def _played(self, width: int) -> contextlib.AbstractContextManager[object]:
-        if self._products is None:
-            return contextlib.nullcontext()
-        return ProductPlayer(self._products, width=width, label=self._label)
+    def _aside(self, hidden: Tensor) -> _Aside:
+        """What runs beside the layer: answers products, or learns which of them to answer."""
+        width = hidden.shape[-1]
+        if self._products is not None:
+            return ProductPlayer(self._products, width=width, label=self._label)
+        known = _needless(self._layer).get(self._kind(), _UNKNOWN)
+        if known is _UNKNOWN and not _is_compiled(self._layer):
+            return NeedlessRecorder(hidden)
+        if known is _UNKNOWN:
+            known = _needless(self._layer)[self._kind()] = None
+        return _Nothing() if known is None else NeedlessPlayer(known, width=width)
+
+    def _kind(self) -> Hashable:
+        """What a layer's forwards have in common whose needless products are the same."""
+        saved = tuple((len(shape), dtype) for shape, dtype in self._meta)
+        # Some layers treat a single token in a way of its own.
+        return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved
+
+    def _is_repeated(self, again: list[Tensor]) -> bool:
+        return [(t.shape, t.dtype) for t in again] == self._meta
 
     def _check_repeated(self, again: list[Tensor]) -> None:
-        if [(t.shape, t.dtype) for t in again] != self._meta:
+        if not self._is_repeated(again):
             raise SPPOError(
                 f"{self._label}: the layer saved {len(again)} tensors when recomputed, "
                 f"{len(self._meta)} in forward, or of other shapes. Its forward depends on "

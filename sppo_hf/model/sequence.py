@@ -54,6 +54,7 @@ from sppo_hf.model.stream import kv_stream
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.unit_graph import StateEnd, enter
 from sppo_hf.model.versions import ReadTensors
+from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.planning.modes import FrameMode
@@ -399,11 +400,18 @@ class Sequence:
                 label=f"layer {call.layer}, chunk {call.chunk}",
                 reads=self._reads_of(layer),
             )
-        if mode.tier != "device":
-            return OffloadFrame(
-                self._offload, self._tape, is_pinned_parameter=_never_moves, tier=mode.tier
-            )
-        return None
+        label = f"layer {call.layer}, chunk {call.chunk}"
+        casts = WeightCasts.of(layer, self._plan.device.kind, label)
+        if mode.tier == "device" and casts is None:
+            return None  # autograd itself keeps it
+        return OffloadFrame(
+            self._offload,
+            self._tape,
+            is_pinned_parameter=_never_moves,
+            label=label,
+            tier=mode.tier,
+            casts=casts,
+        )
 
 
 class _Again:

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.layer import LayerShape
 from sppo_hf.planning.modes import TIERS, FrameMode, Saved, Tier
 from sppo_hf.planning.moments import MemoryEstimate, Moment
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
@@ -21,8 +22,8 @@ from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
 OPTIMIZER_BYTES_PER_PARAMETER = 8
-# What the driver, cuBLAS and cuDNN take for themselves before the first tensor: an assumption.
-CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
+# What the driver, kernels' code, cuBLAS and cuDNN's plans take beside all tensors: an assumption.
+CONTEXT_BYTES = {"cpu": 0, "cuda": 1536 * 2**20}
 # The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
 FRAGMENTATION = {"cpu": 0.03, "cuda": 0.02}
 HOST_SLAB_BYTES = 256 * 2**20
@@ -145,7 +146,9 @@ class MemoryModel:
             copies=self._copies_bytes(chunk, modes, before) if training else 0,
         )
         return TierBytes(
-            weights=shape.weight_bytes - self._lora_bytes,
+            weights=shape.weight_bytes
+            - self._lora_bytes
+            + (shape.cached_cast_bytes if phase == "forward" else 0),
             lora=self._lora_bytes,
             gradients=self.gradient_bytes(chunk, phase),
             optimizer=OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if training else 0,
@@ -316,7 +319,8 @@ class MemoryModel:
         beside two or four full-width tensors; attention holds q, its output and (in backward) their
         gradients, and one layer's whole prefix of K/V (and dK/dV of one call) once more. CUDA's
         flash kernels (FlashAttention 2's and cuDNN's) write dK/dV for every query head before they
-        sum those that share a key head. A layer that is recomputed has its whole frame rebuilt.
+        sum those that share a key head. A layer that is recomputed has its whole frame rebuilt, and
+        under autocast casts its weights once more.
         """
         what, shape = self._what, self._shape
         start, end = what.bounds[chunk]
@@ -333,12 +337,27 @@ class MemoryModel:
             if backward and self._kind == "cuda" and layer.num_heads > layer.num_kv_heads:
                 per_key = layer.q_elements + layer.attention_output_elements
                 joined += per_key * self._keys_of_a_call(chunk)
+            if not backward:
+                mlp += self._wide_adapters_elements(layer)
             size = (end - start) * max(mlp, attention + full_width) + joined
             rebuilt = 0
             if backward and any(mode.recompute for mode in modes):
-                rebuilt = self.frame_bytes(index, chunk, "whole")
+                rebuilt = self.frame_bytes(index, chunk, "whole") + shape.cast_bytes(index)
             most = max(most, size * shape.dtype_bytes * what.batch_rows + rebuilt)
         return most
+
+    def _wide_adapters_elements(self, layer: LayerShape) -> int:
+        """Elements, of the model's dtype, of what wider adapters of the MLP compute beside it.
+
+        The second factor's product, that times the scale, and its sum with the frozen product.
+        """
+        lora = self._shape.lora
+        if lora is None or lora.autocast or lora.dtype_bytes <= self._shape.dtype_bytes:
+            return 0
+        names = layer.traits.names
+        if not any(map(lora.adapts, (names.up, names.gate, names.gate_up))):
+            return 0
+        return 3 * layer.mlp_width * lora.dtype_bytes // self._shape.dtype_bytes
 
     def _keys_of_a_call(self, chunk: int) -> int:
         """The most keys that one call of an attention kernel is given."""

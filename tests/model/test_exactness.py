@@ -223,6 +223,13 @@ def test_other_families_with_states(family: str) -> None:
     _assert_exact(family, Cell("with-states", "full", "none", "right-padding"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_with_adapters(family: str) -> None:
+    """Recomputed without the products that nobody needs, which adapters have most of."""
+    _assert_exact(family, Cell("7-uneven", "full", "none", "lora"))
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_families_that_cannot_be_exact_are_refused_with_their_reason(family: str) -> None:
     with pytest.raises((UnsupportedModelError, ConfigError), match=REFUSED[family]):

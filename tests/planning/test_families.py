@@ -121,6 +121,28 @@ def _check_flops_and_products(
     assert beside == _about([num_bytes / TOKENS for num_bytes in kept])
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_frame_bytes_of_wide_adapters(family: str) -> None:
+    """PEFT's float32 adapters on a 16-bit model, with the Trainer's autocast and without."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    from sppo_hf.model.facts import model_shape
+    from sppo_hf.model.structure import find_parts
+    from tests.planning.measuring import build, saved_bytes, to_bfloat16
+
+    model = to_bfloat16(build(family, torch.float32, lora=True)[0])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    frames = []
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            shape = model_shape(find_parts(model))
+            assert _whole_frames(shape) == _about(saved_bytes(model)[0])
+        frames.append(shape.frame_bytes_per_token(1))
+    assert frames[1] < 0.9 * frames[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "mixtral"])
 def test_frame_bytes_under_autocast(family: str) -> None:
     torch = pytest.importorskip("torch")
@@ -150,6 +172,8 @@ def _step_flops(model: Any, saved: Saved, monkeypatch: pytest.MonkeyPatch) -> fl
     with monkeypatch.context() as patch:
         force_modes(patch, lambda chunk, layer: mode_of(saved, "device"))
         convert(revert(model), SETTINGS)
+        if saved == "skeleton":
+            run(model).backward()  # finds the products that nobody needs
         with counted_flops() as counter:
             run(model).backward()
     convert(revert(model), SETTINGS)

@@ -210,3 +210,26 @@ def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
     frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
     assert frames[0] < frames[1] == frames[31]
     assert estimate(shape, decided(KEEP)).device.frames == 1000 * sum(frames)
+
+
+def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, parameter_bytes=4)
+    moments = estimate(shape, decided(KEEP)).moments
+    # Half as many bytes again as the float32 weights, but for the embedding's rows and norms.
+    casts = 2 * (shape.total_parameters - 128_256 * 4096 - 4096)
+    assert moments[0].device.weights - shape.weight_bytes == casts
+    assert moments[-1].device.weights == shape.weight_bytes
+
+
+def test_wide_adapters_compute_beside_what_they_are_added_to() -> None:
+    def workspace(**lora: Any) -> int:
+        shape = ModelShape.from_config(
+            llama_config(), dtype_bytes=2, lora=LoraShape(rank=16, **lora)
+        )
+        return estimate(shape, decided(KEEP)).moments[0].device.workspace
+
+    logits = 64 * 128_256 * (2 + 4 + 4 + 4)  # not at the same time
+    narrow, wide = workspace(dtype_bytes=2), workspace()
+    assert narrow == max(0, 600 * 2 * (2 * 14_336 + 2 * 4096) - logits)
+    assert wide == max(0, 600 * (2 * (2 * 14_336 + 2 * 4096) + 3 * 4 * 14_336) - logits)
+    assert workspace(autocast=True) == workspace(targets=("q_proj",)) == narrow
