@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
@@ -25,6 +25,7 @@ from sppo_hf.model.tiny import (
     build_tiny_model,
     decoder_config,
     first_line,
+    loader_of,
     make_batch,
     model_from_config,
     shrunk_config,
@@ -32,7 +33,6 @@ from sppo_hf.model.tiny import (
 )
 from sppo_hf.model.tiny_families import FAMILIES
 from sppo_hf.planning.config_file import check_sizes, read_fields
-from sppo_hf.planning.refusals import is_multimodal
 from sppo_hf.planning.report import format_bytes
 from sppo_hf.rules import refuse, show
 
@@ -249,7 +249,7 @@ def small_model(
         name: a tiny family or Transformers model type; a local folder with a model (its own
             weights if it has at most 20 million parameters, else a tiny random model of its
             configuration); a `config.json`; or a hub id, of which only the configuration is read.
-            Of a multimodal model, the text decoder alone is built.
+            Of types that have no language model as a whole, the text decoder alone is built.
         dtype: of the weights.
 
     Returns:
@@ -271,7 +271,7 @@ def small_model(
     whole = decoder_config(config) is config
     if local and whole and path.is_dir() and _has_weights(path) and _is_small(config):
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model = loader_of(config).from_pretrained(path, dtype=dtype)
         except (OSError, *BUILD_ERRORS) as error:
             raise ConfigError(
                 f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
@@ -283,10 +283,7 @@ def small_model(
 
 def _part_of(config: PreTrainedConfig, model: PreTrainedModel) -> str:
     """Say that `model` is the text decoder of what `config` describes."""
-    note = f"the text decoder of {config.model_type} alone ({model.config.model_type})"
-    if is_multimodal(config):
-        note += f"; {config.model_type} as a whole is multimodal, and refused in training"
-    return note
+    return f"the text decoder of {config.model_type} alone ({model.config.model_type})"
 
 
 def _tiny_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

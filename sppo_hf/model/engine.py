@@ -355,6 +355,8 @@ class Engine:
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
         if call.device.type != "cpu" or "input_ids" not in call.tokens or not trained:
             return call.tokens
+        if self.parts.reads_ids:
+            return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
         return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
 

@@ -11,7 +11,10 @@ Padding and packing are not looked at here; the batch layout knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +45,22 @@ class MaskMeaning:
     """Set if the mask is neither; raised by the first layer that attends with it. A model may make
     masks of kinds that none of its layers uses (Qwen2-MoE's window of 0)."""
 
+    @property
+    def ndim(self) -> int:
+        """As of a finished mask `[B, 1, T, T]`, which Transformers hands on as it is."""
+        return 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes that say nothing; see `ndim`."""
+        return (1, 1, 0, 0)
+
+    def __getitem__(self, index: Any) -> MaskMeaning:
+        """All of it; a part is refused as in `__getattr__`."""
+        if index == (slice(None), slice(None), slice(0, None), slice(None)):
+            return self
+        return self.__getattr__("__getitem__")
+
     def __getattr__(self, name: str) -> Any:
         """Refuse a model whose own code computes with its mask."""
         raise _MaskRead(
@@ -50,13 +69,68 @@ class MaskMeaning:
         )
 
 
+class MaskAsked(Exception):
+    """Ends a forward of which only the mask was wanted."""
+
+    def __init__(self, mask_function: Callable[..., Any]) -> None:
+        super().__init__("only the mask was wanted")
+        self.mask_function = mask_function
+
+
+class _Asking(threading.local):
+    active = False
+
+
+_asking = _Asking()
+
+
+@contextlib.contextmanager
+def asking_for_masks() -> Iterator[None]:
+    """Let the first mask that a model builds in this thread end its forward by `MaskAsked`."""
+    _asking.active = True
+    try:
+        yield
+    finally:
+        _asking.active = False
+
+
+def sees(mask_function: Callable[..., Any], *, query: int, key: int) -> bool:
+    """Whether the token at `query` sees the one at `key`."""
+    return _ask(mask_function, query, [key])[0]
+
+
 def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskMeaning:
     """Entry for AttentionMaskInterface: the meaning of `mask_function`, or why it has none."""
+    if _asking.active:
+        raise MaskAsked(mask_function)
+    made = kwargs.get("attention_mask")
+    if isinstance(made, MaskMeaning):
+        # A multimodal model made it for its text decoder, which takes a finished mask as it is.
+        return made
+    mask_function = _without_idle_blocks(mask_function)
     windows = {_window_at(mask_function, position) for position in _PROBES}
     window = windows.pop()
     if windows or (window is not None and window < 1):
         return MaskMeaning(None, refusal=_not_causal(kwargs))
     return MaskMeaning(window)
+
+
+def _without_idle_blocks(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    """`mask_function` without blocks that see each other, where no token is in one.
+
+    Multimodal models let the tokens of an image see each other, by a table of as many entries as
+    there are tokens; -1 is text. Far from zero, where masks are asked, a table has no entry.
+    """
+    functions = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
+    if not isinstance(functions, tuple) or "or_masks" not in mask_function.__qualname__:
+        return mask_function
+    told = [f for f in functions if not _is_idle_block(f)]
+    return told[0] if len(told) == 1 else mask_function
+
+
+def _is_idle_block(mask_function: Callable[..., Any]) -> bool:
+    table = inspect.getclosurevars(mask_function).nonlocals.get("block_sequence_ids")
+    return isinstance(table, Tensor) and bool((table == -1).all())
 
 
 def _window_at(visible: Callable[..., Any], position: int) -> int | None:

@@ -59,7 +59,7 @@ class Slices:
     tokens: dict[str, Tensor]
     """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and whatever else has a token dim."""
     position_ids: Tensor
-    """`[B or 1, T]`."""
+    """`[B or 1, T]`, or `[A, B or 1, T]` where positions have A axes (text, time, height, width)."""
     constants: dict[str, Any]
     """Keyword arguments that are the same for every chunk."""
 
@@ -68,7 +68,7 @@ class Slices:
         positions = self.position_ids
         return Slices(
             {name: x[start:end] for name, x in self.tokens.items()},
-            positions if positions.shape[0] == 1 else positions[start:end],
+            positions if positions.shape[-2] == 1 else positions[..., start:end, :],
             self.constants,
         )
 
@@ -79,7 +79,7 @@ class Slices:
         return {
             **self.constants,
             **tokens,
-            "position_ids": self.position_ids[:, start:end],
+            "position_ids": self.position_ids[..., start:end],
             # All ones: padding is known to the layout. A mask that is there keeps Transformers from
             # looking for packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, NO_LAYERS, refuse_multimodal
+from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, NO_LAYERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,10 @@ class ModelParts:
     causal_lm: PreTrainedModel
     """The model with the language-model head; its `forward` is the one the engine takes over."""
     base: nn.Module
-    """Embedding, decoder layers and final norm; returns `last_hidden_state`."""
+    """All that runs before the head; returns `last_hidden_state`."""
+    decoder: nn.Module
+    """Embedding, decoder layers and final norm: `base` itself, or the text decoder inside it where
+    `base` is multimodal."""
     layers: tuple[nn.Module, ...]
     configs: tuple[PreTrainedConfig, ...]
     """Every config object in which an attention module may look up its implementation."""
@@ -40,11 +43,29 @@ class ModelParts:
         """The config that describes the decoder."""
         return self.causal_lm.config.get_text_config(decoder=True)
 
+    @property
+    def model_type(self) -> str:
+        """Transformers' name of the family: of the whole model where it is multimodal."""
+        config: PreTrainedConfig = self.causal_lm.config
+        return (config if self.is_multimodal else self.text_config).model_type
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether `base` is more than the text decoder."""
+        return self.decoder is not self.base
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether more than the embedding reads `input_ids`: tables of every layer's own (Gemma 3n
+        and 4), or what looks for tokens that stand for images."""
+        own_tables = getattr(self.text_config, "hidden_size_per_layer_input", None)
+        return bool(own_tables) or self.is_multimodal
+
     def final_norm(self) -> nn.Module | None:
         """The first norm defined behind the decoder layers; None where there is none."""
         layers = set(self.layers)
         behind = False
-        for child in self.base.children():
+        for child in self.decoder.children():
             behind = behind or not layers.isdisjoint(child.children())
             if behind and "norm" in type(child).__name__.lower():
                 return child
@@ -109,7 +130,6 @@ def find_parts(model: nn.Module) -> ModelParts:
     """
     causal_lm = find_causal_lm(model)
     name = type(causal_lm).__name__
-    _refuse_architecture(causal_lm, name)
     base = causal_lm.base_model
     if causal_lm.get_output_embeddings() is None:
         raise UnsupportedModelError(
@@ -121,7 +141,9 @@ def find_parts(model: nn.Module) -> ModelParts:
             f"{name} cannot be trained chunk by chunk: its class names no base model beside the "
             "head (base_model_prefix). Train it without sppo_hf."
         )
-    layers = _decoder_layers(base)
+    decoder = base if _decoder_layers(base) else _text_decoder(causal_lm)
+    _refuse_architecture(causal_lm, decoder, name)
+    layers = _decoder_layers(decoder)
     if not layers:
         raise UnsupportedModelError(
             f"{name} cannot be trained chunk by chunk: {NO_LAYERS} (in {type(base).__name__}). "
@@ -132,7 +154,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             configs.setdefault(id(config), config)
-    return ModelParts(causal_lm, base, layers, tuple(configs.values()))
+    return ModelParts(causal_lm, base, decoder, layers, tuple(configs.values()))
 
 
 def check_trainable(parts: ModelParts) -> None:
@@ -163,8 +185,7 @@ def check_trainable(parts: ModelParts) -> None:
         )
 
 
-def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
-    refuse_multimodal(causal_lm.config, name)
+def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: str) -> None:
     config: Any = causal_lm.config.get_text_config(decoder=True)
     reason = None
     if causal_lm.config.is_encoder_decoder:
@@ -173,7 +194,7 @@ def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
         reason = "it has recurrent layers, whose state would have to be carried between chunks"
     elif foreign := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES):
         reason = f"it has layers of type {', '.join(foreign)}; only softmax attention is exact"
-    elif not getattr(causal_lm, "_supports_attention_backend", False):
+    elif not getattr(decoder, "_supports_attention_backend", False):
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     elif (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:
         reason = "some of its layers read the keys of another layer (num_kv_shared_layers)"
@@ -182,6 +203,12 @@ def _refuse_architecture(causal_lm: PreTrainedModel, name: str) -> None:
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
             "choose a family from the README's table (run `sppo check MODEL` to test one)."
         )
+
+
+def _text_decoder(causal_lm: PreTrainedModel) -> nn.Module:
+    """The text decoder inside a multimodal model, without a head of its own."""
+    decoder: Any = causal_lm.get_decoder()
+    return getattr(decoder, "base_model", decoder)
 
 
 def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:

@@ -258,6 +258,21 @@ _OTHERS = {
     "gpt_neo": _family("gpt_neo", "own attention"),
     "llama4_text": _family("llama4_text", "attention within fixed blocks"),
     "diffllama": _family("diffllama", "differential attention"),
+    "gemma4_text-26b-a4b": _family(
+        "gemma4_text",
+        "experts beside a dense layer, keys that are values too",
+        sliding_window=_WINDOW_TOKENS,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        hidden_size_per_layer_input=0,
+    ),
     "gemma4_text-shared-kv": _family(
         "gemma4_text",
         "layers that read another layer's keys",
@@ -270,5 +285,71 @@ _OTHERS = {
     "t5": _family("t5", "encoder-decoder"),
 }
 
-FAMILIES: Mapping[str, TinyFamily] = {**_DENSE, **_EXPERTS, **_OTHERS}
+_AXES = {"rope_parameters": _rope("default", mrope_section=[1, 1, 2])}
+_HALF_AXES = {
+    "rope_parameters": _rope("default", mrope_section=[0, 1, 1], partial_rotary_factor=0.5)
+}
+_MIXED_GEMMA = {"sliding_window": _WINDOW_TOKENS, "layer_types": _MIXED_3}
+
+_MULTIMODAL = {
+    "gemma3": _family(
+        "gemma3", "multimodal", text_config={**_MIXED_GEMMA, "query_pre_attn_scalar": 12}
+    ),
+    "gemma4": _family(
+        "gemma4",
+        "multimodal",
+        text_config={
+            "sliding_window": _WINDOW_TOKENS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 16,
+        },
+    ),
+    "gemma4_unified": _family(
+        "gemma4_unified",
+        "multimodal, blocks of image tokens",
+        text_config={
+            "sliding_window": _WINDOW_TOKENS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "mistral3": _family("mistral3", "multimodal"),
+    "llava": _family("llava", "multimodal"),
+    "internvl": _family("internvl", "multimodal"),
+    "smolvlm": _family("smolvlm", "multimodal"),
+    "paligemma": _family("paligemma", "multimodal, its mask is made outside its text decoder"),
+    "qwen2_vl": _family(
+        "qwen2_vl",
+        "multimodal, three axes of positions",
+        text_config=_AXES,
+        vision_config={"embed_dim": 32, "num_heads": 4, "hidden_size": 32},
+    ),
+    "qwen2_5_vl": _family(
+        "qwen2_5_vl",
+        "multimodal, three axes of positions, mixed windows",
+        text_config={
+            **_AXES,
+            "use_sliding_window": True,
+            "sliding_window": _WINDOW_TOKENS,
+            "max_window_layers": 1,
+            "layer_types": _MIXED_3,
+        },
+    ),
+    "qwen3_vl": _family("qwen3_vl", "multimodal, three axes of positions", text_config=_AXES),
+    "qwen3_vl_moe": _family(
+        "qwen3_vl_moe", "multimodal, three axes of positions", text_config=_AXES
+    ),
+    "glm4v": _family("glm4v", "multimodal, three axes of positions", text_config=_AXES),
+    "glm46v": _family("glm46v", "multimodal, three axes of positions", text_config=_AXES),
+    "glm_ocr": _family("glm_ocr", "multimodal, three axes of positions", text_config=_AXES),
+    "glm4v_moe": _family(
+        "glm4v_moe", "multimodal, three axes of positions", text_config=_HALF_AXES
+    ),
+    "paddleocr_vl": _family(
+        "paddleocr_vl", "multimodal, three axes of positions", text_config=_AXES
+    ),
+}
+
+FAMILIES: Mapping[str, TinyFamily] = {**_DENSE, **_EXPERTS, **_OTHERS, **_MULTIMODAL}
 """Every tiny family and variant by name."""

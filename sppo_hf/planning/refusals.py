@@ -53,29 +53,6 @@ OTHER_FAMILIES = {
 }
 """Families that are refused for a reason of their own, and the reason."""
 
-MULTIMODAL_FIELDS = (
-    *("text_config", "vision_config", "audio_config", "vq_config", "codec_config"),
-    *("thinker_config", "perceiver_config", "protein_encoder_config"),
-)
-"""Configurations inside another one that say that text is not all a model reads."""
-
-LOADED_AS_TEXT = frozenset("dots3_note emu3 llama4 mllama qwen3_5 qwen3_5_moe qwen4_exp".split())
-"""Types with such a configuration of which AutoModelForCausalLM loads the text decoder alone."""
-
-READS_TEXT = frozenset(("gemma4_assistant", "gemma4_unified_assistant", "phi4_multimodal"))
-"""Types with such a configuration whose class is one decoder, like any other without images."""
-
-TEXT_DECODERS = frozenset(
-    (
-        "aria_text deepseek_v3 exaone4 gemma gemma3_text gemma4_text gemma4_unified_text granite "
-        "hyperclovax llama ministral ministral3 mistral persimmon qwen2 qwen3"
-    ).split()
-)
-"""Types of text decoders that are exact as causal language models of their own.
-
-Cohere 2 is not among them: inside a multimodal model its logits are not scaled.
-"""
-
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Entries of `layer_types` that are softmax attention over all earlier keys or a window of them."""
 
@@ -89,8 +66,6 @@ def check_config(config: object) -> None:
     Raises:
         UnsupportedModelError: naming the reason and the remedy.
     """
-    if family(config) not in LOADED_AS_TEXT:
-        refuse_multimodal(config, f"Models of type {family(config)!r}")
     reason = _reason(config)
     if reason is not None:
         raise UnsupportedModelError(
@@ -98,47 +73,6 @@ def check_config(config: object) -> None:
             f"trained chunk by chunk: {reason}. Train it without sppo_hf, or choose a family from "
             "the README's table (run `sppo check MODEL` to test one)."
         )
-
-
-def is_multimodal(config: object) -> bool:
-    """Whether a model with this very config has encoders of images or sound beside its decoder."""
-    if getattr(config, "is_encoder_decoder", False) is True or family(config) in READS_TEXT:
-        return False
-    return any(getattr(config, field, None) is not None for field in MULTIMODAL_FIELDS)
-
-
-def refuse_multimodal(config: object, name: str) -> None:
-    """Refuses a multimodal model, and says how to train its text decoder alone if that works.
-
-    Args:
-        config: as for `check_config`.
-        name: the model, for the message.
-
-    Raises:
-        UnsupportedModelError: it is multimodal.
-    """
-    if not is_multimodal(config):
-        return
-    text = family(text_config(config))
-    if text in TEXT_DECODERS:
-        remedy = (
-            f"Remedy: train the text decoder ({text}) alone, which is exact on batches of text and "
-            "shares the weights of the model that you loaded:\n"
-            "    with torch.device('meta'):\n"
-            "        text = AutoModelForCausalLM.from_config(model.config.get_text_config())\n"
-            "    text.model, text.lm_head = model.get_decoder(), model.get_output_embeddings()\n"
-            "text.save_pretrained(folder) writes a text-only checkpoint, which "
-            "AutoModelForCausalLM and `sppo estimate` read."
-        )
-    else:
-        remedy = (
-            "Its text decoder cannot be taken out for sppo_hf. Remedy: start from a text-only "
-            "checkpoint of a family in the README's table, or train without sppo_hf."
-        )
-    raise UnsupportedModelError(
-        f"{name} cannot be trained chunk by chunk: multimodal, with images or sound beside text, "
-        f"which is not supported. {remedy}"
-    )
 
 
 def _reason(config: object) -> str | None:

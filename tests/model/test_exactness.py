@@ -65,6 +65,10 @@ REFUSED = {
 OTHERS = [name for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING_NAMES]
 OTHERS = [name for name in OTHERS if name not in PRODUCT and name not in REFUSED]
 
+# Multimodal models whose like is tried in every run.
+RARE = ("llava", "internvl", "smolvlm", "qwen2_vl", "qwen3_vl_moe", "paddleocr_vl")
+RARE += ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
+
 CHUNKINGS: dict[str, dict[str, Any]] = {
     "1": {"num_chunks": 1},
     "2": {"num_chunks": 2, "partition": "even"},
@@ -168,7 +172,10 @@ def test_family_on_the_whole_product(family: str, cell: Cell) -> None:
     _assert_exact(family, cell)
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in RARE else []) for name in OTHERS],
+)
 def test_other_families(family: str) -> None:
     _assert_exact(family, Cell("7-uneven", "none", "full", "padding"))
     _assert_exact(family, Cell("7-uneven", "full", "none", "padding"))
