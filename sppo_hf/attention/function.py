@@ -62,6 +62,8 @@ class AttentionCall:
     backend: Backend
     scale: float
     window: int | None = None
+    local: int | None = None
+    """Tokens of a block whose keys alone a query sees; `pieces` are cut by it already."""
     softcap: float | None = None
     stash: Stash | None = None
     keep: Keep | None = None
@@ -157,7 +159,7 @@ def _attend(
 
 def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> Attended:
     """Attention to all keys so far; the output is still in float32 where it was merged."""
-    blocks = call.kv.blocks(call.pieces, window=call.window)
+    blocks = call.kv.blocks(call.pieces, window=call.window, local=call.local)
     merging = len(blocks) > 1
     sums_dtype = accumulation_dtype(q_BNCH.dtype)
     attended: Attended | None = None
@@ -194,7 +196,7 @@ def _attend_backward(
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:
-    blocks = call.kv.blocks(call.pieces, window=call.window)
+    blocks = call.kv.blocks(call.pieces, window=call.window, local=call.local)
     merging = len(blocks) > 1
     dq_BNCH: Tensor | None = None
     if merging:

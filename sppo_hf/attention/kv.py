@@ -57,8 +57,10 @@ class KVStore(Protocol):
         """Take keys and values of `chunk`, which is about to attend."""
         ...
 
-    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
-        """The blocks in which `pieces` (of a layer with this window) can be read."""
+    def blocks(
+        self, pieces: tuple[Piece, ...], *, window: int | None, local: int | None = None
+    ) -> tuple[Block, ...]:
+        """The blocks in which `pieces` (of a layer with this mask) can be read."""
         ...
 
     def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
@@ -106,7 +108,9 @@ class LayerKV:
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
         self._keys[chunk] = (_kept("keys", k_BKCH, keep), _kept("values", v_BKCH, keep))
 
-    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
+    def blocks(
+        self, pieces: tuple[Piece, ...], *, window: int | None, local: int | None = None
+    ) -> tuple[Block, ...]:
         """One block: everything is here."""
         return (self.block,)
 

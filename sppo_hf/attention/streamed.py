@@ -183,6 +183,7 @@ class StreamedKV:
         self._sums: dict[int, Pair] = {}
         self._blocks: dict[int, tuple[Block, ...]] = {}
         self._window: int | None = None
+        self._local: int | None = None
         self._like: dict[int, _Like] = {}
         self._own: _Here | None = None
         self._own_sums: _Here | None = None
@@ -203,9 +204,11 @@ class StreamedKV:
         self._keys[chunk] = (mover.send(own.k), mover.send(own.v))
         self._like[chunk] = _Like(own.k.shape, own.v.shape, own.k.dtype, own.k.device)
 
-    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
-        """The blocks in which `pieces` are read; remembers the window for what is ahead."""
-        self._window = window
+    def blocks(
+        self, pieces: tuple[Piece, ...], *, window: int | None, local: int | None = None
+    ) -> tuple[Block, ...]:
+        """The blocks in which `pieces` are read; remembers the mask for what is ahead."""
+        self._window, self._local = window, local
         return self._cut(pieces)
 
     def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
@@ -255,7 +258,8 @@ class StreamedKV:
         if not self._keys:
             return []
         start, end = self._stream.bounds[chunk]
-        pieces = chunk_pieces(start, end, self._stream.rows, window=self._window)
+        rows = self._stream.rows
+        pieces = chunk_pieces(start, end, rows, window=self._window, local=self._local)
         return [h for block in self._cut(pieces)[:1] for h in self._handles(block)]
 
     def first_of_walk_back(self, chunk: int) -> list[Handle]:

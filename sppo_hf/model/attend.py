@@ -131,9 +131,9 @@ def attention_forward(
         softcap=softcap is not None,
         window=attention_mask.window is not None,
         gqa_ratio=query.shape[1] // key.shape[1],
-        varied=call.rows is not None,
+        varied=call.rows is not None or attention_mask.local is not None,
     )
-    window = attention_mask.window
+    window, local = attention_mask.window, attention_mask.local
     out, call.link = chunk_attention(
         query,
         key,
@@ -144,10 +144,11 @@ def attention_forward(
             kv=call.kv,
             chunk=call.chunk,
             chunk_start=call.start,
-            pieces=chunk_pieces(call.start, call.end, call.rows, window=window),
+            pieces=chunk_pieces(call.start, call.end, call.rows, window=window, local=local),
             backend=call.choose_backend(requirement),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,
+            local=local,
             softcap=softcap,
             stash=call.stash,
             keep=call.keep,

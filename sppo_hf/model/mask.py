@@ -41,6 +41,8 @@ class MaskMeaning:
     """A causal mask; with `window`, a query sees itself and the `window - 1` tokens before it."""
 
     window: int | None
+    local: int | None = None
+    """Tokens of a block; a query sees those of its own block only (Llama 4's chunked attention)."""
     refusal: UnsupportedModelError | None = None
     """Set if the mask is neither; raised by the first layer that attends with it. A model may make
     masks of kinds that none of its layers uses (Qwen2-MoE's window of 0)."""
@@ -111,7 +113,8 @@ def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> M
     windows = {_window_at(mask_function, position) for position in _PROBES}
     window = windows.pop()
     if windows or (window is not None and window < 1):
-        return MaskMeaning(None, refusal=_not_causal(kwargs))
+        local = _block_tokens(mask_function)
+        return MaskMeaning(None, local, None if local else _not_causal(kwargs))
     return MaskMeaning(window)
 
 
@@ -131,6 +134,27 @@ def _without_idle_blocks(mask_function: Callable[..., Any]) -> Callable[..., Any
 def _is_idle_block(mask_function: Callable[..., Any]) -> bool:
     table = inspect.getclosurevars(mask_function).nonlocals.get("block_sequence_ids")
     return isinstance(table, Tensor) and bool((table == -1).all())
+
+
+def _block_tokens(visible: Callable[..., Any]) -> int | None:
+    """Length of the blocks within which queries see keys; None if the mask is another one."""
+    starts = []
+    for position in _PROBES:
+        window = _window_at(visible, position)
+        if window is None or window < 1:
+            return None
+        starts.append(position - window + 1)
+    # The last query of a block still sees its first key, and the next one does not.
+    seen, hidden = _PROBES[0], 2 * _PROBES[0]
+    while hidden - seen > 1:
+        middle = (seen + hidden) // 2
+        if sees(visible, query=middle, key=starts[0]):
+            seen = middle
+        else:
+            hidden = middle
+    length = hidden - starts[0]
+    expected = [position - position % length for position in _PROBES]
+    return length if starts == expected else None
 
 
 def _window_at(visible: Callable[..., Any], position: int) -> int | None:
@@ -161,8 +185,9 @@ def _ask(visible: Callable[..., Any], query: int, keys: list[int]) -> list[bool]
 def _not_causal(kwargs: dict[str, Any]) -> UnsupportedModelError:
     model_type = getattr(kwargs.get("config"), "model_type", "this model")
     return UnsupportedModelError(
-        f"{model_type}: its attention mask is neither causal nor a causal sliding window (chunked "
-        "or bidirectional attention), so it cannot run chunk by chunk. Train it without sppo_hf."
+        f"{model_type}: its attention mask is neither causal, nor a causal sliding window, nor cut "
+        "into blocks (bidirectional attention, for one), so it cannot run chunk by chunk. Train it "
+        "without sppo_hf."
     )
 
 

@@ -59,7 +59,7 @@ class Slices:
     tokens: dict[str, Tensor]
     """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and whatever else has a token dim."""
     position_ids: Tensor
-    """`[B or 1, T]`, or `[A, B or 1, T]` where positions have A axes (text, time, height, width)."""
+    """`[B or 1, T]`, or `[A, B or 1, T]` where they have A axes (text, time, height, width)."""
     constants: dict[str, Any]
     """Keyword arguments that are the same for every chunk."""
 
@@ -84,6 +84,33 @@ class Slices:
             # looking for packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
+
+
+class PrefixLength:
+    """A cache that holds nothing and says how many tokens came before the chunk.
+
+    Llama 4 scales queries by their index and counts it from what its cache holds.
+    """
+
+    is_compileable = False
+
+    def __init__(self, tokens: int) -> None:
+        """Come after `tokens` tokens."""
+        self._tokens = tokens
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """The tokens before the chunk."""
+        return self._tokens
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: Any, *_: Any, **__: Any) -> tuple[Any, int]:
+        """Number of keys and index of the first."""
+        return self._tokens + query_length, 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The chunk's keys and values as they are: attention finds the others."""
+        return keys, values
 
 
 _RECOMPUTED = FrameMode("skeleton", "device")
@@ -176,6 +203,8 @@ class Sequence:
         """
         self._chunk = chunk
         self._arena = ChunkArena(len(self._layers))
+        if getattr(self._parts.text_config, "attn_temperature_tuning", False):
+            inputs = {**inputs, "past_key_values": PrefixLength(self._plan.bounds[chunk][0])}
         try:
             with attention_taken_over(self._parts.configs), self._around_layers():
                 output = self._parts.base(**inputs, use_cache=False, return_dict=True)

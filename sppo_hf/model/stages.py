@@ -243,12 +243,19 @@ def _find_ends(parts: ModelParts) -> _Ends:
             found.append((parts.decoder, child_name))
     if parts.is_multimodal:
         # Encoders of what is not text: they run in front of the first layer, or not at all.
-        others = [child for child in parts.base.named_children() if child[1] is not parts.decoder]
-        encoders = tuple((parts.base, child_name) for child_name, _ in others)
+        encoders = tuple(
+            (parts.base, child_name)
+            for child_name, child in parts.base.named_children()
+            if parts.decoder is not parts.base and child is not parts.decoder
+        )
     unusual = [n for _, n in before if not _embeds(parts.decoder._modules[n])]
     unusual += [n for _, n in after if _embeds(parts.decoder._modules[n])]
     names = [n for _, n in after]
-    if unusual or len(after) > 1 or not any(parts.decoder._modules[n] is embedding for _, n in before):
+    if (
+        unusual
+        or len(after) > 1
+        or not any(parts.decoder._modules[n] is embedding for _, n in before)
+    ):
         raise UnsupportedModelError(
             f"{parts.name} cannot be cut into stages: around its decoder layers stand "
             f"{[n for _, n in before] + names}, and only embeddings before them and one norm after "

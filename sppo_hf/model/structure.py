@@ -51,13 +51,15 @@ class ModelParts:
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether `base` is more than the text decoder."""
-        return self.decoder is not self.base
+        """Whether there are encoders beside the text decoder: its config is then a nested one."""
+        return self.text_config is not self.causal_lm.config
 
     @property
     def reads_ids(self) -> bool:
-        """Whether more than the embedding reads `input_ids`: tables of every layer's own (Gemma 3n
-        and 4), or what looks for tokens that stand for images."""
+        """Whether more than the embedding reads `input_ids`.
+
+        Tables of every layer's own do (Gemma 3n and 4), and what looks for tokens of images.
+        """
         own_tables = getattr(self.text_config, "hidden_size_per_layer_input", None)
         return bool(own_tables) or self.is_multimodal
 
@@ -71,6 +73,14 @@ class ModelParts:
                 return child
         return None
 
+    @property
+    def head_owner(self) -> nn.Module:
+        """The module that has `base` and the head as its children; `causal_lm` in most families."""
+        for module in self.causal_lm.modules():
+            if any(child is self.base for child in module.children()):
+                return module
+        raise AssertionError("the base is a part of the model")
+
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards the model; it gives the modules it manages an `unshard` method."""
         return any(callable(getattr(m, "unshard", None)) for m in self.causal_lm.modules())
@@ -82,7 +92,7 @@ class ModelParts:
             or module._backward_pre_hooks
             or module._forward_hooks
             or module._forward_pre_hooks
-            for child in self.causal_lm.children()
+            for child in self.head_owner.children()
             if child is not self.base
             for module in child.modules()
         )
@@ -90,7 +100,7 @@ class ModelParts:
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that logits depend on beyond the base model's hidden states."""
         seen: dict[int, nn.Parameter] = {}
-        for child in self.causal_lm.children():
+        for child in self.head_owner.children():
             if child is not self.base:
                 for parameter in child.parameters():
                     seen.setdefault(id(parameter), parameter)
@@ -130,7 +140,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     """
     causal_lm = find_causal_lm(model)
     name = type(causal_lm).__name__
-    base = causal_lm.base_model
+    base = _base_of(causal_lm)
     if causal_lm.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{name} has no language-model head on top of a base model. Load it with "
@@ -203,6 +213,21 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
             "choose a family from the README's table (run `sppo check MODEL` to test one)."
         )
+
+
+def _base_of(causal_lm: PreTrainedModel) -> nn.Module:
+    """What runs before the head; `causal_lm` itself where that cannot be told."""
+    if causal_lm.base_model is not causal_lm:
+        return causal_lm.base_model
+    # Llama 4 names an attribute that its language models do not have, and Llama 4 with images has
+    # a language model with a head inside.
+    head = causal_lm.get_output_embeddings()
+    bodies = [child for child in causal_lm.children() if isinstance(child, PreTrainedModel)]
+    with_head = [body for body in bodies if any(head is module for module in body.modules())]
+    if head is not None and len(with_head) == 1:
+        inner = _base_of(with_head[0])
+        return causal_lm if inner is with_head[0] else inner
+    return bodies[0] if len(bodies) == 1 and not with_head else causal_lm
 
 
 def _text_decoder(causal_lm: PreTrainedModel) -> nn.Module:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FAMILIES", "TinyFamily"]
+__all__ = ["FAMILIES", "MULTIMODAL", "TinyFamily"]
 
 _WINDOW_TOKENS = 8
 _MIXED_3 = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -207,6 +207,16 @@ _EXPERTS = {
     ),
 }
 
+_LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "moe_layers": [1],
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+    "attn_scale": 0.5,
+}
+
 _OTHERS = {
     "mamba": _family("mamba", "state space"),
     "lfm2": _family(
@@ -256,7 +266,9 @@ _OTHERS = {
     "gptj": _family("gptj", "own attention", rotary_dim=4),
     "codegen": _family("codegen", "own attention", rotary_dim=4),
     "gpt_neo": _family("gpt_neo", "own attention"),
-    "llama4_text": _family("llama4_text", "attention within fixed blocks"),
+    "llama4_text": _family(
+        "llama4_text", "attention within blocks, queries scaled by index", **_LLAMA4
+    ),
     "diffllama": _family("diffllama", "differential attention"),
     "gemma4_text-26b-a4b": _family(
         "gemma4_text",
@@ -304,6 +316,15 @@ _MULTIMODAL = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "global_head_dim": 16,
         },
+        vision_config={
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+        },
     ),
     "gemma4_unified": _family(
         "gemma4_unified",
@@ -314,6 +335,7 @@ _MULTIMODAL = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "llama4": _family("llama4", "multimodal, attention within blocks", text_config=_LLAMA4),
     "mistral3": _family("mistral3", "multimodal"),
     "llava": _family("llava", "multimodal"),
     "internvl": _family("internvl", "multimodal"),
@@ -350,6 +372,9 @@ _MULTIMODAL = {
         "paddleocr_vl", "multimodal, three axes of positions", text_config=_AXES
     ),
 }
+
+MULTIMODAL = frozenset(_MULTIMODAL)
+"""Those that have encoders of images or sound beside their text decoder."""
 
 FAMILIES: Mapping[str, TinyFamily] = {**_DENSE, **_EXPERTS, **_OTHERS, **_MULTIMODAL}
 """Every tiny family and variant by name."""

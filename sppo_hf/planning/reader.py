@@ -104,6 +104,24 @@ def is_tied(config: object) -> bool:
     return family(text_config(config)) in family_defaults.TIED
 
 
+def encoder_weights(config: object) -> int:
+    """About how many weights the encoders of images and sound beside a text decoder have.
+
+    Four square matrices of attention and two of an MLP a layer; patches, tables and projectors,
+    which are small beside them, are left out.
+    """
+    total = 0
+    for name in ("vision_config", "audio_config"):
+        encoder = getattr(config, name, None)
+        width = find_int(encoder, "embed_dim", "hidden_size", "d_model")
+        layers = find_int(encoder, "depth", "num_hidden_layers", "encoder_layers")
+        if width is None or layers is None:
+            continue
+        inner = find_int(encoder, "intermediate_size", "encoder_ffn_dim") or 4 * width
+        total += layers * width * (4 * width + 2 * inner)
+    return total
+
+
 def learned_positions(config: object) -> int:
     """Rows of a learned position table; 0 for rotary models."""
     if family(config) not in family_defaults.LEARNED_POSITIONS:

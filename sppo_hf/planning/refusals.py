@@ -53,8 +53,9 @@ OTHER_FAMILIES = {
 }
 """Families that are refused for a reason of their own, and the reason."""
 
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Entries of `layer_types` that are softmax attention over all earlier keys or a window of them."""
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Entries of `layer_types` that are softmax attention over earlier keys: all of them, a window, or
+those of the query's own block."""
 
 
 def check_config(config: object) -> None:
