@@ -63,14 +63,19 @@ class KVStore(Protocol):
         """The blocks in which `pieces` (of a layer with this mask) can be read."""
         ...
 
-    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """Bring the blocks that `chunk` attends to in forward, one after the other.
 
-        A block is on the device until the next is asked for, so the walk must be finished.
+        A block is on the device until the next is asked for, so the walk must be finished. With
+        `borrowed` it is for another layer, after the one that put the keys here.
         """
         ...
 
-    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk_back(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """The same in backward, where each block takes its gradients."""
         ...
 
@@ -114,11 +119,15 @@ class LayerKV:
         """One block: everything is here."""
         return (self.block,)
 
-    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
         yield self
 
-    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk_back(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
         yield self
 

@@ -211,22 +211,31 @@ class StreamedKV:
         self._window, self._local = window, local
         return self._cut(pieces)
 
-    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
         self._blocks[chunk] = blocks
         after = functools.partial(self._stream.first_after, self._layer, chunk)
+        if borrowed:
+            after = _nothing  # which layer comes next is not known here
         try:
             yield from self._visit(blocks, after, sums=False)
         finally:
             self._own = None
 
-    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk_back(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
         before = functools.partial(self._stream.first_before, self._layer, chunk)
+        running: int | None = chunk
+        if borrowed:
+            before, running = _nothing, None
         for keys in self._visit(blocks, before, sums=True):
             yield keys
             keys.close()
-            self._add_gradient(keys, chunk)
+            self._add_gradient(keys, running)
             self._stream.mover.settle()
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
@@ -329,8 +338,11 @@ class StreamedKV:
             self._stream.mover.evict(handle)
         return joined, []
 
-    def _add_gradient(self, keys: _BlockKeys, running: int) -> None:
-        """Add a block's gradient to the sums of its chunks; those of the running chunk stay."""
+    def _add_gradient(self, keys: _BlockKeys, running: int | None) -> None:
+        """Add a block's gradient to the sums of its chunks; those of the running chunk stay.
+
+        With None none stays: a layer that borrows the keys takes no gradient of theirs.
+        """
         if keys.gradient is None:
             return
         (dk_BKTH, dv_BKTH), keys.gradient = keys.gradient, None
@@ -352,3 +364,7 @@ class StreamedKV:
         total = self._stream.fetch(before) + share_BKCH
         self._stream.release(before)
         return total
+
+
+def _nothing() -> list[Handle]:
+    return []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,27 @@ from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
 
 ChooseBackend = Callable[[Requirement], Backend]
+
+
+class KeyOwners:
+    """Which layer's store holds the keys that a layer attends to, for one chunk.
+
+    Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]] = {}
+
+    def store_of(self, key: Tensor, value: Tensor) -> KVStore | None:
+        """The store of the layer that attended with these tensors before; None for the first."""
+        known = self._owners.get(id(key))
+        if known is not None and known[0]() is key and known[1]() is value:
+            return known[2]
+        return None
+
+    def add(self, key: Tensor, value: Tensor, store: KVStore) -> None:
+        """`store` holds these from now on."""
+        self._owners[id(key)] = (weakref.ref(key), weakref.ref(value), store)
 
 
 @dataclass(slots=True)
@@ -47,6 +69,8 @@ class LayerCall:
     stash: Stash | None = None
     keep: Keep | None = None
     attended: int = 0
+    owners: KeyOwners | None = None
+    """Who has stored which keys in this chunk; None while a layer runs again."""
     model_name: str = field(default="this model")
 
 
@@ -122,6 +146,12 @@ def attention_forward(
             "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
         )
     _refuse(call, module, attention_mask, dropout, others)
+    store = None if call.owners is None else call.owners.store_of(key, value)
+    borrowed = store is not None
+    if store is None:
+        store = call.kv
+        if call.owners is not None:
+            call.owners.add(key, value, store)
     query, key, value = (_autocast(x) for x in (query, key, value))
     requirement = Requirement(
         device_type=query.device.type,
@@ -141,7 +171,7 @@ def attention_forward(
         sinks_N=s_aux,
         link=call.link,
         call=AttentionCall(
-            kv=call.kv,
+            kv=store,
             chunk=call.chunk,
             chunk_start=call.start,
             pieces=chunk_pieces(call.start, call.end, call.rows, window=window, local=local),
@@ -150,6 +180,7 @@ def attention_forward(
             window=window,
             local=local,
             softcap=softcap,
+            borrowed=borrowed,
             stash=call.stash,
             keep=call.keep,
             counters=call.counters,

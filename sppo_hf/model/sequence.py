@@ -30,6 +30,7 @@ from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.model.arena import ChunkArena, return_free_heap
 from sppo_hf.model.attend import (
     ChooseBackend,
+    KeyOwners,
     LayerCall,
     attention_taken_over,
     begin_layer,
@@ -171,6 +172,7 @@ class Sequence:
         self._norm: RecomputedFrame | None = None
         self._reads: dict[nn.Module, ReadTensors] = {}
         self._chunk = 0
+        self._owners = KeyOwners()
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
 
@@ -203,6 +205,7 @@ class Sequence:
         """
         self._chunk = chunk
         self._arena = ChunkArena(len(self._layers))
+        self._owners = KeyOwners()
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
             inputs = {**inputs, "past_key_values": PrefixLength(self._plan.bounds[chunk][0])}
         try:
@@ -241,6 +244,7 @@ class Sequence:
             choose_backend=self._choose_backend,
             counters=self._counters,
             keep=self._arena.keep,
+            owners=self._owners,
             model_name=self._parts.name,
         )
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None
@@ -336,7 +340,9 @@ class Sequence:
                 layer,
                 # Without the arena: a frame would keep slabs of all layers until it is done.
                 run_layer=_Rerun(
-                    dataclasses.replace(call, keep=None), self._parts.configs, self._around_layers
+                    dataclasses.replace(call, keep=None, owners=None),
+                    self._parts.configs,
+                    self._around_layers,
                 ),
                 tape=self._tape,
                 offload=self._offload,

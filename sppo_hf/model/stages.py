@@ -210,6 +210,12 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
             "layers."
         )
     _find_ends(parts)
+    shared = getattr(parts.text_config, "num_kv_shared_layers", 0) or 0
+    if shared and cut.num_stages > 1:
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be cut into stages: {shared} of its layers read another layer's "
+            "keys (num_kv_shared_layers), which would be on another rank. Train it with pp_size=1."
+        )
 
 
 def shared_parameter_names(parts: ModelParts) -> frozenset[str]:

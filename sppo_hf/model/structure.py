@@ -206,8 +206,6 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
         reason = f"it has layers of type {', '.join(foreign)}; only softmax attention is exact"
     elif not getattr(decoder, "_supports_attention_backend", False):
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
-    elif (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:
-        reason = "some of its layers read the keys of another layer (num_kv_shared_layers)"
     if reason is not None:
         raise UnsupportedModelError(
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "

@@ -293,6 +293,14 @@ _OTHERS = {
         num_kv_shared_layers=2,
         global_head_dim=16,
     ),
+    "gemma3n_text": _family(
+        "gemma3n_text",
+        "layers that read another layer's keys, per-layer inputs, several residual streams",
+        sliding_window=_WINDOW_TOKENS,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+    ),
     "doge": _family("doge", "dynamic mask"),
     "t5": _family("t5", "encoder-decoder"),
 }

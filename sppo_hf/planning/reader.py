@@ -199,12 +199,22 @@ def _read_layer(config: object, index: int) -> LayerShape:
         layer = replace(layer, num_kv_heads=2 * layer.num_kv_heads)
     shared_keys = getattr(config, "attention_k_eq_v", False) is True and kind == "full_attention"
     v_size = find_int(own, "v_head_dim") or layer.qk_head_size
-    return replace(layer, v_head_size=v_size, shared_keys=shared_keys)
+    layer = replace(layer, v_head_size=v_size, shared_keys=shared_keys)
+    if index < need_int(config, *_LAYERS) - (
+        find_int(config, "num_kv_shared_layers", least=0) or 0
+    ):
+        return layer
+    wide = 2 if getattr(config, "use_double_wide_mlp", False) is True else 1
+    return replace(layer, borrows_keys=True, dense_width=wide * layer.dense_width)
 
 
 def _own_config(config: object, index: int) -> object:
     """What a layer reads its sizes off: an entry of `per_layer_config`, else the config."""
     per_layer = getattr(config, "per_layer_config", None)
+    widths = _sequence(config, "intermediate_size")
+    if widths is not None:
+        width = _per_layer(config, "intermediate_size")
+        return SimpleNamespace(**{**vars(config), "intermediate_size": (width or widths)[index]})
     if per_layer is None:
         return config
     if isinstance(per_layer, Mapping):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import cast
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.reader import family, find_int, text_config
+from sppo_hf.planning.reader import family, text_config
 from sppo_hf.rules import refuse, show
 
 RECURRENT = frozenset(
@@ -49,7 +49,6 @@ OTHER_FAMILIES = {
         ("mllama", "mllama_text_model"), "its class names no base model beside the head"
     ),
     "doge": "its own code reads its attention mask, and there is none while chunks run",
-    "gemma3n_text": "a tiny random gemma3n_text model was not exact when it was tried",
 }
 """Families that are refused for a reason of their own, and the reason."""
 
@@ -96,6 +95,4 @@ def _reason(config: object) -> str | None:
         return f"it has layers of type {seen}; only softmax attention is exact"
     if families & OWN_ATTENTION:
         return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
-    if find_int(text, "num_kv_shared_layers", least=0):
-        return "some of its layers read the keys of another layer (num_kv_shared_layers)"
     return next((OTHER_FAMILIES[name] for name in families if name in OTHER_FAMILIES), None)

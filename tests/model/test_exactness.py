@@ -50,7 +50,6 @@ REFUSED = {
     ),
     **dict.fromkeys(("stablelm", "biogpt"), "bypasses .*AttentionInterface"),
     "opt": "no list of decoder layers",
-    "gemma4_text-shared-kv": "keys of another layer",
     **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of type conv|recurrent"),
     "qwen4_exp_text": "recurrent",
     "deepseek_v32": "indexed_attention|sparse_attention",

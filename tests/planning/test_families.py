@@ -26,15 +26,15 @@ ALWAYS = frozenset(("llama gemma3_text olmo2 phi3 gpt2 cohere mixtral deepseek_v
 # Variants of a family differ from it in nothing that is counted here; phi3's long rotary tables
 # have a length of their own, and a router loss or shared keys are refused in training. The sizes of
 # dbrx are in nested settings that planning does not read: it takes the family for a dense one.
+# Several residual streams, and experts beside a dense layer, have no entry in the table of traits.
+UNLISTED = ("gemma3n_text", "gemma4_text-26b-a4b", "llama4_text")
 ACCEPTED = sorted(
     name
     for name, tiny in TINY.items()
     if tiny.model_type in PROVED
     and name not in MULTIMODAL
-    and name not in ("phi3-longrope", "mixtral-router-loss", "gemma4_text-shared-kv", "dbrx")
+    and name not in ("phi3-longrope", "mixtral-router-loss", "dbrx", *UNLISTED)
 )
-# Looks its own embeddings up again among the inputs, which fails in 16 bits on the CPU.
-NOT_IN_16_BITS = frozenset({"gemma4_text"})
 
 
 def families(names: list[str] = ACCEPTED) -> list[Any]:
@@ -71,8 +71,6 @@ def test_shape_against_the_model(family: str, lora: bool, monkeypatch: pytest.Mo
         # Exact, because PEFT gives none of its adapters a bias.
         trained = [p for p in parameters if p.requires_grad]
         assert shape.trainable_parameters == sum(p.numel() for p in trained)
-    elif family in NOT_IN_16_BITS:
-        return
     half = ModelShape.from_config(model.config, dtype_bytes=2, lora=adapters)
     assert _whole_frames(half) == _about(saved_bytes(to_bfloat16(model))[0])
 

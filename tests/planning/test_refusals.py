@@ -17,7 +17,6 @@ from tests.planning.shapes import llama_config
         ({"model_type": "gptj"}, "AttentionInterface"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"layer_types": ["full_attention", "conv"]}, "layers of type conv"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         (
             {"model_type": "qwen3_5", "text_config": SimpleNamespace(model_type="qwen3_5_text")},
             "recurrent",
@@ -33,7 +32,7 @@ def test_refused(changes: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"layer_types": ["sliding_attention", "full_attention"]}, {"num_kv_shared_layers": 0}],
+    [{}, {"layer_types": ["sliding_attention", "full_attention"]}, {"num_kv_shared_layers": 2}],
 )
 def test_accepted(changes: dict[str, Any]) -> None:
     check_config(llama_config(**changes))
