@@ -35,10 +35,31 @@ PROVED = frozenset(
 )
 """Model types whose tiny models are exact in `tests/model/test_exactness.py`."""
 
+PROVED_ROUTER_LOSS = frozenset(
+    "ernie4_5_moe gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe qwen3_vl_moe".split()
+)
+"""Model types that are exact there with the auxiliary loss of their routers as well."""
+
 
 def is_proved(parts: ModelParts) -> bool:
     """Whether the family was proved; of a multimodal model, both it and its text decoder."""
+    if _has_router_loss(parts) and parts.model_type not in PROVED_ROUTER_LOSS:
+        return False
     return {parts.model_type, parts.text_config.model_type} <= PROVED
+
+
+def check_router_loss(parts: ModelParts) -> None:
+    """Like `check_family`, where a loss of routers was switched on after the conversion.
+
+    Raises:
+        UnsupportedModelError: see there.
+    """
+    if _has_router_loss(parts):
+        check_family(parts)
+
+
+def _has_router_loss(parts: ModelParts) -> bool:
+    return bool(getattr(parts.text_config, "output_router_logits", False))
 
 
 _verdicts: dict[str, str | None] = {}

@@ -151,7 +151,8 @@ def find_parts(model: nn.Module) -> ModelParts:
             f"{name} cannot be trained chunk by chunk: its class names no base model beside the "
             "head (base_model_prefix). Train it without sppo_hf."
         )
-    decoder = base if _decoder_layers(base) else _text_decoder(causal_lm)
+    nested = causal_lm.config.get_text_config(decoder=True) is not causal_lm.config
+    decoder = _text_decoder(causal_lm) if nested and not _decoder_layers(base) else base
     _refuse_architecture(causal_lm, decoder, name)
     layers = _decoder_layers(decoder)
     if not layers:
@@ -168,7 +169,7 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def check_trainable(parts: ModelParts) -> None:
-    """Refuse settings that matter in training only: dropout in attention, auxiliary losses, noise.
+    """Refuse settings that matter in training only: dropout in attention, noise.
 
     Raises:
         UnsupportedModelError: Naming the setting and the remedy.
@@ -181,12 +182,6 @@ def check_trainable(parts: ModelParts) -> None:
                 "probabilities, which chunked attention does not do. Set it to 0.0 (dropout in "
                 "other places, LoRA dropout included, is fine)."
             )
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            f"{parts.name}: config.output_router_logits=True adds a load-balancing loss that is "
-            "not a sum over tokens, so it cannot be computed chunk by chunk. Set "
-            "model.config.output_router_logits = False to train without the auxiliary loss."
-        )
     embedding = parts.causal_lm.get_input_embeddings()
     if getattr(embedding, "neftune_noise_alpha", None):
         raise UnsupportedModelError(

@@ -320,8 +320,13 @@ def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
     check_sizes(config.to_dict())
     stated = _without_bookkeeping(config.to_diff_dict())
     stated.pop("model_type", None)
+    small = shrink(config)
+    text = config.get_text_config(decoder=True)
+    owner = small if text is config else small.get("text_config", {})
+    if getattr(text, "output_router_logits", False):
+        owner["output_router_logits"] = True  # a loss of its own, not a size
     try:
-        return AutoConfig.for_model(config.model_type, **{**stated, **shrink(config)})
+        return AutoConfig.for_model(config.model_type, **{**stated, **small})
     except BUILD_ERRORS as error:
         raise _not_buildable(config.model_type, error) from error
 

@@ -171,6 +171,8 @@ _DENSE = {
     "biogpt": _family("biogpt", "learned positions"),
 }
 
+_ROUTER_LOSS = "ernie4_5_moe gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe".split()
+
 _EXPERTS = {
     "gpt_oss": _family(
         "gpt_oss", "sinks, mixed windows", sliding_window=_WINDOW_TOKENS, layer_types=_MIXED_3
@@ -202,9 +204,12 @@ _EXPERTS = {
     "mimo_v2_flash": _family("mimo_v2_flash", "sinks, windows, two value head sizes"),
     "solar_open": _family("solar_open"),
     "minimax_m2": _family("minimax_m2", "QK norm"),
-    "mixtral-router-loss": _family(
-        "mixtral", "auxiliary router loss", output_router_logits=True, router_aux_loss_coef=0.1
-    ),
+    **{
+        f"{name}-router-loss": _family(
+            name, "auxiliary router loss", output_router_logits=True, router_aux_loss_coef=0.1
+        )
+        for name in _ROUTER_LOSS
+    },
 }
 
 _LLAMA4: dict[str, Any] = {
@@ -369,6 +374,11 @@ _MULTIMODAL = {
     "qwen3_vl": _family("qwen3_vl", "multimodal, three axes of positions", text_config=_AXES),
     "qwen3_vl_moe": _family(
         "qwen3_vl_moe", "multimodal, three axes of positions", text_config=_AXES
+    ),
+    "qwen3_vl_moe-router-loss": _family(
+        "qwen3_vl_moe",
+        "multimodal, auxiliary router loss",
+        text_config={**_AXES, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     ),
     "glm4v": _family("glm4v", "multimodal, three axes of positions", text_config=_AXES),
     "glm46v": _family("glm46v", "multimodal, three axes of positions", text_config=_AXES),

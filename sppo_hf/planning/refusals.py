@@ -45,9 +45,6 @@ OTHER_FAMILIES = {
         NO_LAYERS,
     ),
     **dict.fromkeys(("diffllama", "longcat_flash"), "one of its decoder layers attends twice"),
-    **dict.fromkeys(
-        ("mllama", "mllama_text_model"), "its class names no base model beside the head"
-    ),
     "doge": "its own code reads its attention mask, and there is none while chunks run",
 }
 """Families that are refused for a reason of their own, and the reason."""

@@ -54,7 +54,6 @@ REFUSED = {
     "qwen4_exp_text": "recurrent",
     "deepseek_v32": "indexed_attention|sparse_attention",
     "diffllama": "attends twice",
-    "mixtral-router-loss": "output_router_logits",
     "doge": "mask",
     "t5": "no causal language model",
 }

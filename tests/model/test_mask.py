@@ -46,7 +46,7 @@ def test_a_finished_mask_is_taken_as_it_is():
     masks.or_masks(masks.causal_mask_function, lambda b, h, q, k: k == q + 1),
     masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k % 2 == q % 2),
     masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k != q),
-], ids=["bidirectional", "a window in blocks", "looks ahead", "every other", "not itself"])  # fmt: skip
+], ids=["bidirectional", "both", "looks ahead", "every other", "not itself"])  # fmt: skip
 def test_other_masks_are_refused_by_whoever_attends_with_them(function):
     meaning = mask_meaning(mask_function=function, config=tiny_config("llama"))
     assert isinstance(meaning.refusal, UnsupportedModelError)
