@@ -272,7 +272,7 @@ def small_model(
     if local and whole and path.is_dir() and _has_weights(path) and _is_small(config):
         try:
             model = loader_of(config).from_pretrained(path, dtype=dtype)
-        except (OSError, *BUILD_ERRORS) as error:
+        except BUILD_ERRORS as error:
             raise ConfigError(
                 f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
             ) from error
@@ -301,7 +301,7 @@ def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except SPPOError:
         raise
-    except (OSError, *BUILD_ERRORS) as error:
+    except BUILD_ERRORS as error:
         raise ConfigError(
             f"no model configuration could be read from {show(name)} ({first_line(error)})."
             f" {_NAMES}"

@@ -35,9 +35,7 @@ PROVED = frozenset(
 )
 """Model types whose tiny models are exact in `tests/model/test_exactness.py`."""
 
-PROVED_ROUTER_LOSS = frozenset(
-    "ernie4_5_moe gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe qwen3_vl_moe".split()
-)
+PROVED_ROUTER_LOSS = frozenset("ernie4_5_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
 """Model types that are exact there with the auxiliary loss of their routers as well."""
 
 

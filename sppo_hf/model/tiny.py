@@ -63,9 +63,10 @@ LARGEST_BYTES = 256 * 2**20
 
 BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
-    *(AssertionError, ImportError, StrictDataclassError),
+    *(AssertionError, ImportError, OSError, StrictDataclassError),
 )
-"""What model and configuration classes raise where settings do not fit together."""
+"""What model and configuration classes raise where settings do not fit together, or where some of
+them are looked up on the hub."""
 
 _LAYERS = 3
 _MOST_KINDS = 6

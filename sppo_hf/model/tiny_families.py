@@ -171,7 +171,7 @@ _DENSE = {
     "biogpt": _family("biogpt", "learned positions"),
 }
 
-_ROUTER_LOSS = "ernie4_5_moe gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe".split()
+_ROUTER_LOSS = "ernie4_5_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split()
 
 _EXPERTS = {
     "gpt_oss": _family(
@@ -374,11 +374,6 @@ _MULTIMODAL = {
     "qwen3_vl": _family("qwen3_vl", "multimodal, three axes of positions", text_config=_AXES),
     "qwen3_vl_moe": _family(
         "qwen3_vl_moe", "multimodal, three axes of positions", text_config=_AXES
-    ),
-    "qwen3_vl_moe-router-loss": _family(
-        "qwen3_vl_moe",
-        "multimodal, auxiliary router loss",
-        text_config={**_AXES, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     ),
     "glm4v": _family("glm4v", "multimodal, three axes of positions", text_config=_AXES),
     "glm46v": _family("glm46v", "multimodal, three axes of positions", text_config=_AXES),

@@ -76,6 +76,13 @@ def test_a_family_that_nobody_proved_is_tried_when_it_is_switched_on(
     assert list(guard._verdicts.values()) == [None]
 
 
+def test_it_is_also_tried_for_a_proved_family_that_was_not_proved_with_it() -> None:
+    """Of which Transformers 5.17 ignores the setting and newer ones do not."""
+    model = build_tiny_model("qwen3_vl_moe", dtype=torch.float32)
+    model.config.text_config.output_router_logits = True
+    assert not guard.is_proved(find_parts(model))
+
+
 def test_what_cannot_be_exact_is_refused() -> None:
     model = build_tiny_model("mixtral-router-loss", dtype=torch.float32)
     with pytest.raises(UnsupportedModelError, match=r"routers of all layers.*pp_size=1"):
