@@ -263,7 +263,10 @@ def small_model(
     path = Path(name).expanduser()
     local = os.path.exists(path)  # False for what can be no path, where Path raises
     if not (local or "/" in name or name.endswith(".json")):
-        model = build_tiny_model(name, dtype=dtype)
+        try:
+            model = build_tiny_model(name, dtype=dtype)
+        except ConfigError as error:
+            model = _tiny_text_decoder(name, dtype, error)
         if name in FAMILIES or model.config.model_type == name:
             return model, True, ""
         return model, True, _part_of(AutoConfig.for_model(name), model)
@@ -284,6 +287,21 @@ def small_model(
 def _part_of(config: PreTrainedConfig, model: PreTrainedModel) -> str:
     """Say that `model` is the text decoder of what `config` describes."""
     return f"the text decoder of {config.model_type} alone ({model.config.model_type})"
+
+
+def _tiny_text_decoder(name: str, dtype: torch.dtype, whole: ConfigError) -> PreTrainedModel:
+    """The text decoder of a multimodal type, of which no tiny model can be built as a whole.
+
+    Raises:
+        ConfigError: `whole`, why that cannot be built: there is no such decoder either.
+    """
+    try:
+        text = AutoConfig.for_model(name).get_text_config(decoder=True)
+    except BUILD_ERRORS:
+        raise whole from None
+    if text.model_type == name or loader_of(text) is None:
+        raise whole
+    return build_tiny_model(text.model_type, dtype=dtype)
 
 
 def _tiny_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

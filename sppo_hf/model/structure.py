@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, NO_LAYERS
+from sppo_hf.planning.refusals import ATTENTION_LAYER_TYPES, NO_LAYERS, indexer_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,9 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
     elif getattr(causal_lm, "_is_stateful", False):
         reason = "it has recurrent layers, whose state would have to be carried between chunks"
     elif foreign := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES):
-        reason = f"it has layers of type {', '.join(foreign)}; only softmax attention is exact"
+        seen = ", ".join(foreign)
+        reason = indexer_reason(config)
+        reason = reason or f"it has layers of type {seen}; only softmax attention is exact"
     elif not getattr(decoder, "_supports_attention_backend", False):
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     if reason is not None:

@@ -54,6 +54,26 @@ ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunk
 those of the query's own block."""
 
 
+def indexer_reason(text: object) -> str | None:
+    """Why sparse attention whose keys an indexer chooses (DeepSeek V3.2, GLM 5) is refused.
+
+    Within `index_topk` tokens it would choose all keys; but its scores of all pairs, and the mask
+    that it makes of them, are the family's own code, which computes with whole masks. A length at
+    which it chooses at all needs the indexer's keys of all chunks before.
+
+    Args:
+        text: the decoder's config.
+    """
+    for field in ("index_topk", "index_topk_blocks", "indexer_budget"):
+        value = getattr(text, field, None)
+        if isinstance(value, int) and value > 0:
+            return (
+                f"an indexer of its own chooses the keys that a query reads ({field}={value}) by "
+                "scores against all earlier tokens, and computes with its whole attention mask"
+            )
+    return None
+
+
 def check_config(config: object) -> None:
     """Refuses a config whose family or layers are known not to run chunk by chunk.
 
@@ -87,6 +107,9 @@ def _reason(config: object) -> str | None:
         return "it is an encoder-decoder; only decoder-only models run chunk by chunk"
     if families & RECURRENT:
         return "it has recurrent layers, whose state would have to be carried between chunks"
+    indexed = indexer_reason(text)
+    if foreign and indexed:
+        return indexed
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))
         return f"it has layers of type {seen}; only softmax attention is exact"

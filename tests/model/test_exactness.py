@@ -52,7 +52,7 @@ REFUSED = {
     "opt": "no list of decoder layers",
     **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of type conv|recurrent"),
     "qwen4_exp_text": "recurrent",
-    "deepseek_v32": "indexed_attention|sparse_attention",
+    "deepseek_v32": "an indexer of its own chooses the keys.*index_topk=",
     "diffllama": "attends twice",
     "doge": "mask",
     "t5": "no causal language model",
