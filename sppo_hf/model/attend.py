@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,27 @@ from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
 from sppo_hf.model.states import LayerStates
 
 ChooseBackend = Callable[[Requirement], Backend]
+
+
+class KeyOwners:
+    """Which layer's store holds the keys that a layer attends to, for one chunk.
+
+    Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]] = {}
+
+    def store_of(self, key: Tensor, value: Tensor) -> KVStore | None:
+        """The store of the layer that attended with these tensors before; None for the first."""
+        known = self._owners.get(id(key))
+        if known is not None and known[0]() is key and known[1]() is value:
+            return known[2]
+        return None
+
+    def add(self, key: Tensor, value: Tensor, store: KVStore) -> None:
+        """`store` holds these from now on."""
+        self._owners[id(key)] = (weakref.ref(key), weakref.ref(value), store)
 
 
 @dataclass(slots=True)
@@ -51,6 +73,8 @@ class LayerCall:
     states: LayerStates | None = None
     """None in a model without recurrent or convolutional layers."""
     attended: int = 0
+    owners: KeyOwners | None = None
+    """Who has stored which keys in this chunk; None while a layer runs again."""
     model_name: str = field(default="this model")
 
 
@@ -131,7 +155,13 @@ def attention_forward(
             "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
         )
     _refuse(call, module, attention_mask, dropout, others)
-    assert call.kv is not None, "a layer without keys and values was refused"
+    store = None if call.owners is None else call.owners.store_of(key, value)
+    borrowed = store is not None
+    if store is None:
+        store = call.kv
+        assert store is not None, "a layer without keys and values was refused"
+        if call.owners is not None:
+            call.owners.add(key, value, store)
     query, key, value = (_autocast(x) for x in (query, key, value))
     requirement = Requirement(
         device_type=query.device.type,
@@ -141,9 +171,9 @@ def attention_forward(
         softcap=softcap is not None,
         window=attention_mask.window is not None,
         gqa_ratio=query.shape[1] // key.shape[1],
-        varied=call.rows is not None,
+        varied=call.rows is not None or attention_mask.local is not None,
     )
-    window = attention_mask.window
+    window, local = attention_mask.window, attention_mask.local
     out, call.link = chunk_attention(
         query,
         key,
@@ -151,14 +181,16 @@ def attention_forward(
         sinks_N=s_aux,
         link=call.link,
         call=AttentionCall(
-            kv=call.kv,
+            kv=store,
             chunk=call.chunk,
             chunk_start=call.start,
-            pieces=chunk_pieces(call.start, call.end, call.rows, window=window),
+            pieces=chunk_pieces(call.start, call.end, call.rows, window=window, local=local),
             backend=call.choose_backend(requirement),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,
+            local=local,
             softcap=softcap,
+            borrowed=borrowed,
             stash=call.stash,
             keep=call.keep,
             counters=call.counters,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, cast
 
@@ -165,7 +166,7 @@ class RecomputedFrame:
             key: (self._hold("states {} {} {}".format(*key), state.detach()), state.requires_grad)
             for key, state in given.items()
         }
-        rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
+        rest = tree_map_only(Tensor, _detach, _without_shared_keys(_without_hidden(args, kwargs)))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._versions = self._reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._rest))
@@ -422,6 +423,25 @@ def _without_hidden(
     if args:
         return (None, *args[1:]), kwargs
     return (), {**kwargs, "hidden_states": None}
+
+
+def _without_shared_keys(arguments: Any) -> Any:
+    """Arguments whose containers of shared keys are copies without the keys' memory.
+
+    In them layers hand keys to later layers (Gemma 3n, Gemma 4). Those would be kept alive by a
+    frame, and hold it in turn. A layer that is run again gives them to attention, which answers
+    from the stash and looks at their shapes only; whatever else read them would find NaN.
+    """
+    return tree_map_only(UserDict, _with_shapes_only, arguments)
+
+
+def _with_shapes_only(shared: UserDict[Any, Any]) -> UserDict[Any, Any]:
+    return type(shared)({key: tree_map_only(Tensor, _shape_only, x) for key, x in shared.items()})
+
+
+def _shape_only(tensor: Tensor) -> Tensor:
+    nothing = tensor.detach().new_full((), float("nan")).expand(tensor.shape)
+    return nothing.requires_grad_(tensor.requires_grad)
 
 
 def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

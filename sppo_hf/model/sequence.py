@@ -35,6 +35,7 @@ from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.model.arena import ChunkArena, return_free_heap
 from sppo_hf.model.attend import (
     ChooseBackend,
+    KeyOwners,
     LayerCall,
     attention_taken_over,
     begin_layer,
@@ -77,7 +78,7 @@ class Slices:
     tokens: dict[str, Tensor]
     """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and whatever else has a token dim."""
     position_ids: Tensor
-    """`[B or 1, T]`."""
+    """`[B or 1, T]`, or `[A, B or 1, T]` where they have A axes (text, time, height, width)."""
     constants: dict[str, Any]
     """Keyword arguments that are the same for every chunk."""
 
@@ -86,7 +87,7 @@ class Slices:
         positions = self.position_ids
         return Slices(
             {name: x[start:end] for name, x in self.tokens.items()},
-            positions if positions.shape[0] == 1 else positions[start:end],
+            positions if positions.shape[-2] == 1 else positions[..., start:end, :],
             self.constants,
         )
 
@@ -97,11 +98,38 @@ class Slices:
         return {
             **self.constants,
             **tokens,
-            "position_ids": self.position_ids[:, start:end],
+            "position_ids": self.position_ids[..., start:end],
             # All ones: padding is known to the layout. A mask that is there keeps Transformers from
             # looking for packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
+
+
+class PrefixLength:
+    """A cache that holds nothing and says how many tokens came before the chunk.
+
+    Llama 4 scales queries by their index and counts it from what its cache holds.
+    """
+
+    is_compileable = False
+
+    def __init__(self, tokens: int) -> None:
+        """Come after `tokens` tokens."""
+        self._tokens = tokens
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """The tokens before the chunk."""
+        return self._tokens
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: Any, *_: Any, **__: Any) -> tuple[Any, int]:
+        """Number of keys and index of the first."""
+        return self._tokens + query_length, 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The chunk's keys and values as they are: attention finds the others."""
+        return keys, values
 
 
 _RECOMPUTED = FrameMode("skeleton", "device")
@@ -167,6 +195,7 @@ class Sequence:
         self._norm: RecomputedFrame | None = None
         self._reads: dict[nn.Module, ReadTensors] = {}
         self._chunk = 0
+        self._owners = KeyOwners()
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
 
@@ -202,6 +231,9 @@ class Sequence:
         """
         self._chunk = chunk
         self._arena = ChunkArena(len(self._layers))
+        self._owners = KeyOwners()
+        if getattr(self._parts.text_config, "attn_temperature_tuning", False):
+            inputs = {**inputs, "past_key_values": PrefixLength(self._plan.bounds[chunk][0])}
         try:
             with attention_taken_over(self._parts.configs), self._around_layers():
                 output = self._parts.base(**self._with_cache(inputs), return_dict=True)
@@ -268,6 +300,7 @@ class Sequence:
             counters=self._counters,
             keep=self._arena.keep,
             states=self._begin_states(index, start, end),
+            owners=self._owners,
             model_name=self._parts.name,
         )
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None
@@ -387,7 +420,7 @@ class Sequence:
                 layer,
                 # Without the arena: a frame would keep slabs of all layers until it is done.
                 run_layer=_Rerun(
-                    dataclasses.replace(call, keep=None, states=None),
+                    dataclasses.replace(call, keep=None, states=None, owners=None),
                     self._parts.configs,
                     self._around_layers,
                     None if call.states is None else call.states.documents,

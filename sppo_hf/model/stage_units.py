@@ -173,7 +173,7 @@ class StageUnits:
         embedding = self._staged.parts.causal_lm.get_input_embeddings()
         ids = slices.tokens.get("input_ids")
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
-        if ids is None or ids.device.type != "cpu" or not trained:
+        if ids is None or ids.device.type != "cpu" or not trained or self._staged.parts.reads_ids:
             return None
         return embedding(ids)
 

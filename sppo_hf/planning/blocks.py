@@ -144,6 +144,12 @@ def _heads(ledger: Ledger, layer: LayerShape, x: Value) -> tuple[Value, Value, V
     q_width = layer.q_elements
     k_width = layer.num_kv_heads * layer.qk_head_size
     v_width = layer.num_kv_heads * layer.v_head_size
+    if layer.borrows_keys:
+        q = ledger.linear(x, q_width, names.q)
+        if layer.head_norm:
+            q = _norm(ledger, layer, q, groups=layer.num_heads)
+        k = v = ledger.new(k_width, q)
+        return ledger.new(q.elements, q), k, v
     if traits.fused_qkv:
         fused = ledger.linear(x, q_width + k_width + v_width, names.qkv)
         q, k, v = (ledger.view(fused, width) for width in (q_width, k_width, v_width))

@@ -184,6 +184,13 @@ _QWEN3_NEXT = FamilyTraits(
     head_norm="head", attention_gate="element", shared_gate="shared_expert_gate", shared_first=True
 )
 _GEMMA = FamilyTraits(norm="rms_wide", activation="gelu_pytorch_tanh")
+_GEMMA4 = FamilyTraits(
+    norm="rms_power",
+    placement="both",
+    head_norm="head",
+    value_norm=True,
+    activation="gelu_pytorch_tanh",
+)
 _OLMO2 = FamilyTraits(norm="rms_wide", placement="after", head_norm="all")
 _GLM4 = FamilyTraits(placement="both", own_tables=1, heads_first=True, fused_gate=True)
 _LATENT = FamilyTraits(heads_first=True, router="sigmoid", router_wide=True, routing_wide=True)
@@ -226,15 +233,11 @@ FAMILIES: dict[str, FamilyTraits] = {
     "gemma3_text": FamilyTraits(
         norm="rms_wide", placement="both", head_norm="head", activation="gelu_pytorch_tanh"
     ),
-    "gemma4_text": FamilyTraits(
-        norm="rms_power",
-        placement="both",
-        head_norm="head",
-        value_norm=True,
-        activation="gelu_pytorch_tanh",
-    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "glm": FamilyTraits(own_tables=1, heads_first=True, fused_gate=True),
     "glm4": _GLM4,
+    "glm4v_text": _GLM4,
     "glm4_moe": FamilyTraits(
         head_norm="head",
         head_norm_switch="use_qk_norm",
@@ -339,6 +342,8 @@ FAMILIES: dict[str, FamilyTraits] = {
     "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_moe": _HEAD_NORMS,
     "qwen3_next": _QWEN3_NEXT,
+    "qwen3_vl_moe_text": _HEAD_NORMS,
+    "qwen3_vl_text": _HEAD_NORMS,
     "solar_open": _GROUPED,
     "starcoder2": FamilyTraits(
         norm="layer",

@@ -108,6 +108,9 @@ class LayerShape:
     shared_keys: bool = False
     """Values are the key projection's output; there is no value projection (Gemma 4)."""
 
+    borrows_keys: bool = False
+    """Keys and values are an earlier layer's, in whose store they are (Gemma 3n, Gemma 4)."""
+
     dense_width: int = 0
     """Intermediate elements of the dense MLP or of the shared experts; 0 where there are none."""
 
@@ -141,7 +144,9 @@ class LayerShape:
 
     @property
     def kv_elements(self) -> int:
-        """Key and value elements of one token."""
+        """Key and value elements of one token; 0 where another layer keeps them."""
+        if self.borrows_keys:
+            return 0
         return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
 
     @property

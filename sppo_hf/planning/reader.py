@@ -109,6 +109,24 @@ def is_tied(config: object) -> bool:
     return family(text_config(config)) in family_defaults.TIED
 
 
+def encoder_weights(config: object) -> int:
+    """About how many weights the encoders of images and sound beside a text decoder have.
+
+    Four square matrices of attention and two of an MLP a layer; patches, tables and projectors,
+    which are small beside them, are left out.
+    """
+    total = 0
+    for name in ("vision_config", "audio_config"):
+        encoder = getattr(config, name, None)
+        width = find_int(encoder, "embed_dim", "hidden_size", "d_model")
+        layers = find_int(encoder, "depth", "num_hidden_layers", "encoder_layers")
+        if width is None or layers is None:
+            continue
+        inner = find_int(encoder, "intermediate_size", "encoder_ffn_dim") or 4 * width
+        total += layers * width * (4 * width + 2 * inner)
+    return total
+
+
 def learned_positions(config: object) -> int:
     """Rows of a learned position table; 0 for rotary models."""
     if family(config) not in family_defaults.LEARNED_POSITIONS:
@@ -192,7 +210,13 @@ def _read_layer(config: object, index: int) -> LayerShape:
         layer = replace(layer, num_kv_heads=2 * layer.num_kv_heads)
     shared_keys = getattr(config, "attention_k_eq_v", False) is True and kind == "full_attention"
     v_size = find_int(own, "v_head_dim") or layer.qk_head_size
-    return replace(layer, v_head_size=v_size, shared_keys=shared_keys)
+    layer = replace(layer, v_head_size=v_size, shared_keys=shared_keys)
+    if index < need_int(config, *_LAYERS) - (
+        find_int(config, "num_kv_shared_layers", least=0) or 0
+    ):
+        return layer
+    wide = 2 if getattr(config, "use_double_wide_mlp", False) is True else 1
+    return replace(layer, borrows_keys=True, dense_width=wide * layer.dense_width)
 
 
 def _has_mlp(config: object, kind: object) -> bool:
@@ -262,6 +286,10 @@ def _read_mixer(config: object, hidden_size: int) -> MixerShape:
 def _own_config(config: object, index: int) -> object:
     """What a layer reads its sizes off: an entry of `per_layer_config`, else the config."""
     per_layer = getattr(config, "per_layer_config", None)
+    widths = _sequence(config, "intermediate_size")
+    if widths is not None:
+        width = _per_layer(config, "intermediate_size")
+        return SimpleNamespace(**{**vars(config), "intermediate_size": (width or widths)[index]})
     if per_layer is None:
         return config
     if isinstance(per_layer, Mapping):

@@ -15,6 +15,7 @@ from sppo_hf.planning.ledger import FLOAT32_BYTES, LayerWork, Training
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.reader import (
+    encoder_weights,
     family,
     is_tied,
     learned_positions,
@@ -121,7 +122,11 @@ class ModelShape:
             # One row more for the final norm.
             ends = (rows + 1) * hidden_size
             ends += extra * (per_layer_vocabulary(text) + hidden_size)
+            encoders = encoder_weights(config)
             total_parameters = ends + sum(layer.total_weights for layer in work) + adapters
+            if trainable_parameters is None and lora is None:
+                trainable_parameters = total_parameters  # no batch of text gives encoders gradients
+            total_parameters += encoders
         if trainable_parameters is None:
             trainable_parameters = total_parameters if lora is None else adapters
         if weight_bytes is None:

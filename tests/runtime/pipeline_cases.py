@@ -138,7 +138,9 @@ def _states() -> list[Case]:
 
 def every_family() -> list[Case]:
     """One case of each family that is proved exact on one device, but those that cannot be cut."""
-    uncut = ("gemma4_text", "gemma4_text-shared-kv", "mixtral-router-loss")
+    uncut = {"gemma4_text", "gemma4_text-shared-kv", "gemma4", "gemma3n_text"}
+    uncut |= {"gemma4_unified"}  # asks for the embedding of an image token: none in tiny ones
+    uncut |= {"llama4", *(name for name in FAMILIES if name.endswith("router-loss"))}
     schedules = ("seq1f1b", "zb_seq1f1b")
     names = [n for n, f in FAMILIES.items() if f.model_type in PROVED and n not in uncut]
     return [
