@@ -64,8 +64,10 @@ class ModelParts:
 
     def attending_layers(self) -> frozenset[int]:
         """Decoder layers with keys and values: all but recurrent ones and those of an MLP alone."""
-        # What a layer keeps for generation, Transformers itself knows best.
-        kept = DynamicCache(config=self.text_config).layers
+        # What a layer keeps for generation, Transformers itself knows best. The last layers, where
+        # they read others' keys, keep none and attend all the same.
+        borrowing = getattr(self.text_config, "num_kv_shared_layers", 0) or 0
+        kept = DynamicCache(config=self.text_config).layers[: len(self.layers) - borrowing]
         return frozenset(range(len(self.layers))) - {
             index for index, layer in enumerate(kept) if not isinstance(layer, CacheLayerMixin)
         }
