@@ -14,8 +14,8 @@ from sppo_hf.planning.reader import family, text_config
 from sppo_hf.rules import refuse, show
 
 _MAMBA1 = (
-    "its Mamba layers begin every call with a state of zeros: the code of their scan takes none "
-    "from the chunk before"
+    "its recurrent layers (Mamba) begin every call with a state of zeros: the code of their scan "
+    "takes none from the chunk before"
 )
 IGNORES_STATE = {
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA1),

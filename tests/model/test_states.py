@@ -116,6 +116,17 @@ def test_every_mode_is_exact(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_keys_may_wait_elsewhere_in_layers_that_have_some(family: str, recompute: Any) -> None:
+    report = compare(
+        build_tiny_model(family),
+        make_batch(rows=2, tokens=23),
+        settings_of(5, 2, 9, 7, recompute=recompute, offload_kv="full", min_offload_size=1),
+    )
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", [*MIXERS, "mamba2"])
 def test_gradients_of_states_are_those_of_a_whole_run(family: str, recompute: Any) -> None:
     """Labels in the last chunk alone: what reaches the first embeddings went through the states.

@@ -278,7 +278,7 @@ FAST = {
         *("batch: labels in the middle", "family: frozen front, zb"),
         *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
         *("own loss: tied", "own loss: zb", "own loss: few labels"),
-        *("states: gated delta net", "states: Mamba2, zb", "states: convolutions"),
+        "states: gated delta net",
     ),
     (2, 2): (
         *("replicas: tied", "replicas: accumulation", "replicas: changed scale"),
