@@ -216,6 +216,11 @@ def _refuse(
         reason = "its attention mask does not come from Transformers' masking utilities"
     elif mask.refusal is not None:
         raise mask.refusal
+    elif getattr(module, "is_causal", True) is False:
+        reason = (
+            f"{type(module).__name__} is not causal by itself (is_causal=False), so that what it "
+            "sees without a mask depends on its kernel"
+        )
     elif foreign or others.get("is_causal") is False:
         reason = f"its attention is given {', '.join(foreign) or 'is_causal=False'}"
     elif dropout:

@@ -120,7 +120,11 @@ def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _tiny_of(hf_config, torch.float64)
-        return _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
+        result = _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
+        if result.status != "exact":
+            return result
+        # One row without padding has no attention mask, which models treat in another way.
+        return _check(model, True, hf_config.model_type, config, 1, 29, torch.float64, 0)
 
 
 def _check(

@@ -27,7 +27,7 @@ PROVED = frozenset(
         "helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax internvl jais2 jetmoe laguna llama "
         "llama4 llama4_text llava mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 "
         "mistral mistral3 mixtral nanochat nemotron olmo olmo2 olmo3 olmoe paddleocr_vl "
-        "paddleocr_vl_text paligemma persimmon phi phi3 qwen2 qwen2_5_vl qwen2_5_vl_text "
+        "paddleocr_vl_text persimmon phi phi3 qwen2 qwen2_5_vl qwen2_5_vl_text "
         "qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_vl qwen3_vl_moe "
         "qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 smolvlm solar_open starcoder2 "
         "vaultgemma youtu"
