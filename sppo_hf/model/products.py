@@ -444,7 +444,7 @@ _BLANKS: dict[Any, Callable[[Sequence[Any]], tuple[Tensor, Tensor]]] = {
 
 def _signature(func: Any, args: Sequence[Any], num_saved: int) -> Hashable:
     """What is the same for every number of tokens."""
-    return func, tuple(tensor.shape[-1] for tensor in tensors_in(args)), num_saved
+    return func, tuple(tensor.shape[-1:] for tensor in tensors_in(args)), num_saved
 
 
 def _is_plain(args: Sequence[Any]) -> bool:
