@@ -14,9 +14,10 @@ Knows nothing of configs, chunks, or torch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 
 from sppo_hf.planning.families import ACTIVATIONS, Activation, Norm
-from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape
+from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape, MixerShape
 from sppo_hf.planning.ledger import LayerWork, Ledger, Training, Value
 
 _PLAIN = Activation()
@@ -33,13 +34,44 @@ def work_of(layer: LayerShape, training: Training) -> LayerWork:
         second = _norm(ledger, layer, x) if placement == "parallel" else first
         x = ledger.add(ledger.add(x, _attention(ledger, layer, first)), _mlp(ledger, layer, second))
     else:
-        for block in (_attention, _mlp):
+        for block in _blocks(layer):
             inner = x if placement == "after" else _norm(ledger, layer, x)
             inner = block(ledger, layer, inner)
             x = ledger.add(x, inner if placement == "before" else _norm(ledger, layer, inner))
     if layer.per_layer_input:
         _per_layer_input(ledger, layer, x)
     return ledger.close()
+
+
+def _blocks(layer: LayerShape) -> Iterator[Callable[[Ledger, LayerShape, Value], Value]]:
+    """The layer's blocks, each with its norm and its residual connection."""
+    if layer.num_heads or layer.mixer is not None:
+        yield _mix
+    if layer.mlp_width:
+        yield _mlp
+
+
+def _mix(ledger: Ledger, layer: LayerShape, x: Value) -> Value:
+    """Attention, a recurrent or convolutional mixer, or both side by side."""
+    if layer.mixer is None:
+        return _attention(ledger, layer, x)
+    mixed = _mixer(ledger, layer, layer.mixer, x)
+    return ledger.add(_attention(ledger, layer, x), mixed) if layer.num_heads else mixed
+
+
+def _mixer(ledger: Ledger, layer: LayerShape, mixer: MixerShape, x: Value) -> Value:
+    """Projection, causal convolution, scan, gate and projection; the scan is estimated."""
+    inner = ledger.linear(x, mixer.in_elements, "in_proj")
+    ledger.scale_weights(mixer.conv_elements * mixer.conv_kernel + mixer.out_elements)
+    conv = ledger.view(inner, mixer.conv_elements)
+    if conv.grad:
+        ledger.save(conv)
+    conv = _activate(ledger, "silu", ledger.new(mixer.conv_elements, conv))
+    if mixer.scan_elements:
+        conv = ledger.scan(conv, mixer.scan_flops, mixer.scan_elements)
+    out = ledger.new(mixer.out_elements, conv, element_bytes=x.element_bytes)
+    gate = _activate(ledger, "silu", ledger.view(inner, mixer.out_elements))
+    return ledger.linear(ledger.multiply(out, gate), layer.hidden_size, "out_proj")
 
 
 def _norm(
@@ -112,6 +144,12 @@ def _heads(ledger: Ledger, layer: LayerShape, x: Value) -> tuple[Value, Value, V
     q_width = layer.q_elements
     k_width = layer.num_kv_heads * layer.qk_head_size
     v_width = layer.num_kv_heads * layer.v_head_size
+    if layer.borrows_keys:
+        q = ledger.linear(x, q_width, names.q)
+        if layer.head_norm:
+            q = _norm(ledger, layer, q, groups=layer.num_heads)
+        k = v = ledger.new(k_width, q)
+        return ledger.new(q.elements, q), k, v
     if traits.fused_qkv:
         fused = ledger.linear(x, q_width + k_width + v_width, names.qkv)
         q, k, v = (ledger.view(fused, width) for width in (q_width, k_width, v_width))

@@ -213,7 +213,8 @@ class StageCost:
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
             self._memo[key] = self.shape.frame_bytes_per_token(layer, saved)
-        return self.batch_rows * tokens * int(self._memo[key])
+        state_bytes = self.shape.state_bytes(layer)
+        return self.batch_rows * (tokens * int(self._memo[key]) + state_bytes)
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""

@@ -180,7 +180,17 @@ _GPT2_NAMES = LinearNames(qkv="c_attn", out="c_proj", up="c_fc", down="c_proj")
 _FC_NAMES = LinearNames(up="fc1", down="fc2")
 
 _HEAD_NORMS = FamilyTraits(head_norm="head")
+_QWEN3_NEXT = FamilyTraits(
+    head_norm="head", attention_gate="element", shared_gate="shared_expert_gate", shared_first=True
+)
 _GEMMA = FamilyTraits(norm="rms_wide", activation="gelu_pytorch_tanh")
+_GEMMA4 = FamilyTraits(
+    norm="rms_power",
+    placement="both",
+    head_norm="head",
+    value_norm=True,
+    activation="gelu_pytorch_tanh",
+)
 _OLMO2 = FamilyTraits(norm="rms_wide", placement="after", head_norm="all")
 _GLM4 = FamilyTraits(placement="both", own_tables=1, heads_first=True, fused_gate=True)
 _LATENT = FamilyTraits(heads_first=True, router="sigmoid", router_wide=True, routing_wide=True)
@@ -223,15 +233,11 @@ FAMILIES: dict[str, FamilyTraits] = {
     "gemma3_text": FamilyTraits(
         norm="rms_wide", placement="both", head_norm="head", activation="gelu_pytorch_tanh"
     ),
-    "gemma4_text": FamilyTraits(
-        norm="rms_power",
-        placement="both",
-        head_norm="head",
-        value_norm=True,
-        activation="gelu_pytorch_tanh",
-    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "glm": FamilyTraits(own_tables=1, heads_first=True, fused_gate=True),
     "glm4": _GLM4,
+    "glm4v_text": _GLM4,
     "glm4_moe": FamilyTraits(
         head_norm="head",
         head_norm_switch="use_qk_norm",
@@ -304,6 +310,7 @@ FAMILIES: dict[str, FamilyTraits] = {
         norm="rms_unit", head_norm="head", gated=False, activation="relu2", names=_FC_NAMES
     ),
     "nemotron": FamilyTraits(norm="layer", heads_first=True, gated=False, activation="relu2"),
+    "nemotron_h": FamilyTraits(gated=False, activation="relu2"),
     "olmo": FamilyTraits(norm="layer_unit"),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
@@ -331,7 +338,12 @@ FAMILIES: dict[str, FamilyTraits] = {
     "phi3": FamilyTraits(heads_first=True, fused_qkv=True, fused_gate=True),
     "qwen2_moe": FamilyTraits(shared_gate="shared_expert_gate", shared_first=True),
     "qwen3": _HEAD_NORMS,
+    "qwen3_5_moe_text": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_NEXT,
     "qwen3_moe": _HEAD_NORMS,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_vl_moe_text": _HEAD_NORMS,
+    "qwen3_vl_text": _HEAD_NORMS,
     "solar_open": _GROUPED,
     "starcoder2": FamilyTraits(
         norm="layer",

@@ -28,6 +28,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "mimo_v2_flash": {"head_dim": 192},
     "minimax_m2": {"head_dim": 128},
     "qwen3": {"head_dim": 128},
+    "qwen3_5_moe_text": {"full_attention_interval": 4, "head_dim": 256},
+    "qwen3_5_text": {"full_attention_interval": 4, "head_dim": 256},
+    "qwen3_next": {"full_attention_interval": 4, "head_dim": 256},
     "seed_oss": {"head_dim": 128},
     "solar_open": {"head_dim": 128},
     "vaultgemma": {"head_dim": 256, "sliding_window": 4096},
@@ -54,6 +57,13 @@ FULL_EVERY: Mapping[str, int] = {
     "vaultgemma": 2,
 }
 """Every so manieth layer sees all keys, the others a window, where no `layer_types` are given."""
+
+LAYER_TYPE: Mapping[str, str] = {
+    "falcon_h1": "hybrid",
+    "mamba2": "linear_attention",
+    "zaya": "hybrid",
+}
+"""What every layer is, in families whose files do not say it."""
 
 NO_WINDOW = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"})
 """Families that use their `sliding_window` only when `use_sliding_window` is true."""

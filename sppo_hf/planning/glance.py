@@ -240,7 +240,7 @@ class Glance:
         key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
         if key not in self._rooms:
             tables = self._tables(layout)
-            again = tables.saved[:, 0] if layout.saved != "whole" else 0
+            again = tables.rebuilt if layout.saved != "whole" else 0
             workspaces = (tables.workspace_backward + again).max(axis=0).tolist()
             self._rooms[key] = [
                 _Room(

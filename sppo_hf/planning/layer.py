@@ -43,6 +43,35 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixerShape:
+    """A recurrent or convolutional mixer: what it projects, convolves, scans and carries.
+
+    What its scan computes and saves is an estimate from sizes, not counted from its code.
+    """
+
+    in_elements: int
+    """What is projected from the layer's input."""
+
+    conv_elements: int
+    """Of these, channels that a causal convolution runs over."""
+
+    conv_kernel: int
+    """Tokens that the convolution sees."""
+
+    out_elements: int
+    """What the output projection takes."""
+
+    state_elements: int = 0
+    """Of the recurrent state, in float32; 0 for a convolution alone."""
+
+    scan_flops: int = 0
+    """Forward FLOPs of the scan for one token."""
+
+    scan_elements: int = 0
+    """Float32 elements that autograd saves of the scan for one token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """One decoder layer. Sizes are elements."""
 
@@ -50,7 +79,7 @@ class LayerShape:
     """Width of the residual stream."""
 
     num_heads: int
-    """Query heads."""
+    """Query heads; 0 in a layer without attention."""
 
     num_kv_heads: int
     """Key and value heads as the KV store keeps them (MLA: expanded, so all heads)."""
@@ -79,6 +108,9 @@ class LayerShape:
     shared_keys: bool = False
     """Values are the key projection's output; there is no value projection (Gemma 4)."""
 
+    borrows_keys: bool = False
+    """Keys and values are an earlier layer's, in whose store they are (Gemma 3n, Gemma 4)."""
+
     dense_width: int = 0
     """Intermediate elements of the dense MLP or of the shared experts; 0 where there are none."""
 
@@ -90,6 +122,9 @@ class LayerShape:
 
     per_layer_input: int = 0
     """Width of Gemma 4's per-layer embeddings; 0 elsewhere."""
+
+    mixer: MixerShape | None = None
+    """A recurrent or convolutional mixer, in place of attention (no heads then) or beside it."""
 
     @property
     def mlp_width(self) -> int:
@@ -109,7 +144,9 @@ class LayerShape:
 
     @property
     def kv_elements(self) -> int:
-        """Key and value elements of one token."""
+        """Key and value elements of one token; 0 where another layer keeps them."""
+        if self.borrows_keys:
+            return 0
         return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
 
     @property

@@ -73,7 +73,8 @@ class LayerWork:
     """Matrix products of backward that give the gradient of a trained weight."""
 
     skeleton_recompute_flops: int
-    """Matrix products that run again in backward if only the skeleton was kept."""
+    """Matrix products that run again in backward if only the skeleton was kept: the thin ones, and
+    those that a saved value depends on (`model/products.py`, "needless products")."""
 
     products_recompute_flops: int
     """Those that run again if the thick products were kept: the thin ones."""
@@ -105,8 +106,10 @@ class Ledger:
         self._storage_bytes: list[int] = []
         self._saved: set[int] = set()
         self._forward = self._input_gradient = self._weight_gradient = 0
-        self._before_last_save = self._thin_before_last_save = self._thin = 0
+        self._thin_before_last_save = self._thin = 0
         self._product_bytes: list[int] = []
+        self._thick: list[tuple[int, frozenset[int]]] = []
+        """Of each product its FLOPs (0 if it is thin) and what its input depends on."""
         self._thin_products: frozenset[int] = frozenset()
         self._needed: frozenset[int] = frozenset()
         self._attention_bytes = 0
@@ -154,7 +157,6 @@ class Ledger:
         for value in values:
             self._saved.add(value.storage)
             self._needed |= value.products
-            self._before_last_save = self._forward
             self._thin_before_last_save = self._thin
 
     def save_index(self, elements: int) -> None:
@@ -183,6 +185,8 @@ class Ledger:
             if inner.grad:
                 self.save(mask)
             inner = self.new(x.elements, inner)
+        if lora.autocast and lora.dtype_bytes > self.training.dtype_bytes:
+            inner = self.new(x.elements, inner, element_bytes=self.training.dtype_bytes)
         low = self.product(inner, lora.rank, adapter=True)
         high = self.product(low, out, adapter=True)
         return self.new(out, base, high, element_bytes=base.element_bytes)
@@ -225,8 +229,25 @@ class Ledger:
         index = len(self._product_bytes)
         self._thin_products |= frozenset((index,)) if thin else frozenset()
         self._product_bytes.append(rows * out * x.element_bytes)
+        self._thick.append((0 if thin else flops, x.products))
         products = x.products if thin else frozenset((index,))
         return self._new(rows * out, x.element_bytes, x.grad or trained, products)
+
+    def scan(self, x: Value, flops: int, saved: int) -> Value:
+        """A recurrence over the tokens in float32: no weights, and no product that is kept.
+
+        Args:
+            x: what goes in.
+            flops: of the forward; gradients of both factors of its products take twice as many.
+            saved: float32 elements that autograd saves.
+        """
+        self._forward += flops
+        self._input_gradient += 2 * flops if x.grad else 0
+        self._thin += flops
+        inner = self.new(saved, x, element_bytes=self.wide_bytes)
+        if x.grad:
+            self.save(inner)
+        return inner
 
     def multiply(self, a: Value, b: Value) -> Value:
         """Elementwise product; `b` may have fewer elements, which are broadcast."""
@@ -266,7 +287,7 @@ class Ledger:
             forward_flops=self._forward,
             input_gradient_flops=self._input_gradient,
             weight_gradient_flops=self._weight_gradient,
-            skeleton_recompute_flops=self._before_last_save,
+            skeleton_recompute_flops=self._needed_flops() + self._thin_before_last_save,
             products_recompute_flops=self._thin_before_last_save,
             skeleton_bytes=skeleton,
             products_bytes=skeleton + sum(self._product_bytes[i] for i in self._needed),
@@ -274,6 +295,17 @@ class Ledger:
             total_weights=self._weights,
             adapter_weights=self._adapters,
         )
+
+    def _needed_flops(self) -> int:
+        """Of the thick products that a saved value depends on, through others too."""
+        needed: set[int] = set()
+        ahead = list(self._needed)
+        while ahead:
+            index = ahead.pop()
+            if index not in needed:
+                needed.add(index)
+                ahead += self._thick[index][1]
+        return sum(self._thick[index][0] for index in needed)
 
     def _new(
         self, elements: int, element_bytes: int, grad: bool, products: frozenset[int]

@@ -276,8 +276,8 @@ class LinearProgram:
         leaves = what.leave_bytes or 0
         copies = running + np.maximum(max(leaves, what.fetch_bytes or 0), largest)
         copies = np.where(largest > 0, copies, leaves if tables.streams else 0)
-        again = saved[0] if any(mode.recompute for mode in self._modes) else 0
-        backward = tables.workspace_backward.max(axis=0) + again
+        again = tables.rebuilt if any(mode.recompute for mode in self._modes) else 0
+        backward = (tables.workspace_backward + again).max(axis=0)
         return copies, tables.workspace_forward.max(axis=0), backward
 
     def _share_of_frame(self, chunk: int, *, layer: int, share: float) -> list[tuple[int, float]]:

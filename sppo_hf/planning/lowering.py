@@ -247,8 +247,7 @@ class StepProgram:
         forward = tables.of_layers(tables.workspace_forward)
         if not points.training:
             return points.lay(forward, 0, 0)
-        # A layer that is recomputed has its whole frame rebuilt.
-        again = np.where(self.modes % len(SAVED) > 0, tables.of_layers(tables.saved[:, 0]), 0)
+        again = np.where(self.modes % len(SAVED) > 0, tables.of_layers(tables.rebuilt), 0)
         backward = tables.of_layers(tables.workspace_backward) + again
         backward[:, 0] = np.maximum(backward[:, 0], tables.embedding_backward)
         return points.lay(forward, 0, backward)
@@ -425,6 +424,10 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         given = points.lay(0, 0, given)
         given[-1] += embedded_back
         device[Cause.HIDDEN] = _running(0, taken, given)
+    # Casts of trained weights, which autocast keeps until forward ends.
+    casts = np.zeros(points.count, dtype=np.int64)
+    casts[: points.num_forward] = tables.shape.cached_cast_bytes
+    device[Cause.WEIGHTS] = Level(0, casts, np.append(casts[1:], 0))
     kept = tables.kept_logits
     logits = kept + points.lay(0, tables.logits, 0)
     device[Cause.LOGITS_TILE] = Level(kept, logits, np.full_like(logits, kept))

@@ -16,6 +16,7 @@ import numpy as np
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.layer import LayerShape
 from sppo_hf.planning.modes import SAVED, Tier
 from sppo_hf.planning.moments import Bytes, Points
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
@@ -23,8 +24,8 @@ from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
 OPTIMIZER_BYTES_PER_PARAMETER = 8
-# What the driver, cuBLAS and cuDNN take for themselves before the first tensor: an assumption.
-CONTEXT_BYTES = {"cpu": 0, "cuda": 600 * 2**20}
+# What the driver, kernels' code, cuBLAS and cuDNN's plans take beside all tensors: an assumption.
+CONTEXT_BYTES = {"cpu": 0, "cuda": 1536 * 2**20}
 # The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
 FRAGMENTATION = {"cpu": 0.03, "cuda": 0.02}
 HOST_SLAB_BYTES = 256 * 2**20
@@ -114,7 +115,8 @@ class ByteTables:
         """[kinds] A layer of each kind; [layers] the kind of each layer."""
         tokens = batch_rows * self.lengths
         per_token = [[shape.frame_bytes_per_token(i, s) for s in SAVED] for i in self.kinds]
-        self.saved = np.array(per_token, dtype=np.int64)[:, :, None] * tokens
+        states = batch_rows * _by_kind(shape.state_bytes, self.kinds)
+        self.saved = np.array(per_token, dtype=np.int64)[:, :, None] * tokens + states[:, :, None]
         """[kinds, saved, chunks] What is saved of a layer, by how much of it is (`SAVED`)."""
         self.kv_per_token = batch_rows * _by_kind(shape.kv_bytes_per_token, self.kinds)
         """[kinds, 1] Keys and values of one token of all rows."""
@@ -202,6 +204,11 @@ class ByteTables:
         """Temporaries of a layer's backward; what a recomputed layer rebuilds comes on top."""
         return self._workspace(backward=True)
 
+    @cached_property
+    def rebuilt(self) -> Bytes:
+        """What a recomputed layer rebuilds: its frame, and under autocast casts of its weights."""
+        return self.saved[:, SAVED.index("whole")] + _by_kind(self.shape.cast_bytes, self.kinds)
+
     def _workspace(self, *, backward: bool) -> Bytes:
         """Temporaries of a layer over one chunk.
 
@@ -220,6 +227,7 @@ class ByteTables:
             layer = self.shape.layers[kind]
             full_width = copies * layer.hidden_size
             mlp = copies * layer.mlp_width + full_width
+            mlp += 0 if backward else self._wide_adapters_elements(layer)
             per_query = layer.q_elements + layer.attention_output_elements
             joined = layer.kv_elements * prefix * (2 if backward else 1)
             if backward and self.device_kind == "cuda" and layer.num_heads > layer.num_kv_heads:
@@ -227,6 +235,19 @@ class ByteTables:
             busiest = max(mlp, (copies // 2) * per_query + full_width)
             rows.append(self.lengths * busiest + joined)
         return np.array(rows) * (self.shape.dtype_bytes * self.rows)
+
+    def _wide_adapters_elements(self, layer: LayerShape) -> int:
+        """Elements, of the model's dtype, of what wider adapters of the MLP compute beside it.
+
+        The second factor's product, that times the scale, and its sum with the frozen product.
+        """
+        lora = self.shape.lora
+        if lora is None or lora.autocast or lora.dtype_bytes <= self.shape.dtype_bytes:
+            return 0
+        names = layer.traits.names
+        if not any(map(lora.adapts, (names.up, names.gate, names.gate_up))):
+            return 0
+        return 3 * layer.mlp_width * lora.dtype_bytes // self.shape.dtype_bytes
 
     @cached_property
     def kept_logits(self) -> int:

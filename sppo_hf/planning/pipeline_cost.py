@@ -305,7 +305,7 @@ class PipelineCost:
         table = tables.workspace_forward if kind == "F" else tables.workspace_backward
         size = int(table[:, chunk].max())
         if kind != "F" and self.saved != "whole":
-            size = int((table + tables.saved[:, 0])[:, chunk].max())
+            size = int((table + tables.rebuilt)[:, chunk].max())
         sizes = {Cause.WORKSPACE: size}
         if stage == len(self.stages) - 1 and kind == "F":
             # Layers and loss do not run at once.

@@ -26,6 +26,7 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.limits import (
     check_named_budgets,
     check_standing_bytes,
+    estimate_warnings,
     hole_warnings,
     limit_text,
     limit_warnings,
@@ -198,6 +199,7 @@ def make_plan(
         warnings=(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
             *hole_warnings(config, device, predicted, budgets),
+            *estimate_warnings(shape),
         ),
     )
 

@@ -5,6 +5,7 @@ Knows nothing of plans; each figure follows from the model's sizes and the kind 
 
 from __future__ import annotations
 
+from sppo_hf.planning.layer import LayerShape
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
 
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
@@ -51,6 +52,8 @@ def kv_block_tokens(
     most_bytes = _KV_BLOCK_BYTES[device_kind]
     if device_bytes is not None:
         most_bytes = min(most_bytes, device_bytes // 64)
+    if not layer_bytes:
+        return total_tokens  # no layer has attention
     tokens = most_bytes // layer_bytes
     rounded = tokens // _KV_BLOCK_MULTIPLE_TOKENS * _KV_BLOCK_MULTIPLE_TOKENS
     return min(total_tokens, max(_KV_BLOCK_MULTIPLE_TOKENS, rounded))
@@ -62,7 +65,8 @@ def passing_bytes(
     """Returns the least staging memory with which a copy and a disk transfer overlap.
 
     Two tensors of the largest kind that frames or K/V have: both halves of an MLP's first product
-    in one, fused queries, keys and values, or the float32 sums of a block's key gradients.
+    in one, fused queries, keys and values, the float32 sums of a block's key gradients, what a
+    mixer projects, or the largest that its scan saves (no third of all, in those there are).
 
     Args:
         shape: the model.
@@ -76,8 +80,16 @@ def passing_bytes(
             size * (2 * x.mlp_width),
             size * (x.q_elements + x.kv_elements),
             max(size, FLOAT32_BYTES) * x.hidden_size,
+            *_mixer_bytes(x, size),
         )
         for x in shape.layers
     )
     sums = max(shape.dkv_bytes_per_token(i) for i in range(len(shape.layers)))
     return 2 * batch_rows * max(chunk_tokens * per_token, max(block_tokens, 0) * sums)
+
+
+def _mixer_bytes(layer: LayerShape, size: int) -> tuple[int, ...]:
+    if layer.mixer is None:
+        return ()
+    scan = max(size, FLOAT32_BYTES) * layer.mixer.scan_elements // 3
+    return size * layer.mixer.in_elements, scan

@@ -15,11 +15,16 @@ from typing import Any, cast
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning import family_defaults
 from sppo_hf.planning.families import FamilyTraits, traits_of
-from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape
+from sppo_hf.planning.layer import ExpertShape, LatentShape, LayerShape, MixerShape
 from sppo_hf.rules import refuse
 
 # Families with one K/V head for all queries that say so with a flag of their own.
 _MOST_LAYERS = 4096
+MIXER_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layer types with a recurrent or convolutional mixer."""
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mlp"})
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_NEMOTRON_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MULTI_QUERY_FAMILIES = frozenset({"falcon", "gpt_bigcode"})
 _ACTIVATION_FIELDS = (
@@ -104,6 +109,24 @@ def is_tied(config: object) -> bool:
     return family(text_config(config)) in family_defaults.TIED
 
 
+def encoder_weights(config: object) -> int:
+    """About how many weights the encoders of images and sound beside a text decoder have.
+
+    Four square matrices of attention and two of an MLP a layer; patches, tables and projectors,
+    which are small beside them, are left out.
+    """
+    total = 0
+    for name in ("vision_config", "audio_config"):
+        encoder = getattr(config, name, None)
+        width = find_int(encoder, "embed_dim", "hidden_size", "d_model")
+        layers = find_int(encoder, "depth", "num_hidden_layers", "encoder_layers")
+        if width is None or layers is None:
+            continue
+        inner = find_int(encoder, "intermediate_size", "encoder_ffn_dim") or 4 * width
+        total += layers * width * (4 * width + 2 * inner)
+    return total
+
+
 def learned_positions(config: object) -> int:
     """Rows of a learned position table; 0 for rotary models."""
     if family(config) not in family_defaults.LEARNED_POSITIONS:
@@ -173,20 +196,100 @@ def _read_layer(config: object, index: int) -> LayerShape:
     )
     if traits.attention_experts:
         return _with_attention_experts(layer)
+    kind = _layer_type(config, index)
+    if kind in MIXER_KINDS:
+        layer = replace(layer, mixer=_read_mixer(own, hidden_size))
+    if not _has_mlp(config, kind):
+        layer = replace(layer, dense_width=0, experts=None)
+    if kind in _WITHOUT_ATTENTION:
+        return replace(layer, num_heads=0, num_kv_heads=0, window=None, head_norm=False)
     latent = _read_latent(own)
     if latent is not None:
         return _with_latent(own, layer, latent)
-    kind = _layer_type(config, index)
     if family(config) == "mimo_v2_flash" and kind == "sliding_attention":
         layer = replace(layer, num_kv_heads=2 * layer.num_kv_heads)
     shared_keys = getattr(config, "attention_k_eq_v", False) is True and kind == "full_attention"
     v_size = find_int(own, "v_head_dim") or layer.qk_head_size
-    return replace(layer, v_head_size=v_size, shared_keys=shared_keys)
+    layer = replace(layer, v_head_size=v_size, shared_keys=shared_keys)
+    if index < need_int(config, *_LAYERS) - (
+        find_int(config, "num_kv_shared_layers", least=0) or 0
+    ):
+        return layer
+    wide = 2 if getattr(config, "use_double_wide_mlp", False) is True else 1
+    return replace(layer, borrows_keys=True, dense_width=wide * layer.dense_width)
+
+
+def _has_mlp(config: object, kind: object) -> bool:
+    """Whether a layer has an MLP or experts behind its mixer, or is one."""
+    if family(config) == "nemotron_h":
+        return kind in ("moe", "mlp")  # one block a layer
+    return family(config) != "mamba2" and (family(config) != "zamba2" or kind == "hybrid")
+
+
+def _read_mixer(config: object, hidden_size: int) -> MixerShape:
+    """A layer's mixer: a gated delta net, a state-space model or a short convolution.
+
+    What scans save was measured of Transformers' torch code, with heads of 64 and 128, and fitted;
+    kernels save less.
+    """
+    names = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
+    kernel = find_int(config, *names, "conv_kernel_size") or 4
+    kimi = getattr(config, "linear_attn_config", None)
+    if isinstance(kimi, Mapping) and "num_heads" in kimi:
+        sizes = cast("Mapping[str, Any]", kimi)
+        named = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
+        config = SimpleNamespace(**{ours: sizes.get(theirs) for ours, theirs in named.items()})
+    values = find_int(config, "linear_num_value_heads", "linear_num_heads")
+    if values is not None:
+        keys = find_int(config, "linear_num_key_heads", "linear_num_heads") or values
+        k_size = need_int(config, "linear_key_head_dim", "linear_head_dim")
+        v_size = find_int(config, "linear_value_head_dim", "linear_head_dim") or k_size
+        conv, out = 2 * keys * k_size + values * v_size, values * v_size
+        block = 64
+        # With a decay for each element of a key, decays between the tokens of a block.
+        own_decays = find_int(config, "linear_num_heads") is not None
+        decays = 10 * block * k_size // 3 if own_decays else 0
+        return MixerShape(
+            in_elements=conv + out + 2 * values,
+            conv_elements=conv,
+            conv_kernel=kernel,
+            out_elements=out,
+            state_elements=values * k_size * v_size,
+            scan_flops=2 * values * (block * (3 * k_size + 2 * v_size) + 3 * k_size * v_size),
+            scan_elements=values * (5 * block + 11 * k_size + 8 * v_size + decays),
+        )
+    heads = find_int(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    if heads is None or family(config) in ("lfm2", "lfm2_moe", "lfm3", "inkling_text"):
+        return MixerShape(
+            in_elements=3 * hidden_size,
+            conv_elements=hidden_size,
+            conv_kernel=kernel,
+            out_elements=hidden_size,
+        )
+    size = need_int(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    state = need_int(config, "mamba_d_state", "ssm_state_size", "state_size")
+    groups = find_int(config, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+    block = find_int(config, "mamba_chunk_size", "chunk_size") or 256
+    out = heads * size
+    conv = out + 2 * groups * state
+    return MixerShape(
+        in_elements=conv + out + heads,
+        conv_elements=conv,
+        conv_kernel=kernel,
+        out_elements=out,
+        state_elements=out * state,
+        scan_flops=2 * heads * (block * (state + size) + 3 * size * state),
+        scan_elements=heads * (3 * block + 7 * state + 6 * size),
+    )
 
 
 def _own_config(config: object, index: int) -> object:
     """What a layer reads its sizes off: an entry of `per_layer_config`, else the config."""
     per_layer = getattr(config, "per_layer_config", None)
+    widths = _sequence(config, "intermediate_size")
+    if widths is not None:
+        width = _per_layer(config, "intermediate_size")
+        return SimpleNamespace(**{**vars(config), "intermediate_size": (width or widths)[index]})
     if per_layer is None:
         return config
     if isinstance(per_layer, Mapping):
@@ -272,6 +375,11 @@ def _dense_width(config: object, hidden_size: int) -> int:
     if getattr(config, "intermediate_size", 0) is None:
         need_int(config, "intermediate_size")
     width = find_int(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    if width is not None and getattr(config, "block_auto_adjust_ff_dim", False) is True:
+        # LFM2: two thirds, rounded up.
+        step = find_int(config, "block_multiple_of") or 1
+        factor = getattr(config, "block_ffn_dim_multiplier", None) or 1.0
+        return -(-int(factor * (2 * width // 3)) // step) * step
     return 4 * hidden_size if width is None else width
 
 
@@ -289,7 +397,15 @@ def _num_experts(config: object) -> int:
 def _read_experts(config: object) -> ExpertShape:
     return ExpertShape(
         count=_num_experts(config),
-        active=find_int(config, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts") or 1,
+        active=find_int(
+            config,
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_topk",
+            "moe_k",
+            "top_k_experts",
+        )
+        or 1,
         width=_expert_width(config),
         biased=traits_of(family(config)).clamped_experts,
     )
@@ -317,6 +433,8 @@ def _is_sparse(config: object, layer: int) -> bool:
     kinds = _per_layer(config, "mlp_layer_types")
     if kinds is not None:
         return kinds[layer] == "sparse"
+    if family(config) == "nemotron_h":
+        return _layer_type(config, layer) == "moe"
     names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     dense = find_int(config, *names, least=0)
     if layer < (dense or 0):
@@ -344,8 +462,32 @@ def _window(config: object, layer: int) -> int | None:
 
 
 def _layer_type(config: object, layer: int) -> object:
-    kinds = _per_layer(config, "layer_types")
-    return None if kinds is None else kinds[layer]
+    for name in ("layer_types", "layers_block_type"):
+        kinds = _per_layer(config, name)
+        if kinds is not None:
+            return _OLD_NAMES.get(str(kinds[layer]), kinds[layer])
+    pattern: object = getattr(config, "hybrid_override_pattern", None)
+    if isinstance(pattern, str) and len(pattern) > layer:
+        return _NEMOTRON_KINDS.get(pattern[layer])
+    attends = _attends(config, layer)
+    if attends is not None:
+        other = "conv" if family(config).startswith("lfm") else "linear_attention"
+        return "full_attention" if attends else other
+    return family_defaults.LAYER_TYPE.get(family(config))
+
+
+def _attends(config: object, layer: int) -> bool | None:
+    """Whether a hybrid's layer has attention, where a file says that in its family's own way."""
+    for name in ("attn_layer_indices", "full_attn_idxs"):
+        indices = _sequence(config, name)
+        if indices is not None:
+            return layer in indices
+    kimi = getattr(config, "linear_attn_config", None)
+    if isinstance(kimi, Mapping):
+        counted = cast("Mapping[str, Sequence[int]]", kimi).get("full_attn_layers", ())
+        return layer + 1 in counted
+    every = find_int(config, "full_attention_interval", "layer_group_size")
+    return None if every is None else (layer + 1) % every == 0
 
 
 def _per_layer(config: object, name: str) -> Sequence[object] | None:

@@ -13,7 +13,7 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import compute_seconds
 from sppo_hf.planning.modes import KEEP
 from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds
+from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds, lengthened
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.solve import (
     Choices,
@@ -135,6 +135,7 @@ def chunk_cuts(
             bounds = cut(target)
         else:
             bounds = auto_bounds(prefix, total_tokens, target_tokens=target, partition=partition)
+        bounds = lengthened(bounds, cost.shape)
         if bounds not in seen:
             seen.add(bounds)
             yield bounds

@@ -15,6 +15,7 @@ from sppo_hf.planning.ledger import FLOAT32_BYTES, LayerWork, Training
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.reader import (
+    encoder_weights,
     family,
     is_tied,
     learned_positions,
@@ -121,7 +122,11 @@ class ModelShape:
             # One row more for the final norm.
             ends = (rows + 1) * hidden_size
             ends += extra * (per_layer_vocabulary(text) + hidden_size)
+            encoders = encoder_weights(config)
             total_parameters = ends + sum(layer.total_weights for layer in work) + adapters
+            if trainable_parameters is None and lora is None:
+                trainable_parameters = total_parameters  # no batch of text gives encoders gradients
+            total_parameters += encoders
         if trainable_parameters is None:
             trainable_parameters = total_parameters if lora is None else adapters
         if weight_bytes is None:
@@ -239,9 +244,10 @@ class ModelShape:
     def recompute_flops_per_token(self, layer: int, saved: Saved) -> int:
         """FLOPs of the matrix products that backward runs again, for one token.
 
-        Recomputation stops at the last value that autograd saves. From a skeleton that is all but
-        the last product (where no norm stands behind it); with the products kept it is the few that
-        cost less than their output's bytes; attention is never among them.
+        Recomputation stops at the last value that autograd saves and leaves out what serves none:
+        keys and values, a frozen product beside an adapter, the last product where no norm stands
+        behind it. With the products kept it is the few that cost less than their output's bytes;
+        attention is never among them.
         """
         if saved == "whole":
             return 0
@@ -301,6 +307,36 @@ class ModelShape:
         if saved == "whole":
             return work.whole_bytes
         return work.products_bytes if saved == "products" else work.skeleton_bytes
+
+    def state_bytes(self, layer: int) -> int:
+        """States that one row of a chunk is given by the chunk before, which its frame holds."""
+        mixer = self.layers[layer].mixer
+        if mixer is None:
+            return 0
+        recurrent = mixer.state_elements * max(FLOAT32_BYTES, self.dtype_bytes)
+        return recurrent + mixer.conv_elements * mixer.conv_kernel * self.dtype_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer carries a state from chunk to chunk."""
+        return any(layer.mixer is not None for layer in self.layers)
+
+    def cast_bytes(self, layer: int) -> int:
+        """Casts of all weights of a layer: 0 unless autocast makes them narrower."""
+        casts = self._parameter_bytes > self.dtype_bytes
+        return self.work(layer).total_weights * self.dtype_bytes if casts else 0
+
+    @property
+    def cached_cast_bytes(self) -> int:
+        """Casts that autocast keeps until forward ends: of trained weights, layers' and head's.
+
+        Those of frozen weights live as long as their product; the embedding's rows are not cast.
+        """
+        if self.lora is not None or self._parameter_bytes <= self.dtype_bytes:
+            return 0
+        layers = sum(map(self.cast_bytes, range(self.num_layers)))
+        head = self.vocab_size * self.hidden_size * self.dtype_bytes
+        return int(self.trainable_fraction * (layers + head))
 
     @property
     def _parameter_bytes(self) -> int:

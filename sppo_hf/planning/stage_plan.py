@@ -17,6 +17,7 @@ from sppo_hf.planning.partition import (
     balanced_bounds,
     chunk_bounds,
     even_bounds,
+    lengthened,
     partition_of,
 )
 from sppo_hf.planning.shape import ModelShape
@@ -58,8 +59,8 @@ def pipeline_bounds(
         return bounds
     number = min(wanted, most)
     if partition_of(config, stages=stages) == "even":
-        return even_bounds(total_tokens, number)
-    return balanced_bounds(PrefixCost.of(shape), total_tokens, number)
+        return lengthened(even_bounds(total_tokens, number), shape)
+    return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, number), shape)
 
 
 def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:

@@ -422,7 +422,6 @@ def test_bad_input_is_refused_before_the_first_chunk(model, ids, case):
 
 @pytest.mark.parametrize(("family", "overrides", "message"), [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1.*Set it to 0.0"),
-    ("mixtral", {"output_router_logits": True}, "load-balancing loss"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_exact_are_refused_in_training(family, overrides, message, ids):
     model = build_tiny_model(family, dtype=torch.float32).train()

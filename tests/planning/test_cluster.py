@@ -82,15 +82,15 @@ def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
 
 def test_less_memory_is_slower() -> None:
     seconds = [
-        solve_cluster(within(gib), keep=1).best[0].step_seconds for gib in (1000.0, 6.0, 3.0)
+        solve_cluster(within(gib), keep=1).best[0].step_seconds for gib in (1000.0, 6.9, 3.9)
     ]
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[-1]
 
 
 def test_the_host_is_a_limit_too() -> None:
-    roomy = solve_cluster(within(3, host=1000), keep=1).best[0]
-    tight = solve_cluster(within(3, host=1), keep=1)
+    roomy = solve_cluster(within(3.9, host=1000), keep=1).best[0]
+    tight = solve_cluster(within(3.9, host=1), keep=1)
     assert roomy.host_bytes > GIB
     assert all(plan.host_bytes <= GIB for plan in tight.best)
 
@@ -149,7 +149,7 @@ def test_keys_and_values_on_the_host_let_longer_rows_fit() -> None:
         chunk_tokens=(8192, 8192),
     )
     # Of a rank's two layers K/V are 2 GiB, and their gradient sums twice that.
-    long = replace(within(7), total_tokens=2**20, rows=1, space=space)
+    long = replace(within(7.9), total_tokens=2**20, rows=1, space=space)
     here = solve_cluster(long, keep=1)
     space = replace(space, kv_tiers=("device", "host"))
     away = solve_cluster(replace(long, space=space), keep=1)

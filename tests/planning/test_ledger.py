@@ -21,8 +21,7 @@ def test_a_product_saves_its_input_once_for_all_that_share_it() -> None:
     assert work.whole_bytes == WIDTH * 2
     assert work.forward_flops == 2 * WIDTH * 16
     assert work.input_gradient_flops == work.weight_gradient_flops == work.forward_flops
-    # The second saves its input before it multiplies, so only the first runs again.
-    assert work.skeleton_recompute_flops == 2 * WIDTH * 10
+    assert work.skeleton_recompute_flops == 0, "both save their input, and nobody their output"
     assert work.total_weights == WIDTH * 16
 
 
@@ -55,6 +54,17 @@ def test_products_are_kept_if_a_saved_value_depends_on_them() -> None:
     work = book.close()
     assert work.products_bytes - work.skeleton_bytes == 10 * 2
     assert work.products_recompute_flops == 0
+
+
+def test_what_serves_only_what_is_never_saved_does_not_run_again() -> None:
+    book = ledger()
+    needed = book.product(book.input, 10)
+    unused = book.product(book.input, 7)
+    book.product(book.new(7, unused), 5)  # saves its input, which needs the one before
+    late = book.product(needed, 4)
+    book.add(late, late)
+    work = book.close()
+    assert work.skeleton_recompute_flops == 2 * WIDTH * (10 + 7)
 
 
 def test_thin_products_run_again_and_pass_their_dependence_on() -> None:

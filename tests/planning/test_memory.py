@@ -11,7 +11,7 @@ from sppo_hf.errors import BudgetError
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.lowering import estimate
+from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.moments import MemoryEstimate
@@ -206,3 +206,26 @@ def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
     frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
     assert frames[0] < frames[1] == frames[31]
     assert estimate(shape, decided(KEEP)).device["frames"] == 1000 * sum(frames)
+
+
+def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
+    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, parameter_bytes=4)
+    moments = estimate(shape, decided(KEEP)).moments
+    # Half as many bytes again as the float32 weights, but for the embedding's rows and norms.
+    casts = 2 * (shape.total_parameters - 128_256 * 4096 - 4096)
+    assert moments[0].device["weights"] - shape.weight_bytes == casts
+    assert moments[-1].device["weights"] == shape.weight_bytes
+
+
+def test_wide_adapters_compute_beside_what_they_are_added_to() -> None:
+    def workspace(**lora: Any) -> int:
+        shape = ModelShape.from_config(
+            llama_config(), dtype_bytes=2, lora=LoraShape(rank=16, **lora)
+        )
+        held = StepProgram(decided(KEEP), shape, "cuda").levels["device"]
+        return int(held[Cause.WORKSPACE].during[0])
+
+    narrow, wide = workspace(dtype_bytes=2), workspace()
+    assert narrow == 600 * 2 * (2 * 14_336 + 2 * 4096)
+    assert wide == narrow + 600 * 3 * 4 * 14_336
+    assert workspace(autocast=True) == workspace(targets=("q_proj",)) == narrow

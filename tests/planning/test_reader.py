@@ -1,6 +1,7 @@
 """Sizes read off configs as families spell them."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,32 @@ def test_windows_by_layer_type() -> None:
 def test_window_of_all_layers_unless_switched_off(used: bool, window: int | None) -> None:
     config = llama_config(sliding_window=512, use_sliding_window=used)
     assert {layer.window for layer in read_layers(config)} == {window}
+
+
+@pytest.mark.parametrize(
+    ("fields", "attending"),
+    [
+        ({"layer_types": ["mamba", "attention", "mamba", "mamba"]}, [1]),
+        ({"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "conv"]}, [1]),
+        ({"model_type": "qwen3_next"}, [3]),
+        ({"full_attention_interval": 2}, [1, 3]),
+        ({"attn_layer_indices": [0, 2]}, [0, 2]),
+        ({"model_type": "lfm2", "full_attn_idxs": [2]}, [2]),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*-E"}, [1]),
+        ({"linear_attn_config": {"full_attn_layers": [4], "num_heads": 2, "head_dim": 8}}, [3]),
+        ({"model_type": "falcon_h1"}, [0, 1, 2, 3]),
+        ({"model_type": "mamba2"}, []),
+    ],
+)
+def test_which_layers_of_a_hybrid_attend(fields: dict[str, Any], attending: list[int]) -> None:
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    sizes |= (
+        {"linear_num_value_heads": 2, "linear_key_head_dim": 8} if "qwen" in str(fields) else {}
+    )
+    layers = read_layers(llama_config(num_hidden_layers=4, **sizes, **fields))
+    assert [index for index, layer in enumerate(layers) if layer.num_heads] == attending
+    assert all(layer.kv_elements == 0 for layer in layers if not layer.num_heads)
+    assert any(layer.mixer is not None for layer in layers)
 
 
 def test_first_layers_dense_then_shared_and_active_experts() -> None:

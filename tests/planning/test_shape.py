@@ -47,16 +47,22 @@ def test_llama_8b_by_hand() -> None:
     assert shape.frame_bytes_per_token(0, "products") == 2 * 4096 * 2 + 32 * 4 + kept
 
 
-def test_recomputation_leaves_out_the_last_product() -> None:
+def test_recomputation_leaves_out_keys_values_and_the_last_product() -> None:
     shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
-    last = 2 * 4096 * 14_336
+    last, keys_and_values = 2 * 4096 * 14_336, 2 * 4096 * 2 * 1024
     linear = shape.linear_flops_per_token(0)
-    assert shape.recompute_flops_per_token(0, "skeleton") == linear - last
+    assert shape.recompute_flops_per_token(0, "skeleton") == linear - last - keys_and_values
     assert shape.recompute_flops_per_token(0, "products") == 0
     assert shape.recompute_flops_per_token(0, "whole") == 0
     # A norm behind the last product needs it.
     post = ModelShape.from_config(llama_config(model_type="olmo2"), dtype_bytes=2)
-    assert post.recompute_flops_per_token(0, "skeleton") == linear
+    # ... and its norms of queries and keys need those.
+    assert post.recompute_flops_per_token(0, "skeleton") == linear - keys_and_values // 2
+    # An adapter's second factor saves its input after the frozen product beside it.
+    lora = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
+    factors = 2 * 16 * (6 * 4096 + 14_336 + 2 * 4096 + 2 * 1024 + 2 * 14_336)
+    again = lora.recompute_flops_per_token(1, "skeleton")
+    assert again == linear - last - keys_and_values + factors
     kept = "products"
     assert post.frame_bytes_per_token(0, kept) > shape.frame_bytes_per_token(0, kept)
 

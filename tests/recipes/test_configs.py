@@ -21,17 +21,20 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
-PAIRS = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "2_nodes")
+PAIRS = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "1_gpu_hybrid", "2_nodes")
 ROWS = 4
 
 
-def _start(folder: Path, rows: int, *launch: str, sppo: Path | None) -> subprocess.Popen:
+def _start(
+    folder: Path, rows: int, *launch: str, sppo: Path | None, family: str = ""
+) -> subprocess.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
     command += ["--main_process_port", str(free_port())] if "--machine_rank" not in launch else []
     if sppo is not None:
         command += ["-m", "sppo_hf.run", "--config", str(sppo)]
     command += [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
+    command += [family] if family else []
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
@@ -91,7 +94,7 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", PAIRS[:-1])
+@pytest.mark.parametrize("name", PAIRS[:-2])
 def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
     accelerate, sppo = CONFIGS / name / "accelerate.yaml", CONFIGS / name / "sppo.yaml"
     processes = yaml.safe_load(accelerate.read_text())["num_processes"]
@@ -103,6 +106,22 @@ def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
         _fork(tmp_path, ROWS // replicas, processes, "--config", str(sppo))
     for ours, theirs in zip(_history(tmp_path), plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_hybrid_trains_in_chunks_as_without(tmp_path):
+    pair = CONFIGS / "1_gpu_hybrid"
+    settings = yaml.safe_load((pair / "sppo.yaml").read_text())
+    sppo = tmp_path / "sppo.yaml"
+    sppo.write_text(yaml.safe_dump({**settings, "chunk_tokens": 10}))
+    launch = ("--config_file", str(pair / "accelerate.yaml"), "--mixed_precision", "no")
+    histories = []
+    for name, used in (("chunks", sppo), ("plain", None)):
+        _finish(_start(tmp_path / name, ROWS, *launch, sppo=used, family="qwen3_5_text"))
+        histories.append(_history(tmp_path / name))
+    for ours, theirs in zip(*histories, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.slow
