@@ -21,7 +21,8 @@ KNOWN_PARAMETERS = {
     # Without the layer for multi-token prediction, which Transformers does not load.
     "deepseek-v3": 671_026_419_200,
     "gpt-oss-20b": 20_914_757_184,
-    "gemma-3-4b": 3_880_099_328,
+    # 3,880,099,328 in its text decoder; the vision encoder is counted roughly.
+    "gemma-3-4b": 4_310_244_864,
 }
 
 
