@@ -24,6 +24,7 @@ from sppo_hf.planning.refusals import (
     NO_LAYERS,
     OWN_STATE,
     STATE_LAYER_TYPES,
+    WITHOUT_ATTENTION,
     refuse_multimodal,
 )
 
@@ -61,10 +62,15 @@ class ModelParts:
 
     def attending_layers(self) -> frozenset[int]:
         """Decoder layers with keys and values: all but recurrent ones and those of an MLP alone."""
-        # What a layer keeps for generation, Transformers itself knows best.
+        # What a layer keeps for generation, Transformers itself knows best; but layers that read
+        # another layer's keys keep nothing either.
         kept = DynamicCache(config=self.text_config).layers
+        kinds = getattr(self.text_config, "layer_types", None)
         return frozenset(range(len(self.layers))) - {
-            index for index, layer in enumerate(kept) if not isinstance(layer, CacheLayerMixin)
+            index
+            for index, layer in enumerate(kept)
+            if not isinstance(layer, CacheLayerMixin)
+            and (kinds is None or kinds[index] in WITHOUT_ATTENTION)
         }
 
     def base_arguments(self) -> frozenset[str]:
