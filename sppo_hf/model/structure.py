@@ -24,6 +24,7 @@ from sppo_hf.planning.refusals import (
     NO_LAYERS,
     OWN_STATE,
     STATE_LAYER_TYPES,
+    WITHOUT_ATTENTION,
     indexer_reason,
 )
 
@@ -64,12 +65,15 @@ class ModelParts:
 
     def attending_layers(self) -> frozenset[int]:
         """Decoder layers with keys and values: all but recurrent ones and those of an MLP alone."""
-        # What a layer keeps for generation, Transformers itself knows best. The last layers, where
-        # they read others' keys, keep none and attend all the same.
-        borrowing = getattr(self.text_config, "num_kv_shared_layers", 0) or 0
-        kept = DynamicCache(config=self.text_config).layers[: len(self.layers) - borrowing]
+        # What a layer keeps for generation, Transformers itself knows best; but layers that read
+        # another layer's keys keep nothing either.
+        kept = DynamicCache(config=self.text_config).layers
+        kinds = getattr(self.text_config, "layer_types", None)
         return frozenset(range(len(self.layers))) - {
-            index for index, layer in enumerate(kept) if not isinstance(layer, CacheLayerMixin)
+            index
+            for index, layer in enumerate(kept)
+            if not isinstance(layer, CacheLayerMixin)
+            and (kinds is None or kinds[index] in WITHOUT_ATTENTION)
         }
 
     def base_arguments(self) -> frozenset[str]:

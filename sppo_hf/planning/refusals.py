@@ -89,7 +89,10 @@ def indexer_reason(text: object) -> str | None:
 STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "mamba"})
 """Those that carry a recurrent or convolutional state; "mamba" is what older files say."""
 
-LAYER_TYPES = ATTENTION_LAYER_TYPES | STATE_LAYER_TYPES | {"hybrid", "hybrid_sliding", "moe", "mlp"}
+WITHOUT_ATTENTION = STATE_LAYER_TYPES | {"moe", "mlp"}
+"""Those without keys and values: also layers that are an MLP alone."""
+
+LAYER_TYPES = ATTENTION_LAYER_TYPES | WITHOUT_ATTENTION | {"hybrid", "hybrid_sliding"}
 """Those that may be exact: also layers with attention and a state, and those of an MLP alone."""
 
 
