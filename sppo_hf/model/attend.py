@@ -80,6 +80,7 @@ class LayerCall:
 
 class _Running(threading.local):
     call: LayerCall | None = None
+    taken_over: int = 0
 
 
 _running = _Running()
@@ -108,9 +109,11 @@ def attention_taken_over(configs: tuple[PreTrainedConfig, ...]) -> Iterator[None
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = IMPLEMENTATION
+    _running.taken_over += 1
     try:
         yield
     finally:
+        _running.taken_over -= 1
         for config, value in zip(configs, before, strict=True):
             config._attn_implementation_internal = value
 
@@ -149,6 +152,11 @@ def attention_forward(
         UnsupportedModelError: If the call asks for what chunked attention cannot do exactly.
     """
     call = _running.call
+    if call is None and _running.taken_over:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends outside the decoder layers, which chunks do not "
+            "reach. Train the model without sppo_hf."
+        )
     if call is None:
         raise SPPOError(
             f"{type(module).__name__} was called with sppo_hf's attention outside a chunk. "

@@ -139,7 +139,9 @@ def _check(
 ) -> CheckResult:
     direct = dtype in (torch.float64, torch.float32)
     text = model.config.get_text_config(decoder=True)
-    vocab_size = text.vocab_size
+    vocab_size = getattr(text, "vocab_size", None)
+    if vocab_size is None:
+        raise ConfigError(f"model type {text.model_type!r} has no vocabulary. {_NAMES}")
     _check_tokens(rows, tokens, getattr(text, "num_attention_heads", 1), vocab_size)
     padding = (0,) * (rows - 1) + (tokens // 3,) if rows > 1 else ()
     batches = [

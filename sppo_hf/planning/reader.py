@@ -287,9 +287,8 @@ def _own_config(config: object, index: int) -> object:
     """What a layer reads its sizes off: an entry of `per_layer_config`, else the config."""
     per_layer = getattr(config, "per_layer_config", None)
     widths = _sequence(config, "intermediate_size")
-    if widths is not None:
-        width = _per_layer(config, "intermediate_size")
-        return SimpleNamespace(**{**vars(config), "intermediate_size": (width or widths)[index]})
+    if widths is not None and len(widths) >= need_int(config, *_LAYERS):
+        return SimpleNamespace(**{**vars(config), "intermediate_size": widths[index]})
     if per_layer is None:
         return config
     if isinstance(per_layer, Mapping):

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_nested_configs_of_plain_language_models_are_planned_as_they_train(
     (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
     whole = AutoConfig.for_model(name)
     with torch.device("meta"):
-        model_class = AutoModelForCausalLM._model_mapping[type(whole)]
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(whole)]
         model = model_class._from_config(text)
     trained = _said(lambda: find_parts(model))
     planned = _said(lambda: refusals.check_config(load_config(tmp_path)))
