@@ -131,6 +131,7 @@ class ForwardCall:
             shift_labels_BT=None if all_positions else self.shift_labels,
             ignore_index=self.ignore_index,
             left_padding=self.left_padding,
+            blocks=bool(getattr(self.parts.text_config, "attention_chunk_size", None)),
         )
 
     def divisor(self, count: Tensor) -> Tensor:
