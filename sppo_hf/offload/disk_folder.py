@@ -139,6 +139,8 @@ def refuse_unusable(directory: str | os.PathLike[str]) -> Iterator[None]:
     except ValueError as error:
         # Zero bytes, and characters that no encoding of file names has.
         raise _refusal(directory, f"no file can have that name ({error})") from error
+    except RecursionError:  # pathlib makes the folders above one by one, each in a call of its own
+        raise _refusal(directory, "too many of its folders would have to be made") from None
 
 
 def _why_not_nameless(directory: Path) -> str | None:

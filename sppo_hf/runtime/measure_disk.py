@@ -66,7 +66,9 @@ def measure_disk(
                 if error.errno not in _NO_DIRECT:
                     raise
             return _run(file.name, blocks, most_seconds, clock, direct=False)
-    except (OSError, ValueError) as error:  # a ValueError where no file can have that name
+    # A ValueError where no file can have that name, a RecursionError from pathlib where too many
+    # folders would have to be made.
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"offload_dir={os.fspath(folder)!r} cannot be measured: {reason}. Allowed: a "

@@ -459,3 +459,8 @@ def test_free_bytes_are_known_even_when_the_folder_is_gone(tmp_path: Path) -> No
     folder.path.rmdir()
     assert folder.free_bytes > 0
     folder.remove()
+
+
+def test_more_folders_than_can_be_made_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too many of its folders"):
+        StoreFolder(tmp_path.joinpath(*["a"] * 1800))
