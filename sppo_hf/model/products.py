@@ -95,7 +95,12 @@ class ProductRecorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, layer: nn.Module, hidden: Tensor, *, hold: Callable[[str, Tensor], Holder]
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        *,
+        hold: Callable[[str, Tensor], Holder],
+        without_memory: bool = False,
     ) -> None:
         """Prepare.
 
@@ -105,12 +110,15 @@ class ProductRecorder(TorchDispatchMode):
             hold: Gives an output its place until backward; called with a name that is the same
                 in every layer of the same kind, at most once for a name unless an output is
                 written into.
+            without_memory: Whether tensors are fake: nothing is written into them unseen, and
+                they are no more than their shape.
         """
         super().__init__()
         self._layer = layer
         self._width = hidden.shape[-1]
         self._hold = hold
-        self._copies = _written_unseen.get(layer, True)
+        self._without_memory = without_memory
+        self._copies = not without_memory and _written_unseen.get(layer, True)
         self._products: list[Product] = []
         self._fresh: list[_Fresh] = []
         self._index_of: dict[int, int] = {}
@@ -150,7 +158,7 @@ class ProductRecorder(TorchDispatchMode):
     def stop(self) -> tuple[Product, ...]:
         """Stop watching; returns all products in order."""
         self.abandon()
-        if self._layer not in _written_unseen:
+        if self._layer not in _written_unseen and not self._without_memory:
             _written_unseen[self._layer] = any(
                 not fresh.written and fresh.copy is not None and _differ(fresh.output, fresh.copy)
                 for fresh in self._fresh
@@ -198,7 +206,7 @@ class ProductRecorder(TorchDispatchMode):
         storage = storage_key(output)
         if storage is not None:
             self._index_of[storage] = index
-        if type(output) is not Tensor:
+        if type(output) is not Tensor and not self._without_memory:
             self._keep(index)  # zeros could not stand for it
 
     def _write(self, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
