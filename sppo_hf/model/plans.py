@@ -254,6 +254,8 @@ class PlanBook:
         softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
         chosen: dict[str, str] = {}
         for layer in shape.layers:
+            if not layer.num_heads:
+                continue
             requirement = Requirement(
                 device_type=device.type,
                 dtype=dtype,

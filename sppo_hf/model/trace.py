@@ -23,12 +23,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from sppo_hf.attention.backends.base import (
     Attended,
@@ -40,15 +46,19 @@ from sppo_hf.attention.backends.base import (
 from sppo_hf.attention.blocks import Block
 from sppo_hf.attention.kv import Keep, LayerKV
 from sppo_hf.attention.pieces import Piece
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.attend import LayerCall, attention_taken_over, begin_layer, end_layer
 from sppo_hf.model.mask import MaskMeaning
 from sppo_hf.model.operations import operation, storage_key, tensors_in
 from sppo_hf.model.products import ProductRecorder
 from sppo_hf.model.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
+from sppo_hf.model.tiny import BUILD_ERRORS, first_line
+from sppo_hf.planning.config_file import check_sizes, to_fields
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
+from sppo_hf.planning.reader import family, rotary_limit_tokens
+from sppo_hf.rules import refuse, show
 
 __all__ = ["trace_config", "trace_model"]
 
@@ -60,7 +70,11 @@ _LENGTHS = (256, 512)
 _CPU_LENGTHS = (64, 128)
 """The same where numbers are really computed."""
 
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_LOOKS_AT_VALUES = (
+    *(DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException),
+)
+
+_DTYPES = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 _HIDDEN = "hidden_states"
 
@@ -71,9 +85,33 @@ _POSITIONS = ("position", "cache_position")
 _INDEX = frozenset(("layer_idx", "layer_id", "layer_number"))
 
 
-def trace_config(config: PreTrainedConfig, training: Training) -> ModelProfile:
-    """Traces the model that `AutoModelForCausalLM` makes of `config`; see `trace_model`."""
-    return trace_model(config, training, AutoModelForCausalLM.from_config)
+def trace_config(config: object, training: Training) -> ModelProfile:
+    """Traces the model that `AutoModelForCausalLM` makes of a configuration; see `trace_model`.
+
+    Args:
+        config: of Transformers, or an object with the fields of a `config.json`.
+        training: how the model is trained.
+
+    Raises:
+        UnsupportedModelError: the engine cannot run such a model.
+        ConfigError: no model can be made of these settings, or LoRA was asked for, and PEFT is not
+            installed.
+    """
+    fields = config.to_dict() if isinstance(config, PreTrainedConfig) else to_fields(config)
+    check_sizes(fields)
+    try:
+        if not isinstance(config, PreTrainedConfig):
+            config = AutoConfig.for_model(**fields)
+        return trace_model(config, training, AutoModelForCausalLM.from_config)
+    except SPPOError:
+        raise
+    except BUILD_ERRORS as error:
+        raise ConfigError(
+            f"no {show(family(config))} model can be made of this configuration"
+            f" ({first_line(error)}). Remedy: mend the model's config.json, or, for a model type"
+            " that the installed Transformers does not know, update it (pip install -U"
+            " transformers)"
+        ) from error
 
 
 def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> ModelProfile:
@@ -89,19 +127,48 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         ConfigError: LoRA was asked for, and PEFT is not installed.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]):
-        parts = find_parts(_build(config, training, make, fake))
-        layers = _trace_layers(parts, training, fake)
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        # So that hooks of the caller see none of it.
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        parts = find_parts(_build(config, training, make))
+        with _only(parts, ()), fake:
+            _make_fake(parts.causal_lm)
+        calls = [_calls(parts, tokens, training) for tokens in _LENGTHS]
+        # What comes before the first adapter needs no gradient, so the first layer stands alone.
+        kinds = [(_kind(call), training.lora and index == 0) for index, call in enumerate(calls[0])]
+        examples = {kinds.index(kind) for kind in kinds}
+        with _only(parts, [parts.layers[index] for index in examples]), fake:
+            if training.lora is not None:
+                with torch.device("meta"):
+                    _adapt(parts.causal_lm, training.lora)
+            _make_fake(parts.causal_lm)
+        traced = {
+            kinds[index]: _trace_kind(
+                parts,
+                [long_or_short[index] for long_or_short in calls],
+                training,
+                fake,
+                reached=training.lora is None or index > 0,
+            )
+            for index in sorted(examples)
+        }
     inside = {p for layer in parts.layers for p in layer.parameters()}
     outside = [x for x in parts.causal_lm.named_parameters() if x[1] not in inside]
     weights, adapters = _count(outside)
     head: Any = parts.causal_lm.get_output_embeddings()
     embedding: Any = parts.causal_lm.get_input_embeddings()
+    # Kinds that differ in nothing that is counted are one.
+    alike = {layer: layer for layer in traced.values()}
     return ModelProfile(
         training=training,
-        layers=layers,
+        layers=tuple(alike[traced[kind]] for kind in kinds),
         vocab_size=head.weight.shape[0],
         tied=head.weight is embedding.weight,
+        max_positions_tokens=rotary_limit_tokens(parts.text_config),
         outer_weights=weights,
         outer_adapter_weights=adapters,
     )
@@ -110,10 +177,10 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
 # -- the model ---------------------------------------------------------------------------------
 
 
-def _build(
-    config: PreTrainedConfig, training: Training, make: Any, fake: FakeTensorMode
-) -> nn.Module:
+def _build(config: PreTrainedConfig, training: Training, make: Any) -> nn.Module:
+    """The model on the meta device, where tensors are made faster than fake ones."""
     config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
     for settings in (config, config.get_text_config(decoder=True)):
         # The engine refuses these for training; without them such a model can be evaluated.
         for name in ATTENTION_DROPOUT_FIELDS:
@@ -121,14 +188,28 @@ def _build(
                 setattr(settings, name, 0.0)
         if getattr(settings, "output_router_logits", False):
             setattr(settings, "output_router_logits", False)  # noqa: B010
-    # Not made of fake tensors at once: PEFT cannot move those.
     with torch.device("meta"):
-        model = make(config, dtype=_DTYPES[training.parameter_bytes])
-        if training.lora is not None:
-            _adapt(model, training.lora)
-    with fake:
-        _replace_tensors(model, lambda meta: torch.empty_like(meta, device="cpu"))
-    return model.train()
+        return make(config, dtype=_DTYPES[training.parameter_bytes]).train()
+
+
+@contextlib.contextmanager
+def _only(parts: ModelParts, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Leaves the other decoder layers out of a model for a while."""
+    modules = parts.base._modules
+    name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
+    whole, modules[name] = modules[name], nn.ModuleList(layers)
+    try:
+        yield
+    finally:
+        modules[name] = whole
+
+
+def _make_fake(module: nn.Module) -> None:
+    """Takes tensors from the meta device to the CPU, in the fake mode of the caller."""
+    _replace_tensors(
+        module,
+        lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x,
+    )
 
 
 def _adapt(model: Any, lora: LoraShape) -> None:
@@ -146,12 +227,11 @@ def _adapt(model: Any, lora: LoraShape) -> None:
         # Conv1D is GPT-2's linear layer.
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     }
-    settings = LoraConfig(
-        r=lora.rank,
-        target_modules=[name for name in linear if lora.adapts(name)],
-        lora_dropout=lora.dropout,
-    )
     model.requires_grad_(False)
+    targets = sorted(name for name in linear if lora.adapts(name))
+    if not targets:
+        return
+    settings = LoraConfig(r=lora.rank, target_modules=targets, lora_dropout=lora.dropout)
     with quiet_peft():
         # Around the base model, because of whole ones PEFT takes names such as `gate_proj` to mean
         # the weights of experts, too.
@@ -182,10 +262,10 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
 
     # Numbers are real until they meet a weight: masks are asked what they mean, and rotary tables
     # may grow with the positions.
-    ids = torch.zeros(1, tokens, dtype=torch.long)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
     inputs = {
         "input_ids": ids,
-        "position_ids": torch.arange(tokens)[None],
+        "position_ids": torch.arange(tokens, device="cpu")[None],
         "attention_mask": torch.ones_like(ids, dtype=torch.bool),
     }
     for layer in parts.layers:
@@ -209,24 +289,6 @@ def _autocast(training: Training) -> contextlib.AbstractContextManager[object]:
 # -- layers ------------------------------------------------------------------------------------
 
 
-def _trace_layers(
-    parts: ModelParts, training: Training, fake: FakeTensorMode
-) -> tuple[LayerProfile, ...]:
-    short, long = (_calls(parts, tokens, training) for tokens in _LENGTHS)
-    kinds: dict[object, LayerProfile] = {}
-    layers: list[LayerProfile] = []
-    for index, calls in enumerate(zip(short, long, strict=True)):
-        # What comes before the first adapter needs no gradient.
-        reached = training.lora is None or index > 0
-        kind = (_kind(calls[0]), reached)
-        if kind not in kinds:
-            kinds[kind] = _trace_kind(parts, calls, training, fake, reached)
-        layers.append(kinds[kind])
-    # Kinds that differ in nothing that is counted are one.
-    alike = dict(zip(layers, layers, strict=True))
-    return tuple(alike[layer] for layer in layers)
-
-
 def _kind(call: _Call) -> object:
     """What a layer is made of; layers of which this is equal cost and save the same."""
     modules = tuple((name, type(module)) for name, module in call.layer.named_modules())
@@ -247,13 +309,13 @@ def _trace_kind(
     calls: Sequence[_Call],
     training: Training,
     fake: FakeTensorMode,
+    *,
     reached: bool,
 ) -> LayerProfile:
     try:
         with fake:
             return _trace_layer(parts, calls, _LENGTHS, training, reached)
-    except (UnsupportedFakeTensorException, RuntimeError) as error:
-        # Of which fake tensors' own errors are kinds.
+    except _LOOKS_AT_VALUES as error:
         logger.info("%s is traced on the CPU: %s", type(calls[0].layer).__name__, error)
     layer = calls[0].layer
     calls = [
@@ -328,25 +390,25 @@ def _on_zeros(layer: nn.Module) -> Iterator[None]:
 
 
 def _zeros(fake: Tensor) -> Tensor:
-    return torch.zeros(fake.shape, dtype=fake.dtype).requires_grad_(fake.requires_grad)
+    return torch.zeros(fake.shape, dtype=fake.dtype, device="cpu").requires_grad_(
+        fake.requires_grad
+    )
 
 
-def _replace_tensors(
-    module: nn.Module, make: Callable[[Tensor], Tensor]
-) -> dict[Tensor, Tensor]:
+def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
     """Replaces parameters and buffers by what `make` makes of them; returns the old by the new."""
     new: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        for name, tensor in part._parameters.items():
-            if tensor is not None:
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
                 if tensor not in new:
                     made = make(tensor)
-                    new[tensor] = nn.Parameter(made, tensor.requires_grad)
-                part._parameters[name] = new[tensor]
-        for name, tensor in part._buffers.items():
-            if tensor is not None:
-                new[tensor] = new.get(tensor, make(tensor))
-                part._buffers[name] = new[tensor]
+                    if tensors is part._parameters and made is not tensor:
+                        made = nn.Parameter(made, tensor.requires_grad)
+                    new[tensor] = made
+                tensors[name] = new[tensor]
     return {made: old for old, made in new.items()}
 
 
@@ -650,6 +712,13 @@ class _Nothing(Backend):
 
     def forward(self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **_: Any) -> Attended:
         rows, heads, tokens, _size = q_BNCH.shape
+        if heads % k_BKTH.shape[1]:
+            refuse(
+                "the attention of this model",
+                {"heads": heads, "key and value heads": k_BKTH.shape[1]},
+                allowed="heads that are a multiple of the key and value heads",
+                remedy="mend the model's config.json",
+            )
         sums = accumulation_dtype(q_BNCH.dtype)
         lse_BNC = q_BNCH.new_zeros(rows, heads, tokens, dtype=sums)
         size = v_BKTH.shape[-1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from sppo_hf.planning.flops import visible_pairs
 from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
-from sppo_hf.planning.layer import LayerShape
+from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.shape import ModelShape
 
@@ -184,7 +184,7 @@ class StageCost:
         """Reading from offload_dir."""
         return num_bytes / (self.profile.disk_read_bytes_per_second or UNKNOWN_DISK_READ)
 
-    def _pairs_flops(self, shape: LayerShape, start: int, end: int) -> float:
+    def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)
         return self.batch_rows * shape.attention_flops_per_key * pairs
 

@@ -42,7 +42,7 @@ _Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
 # Settings of a config.json that no layer's FLOPs or bytes depend on.
 _IRRELEVANT = frozenset(
     (
-        "_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range "
+        "architectures auto_map bos_token_id dtype eos_token_id initializer_range "
         "pad_token_id pretraining_tp quantization_config torch_dtype transformers_version use_cache"
     ).split()
 )
@@ -155,6 +155,9 @@ class ModelProfile:
 
     tied: bool
     """Embedding and head share one matrix."""
+
+    max_positions_tokens: int | None
+    """Longest sequence the position encoding was made for; None where it has no end."""
 
     outer_weights: int
     """Parameters outside the decoder layers: embeddings, final norm, head."""
@@ -297,7 +300,11 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in cast("list[Any]", value)]
     else:
         return value
-    kept = {str(name): _plain(entry) for name, entry in named.items() if name not in _IRRELEVANT}
+    kept = {
+        str(name): _plain(entry)
+        for name, entry in named.items()
+        if name not in _IRRELEVANT and not str(name).startswith("_")
+    }
     return {name: entry for name, entry in kept.items() if entry is not None}
 
 

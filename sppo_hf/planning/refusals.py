@@ -79,6 +79,11 @@ Cohere 2 is not among them: inside a multimodal model its logits are not scaled.
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Entries of `layer_types` that are softmax attention over all earlier keys or a window of them."""
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+
 
 def check_config(config: object) -> None:
     """Refuses a config whose family or layers are known not to run chunk by chunk.
@@ -88,7 +93,10 @@ def check_config(config: object) -> None:
 
     Raises:
         UnsupportedModelError: naming the reason and the remedy.
+        ConfigError: a size is no number of anything.
     """
+    for name in _SIZES:
+        find_int(text_config(config), name)
     if family(config) not in LOADED_AS_TEXT:
         refuse_multimodal(config, f"Models of type {family(config)!r}")
     reason = _reason(config)

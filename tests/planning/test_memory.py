@@ -18,11 +18,11 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.tier_bytes import TierBytes
-from tests.planning.shapes import llama_config, tiny_shape
+from tests.planning.shapes import llama_config, shape_of, tiny_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))
 # Few parameters train, so that gradients decide no peak.
-SHAPE = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=1000)
+SHAPE = shape_of(llama_config(), dtype_bytes=2, trainable_parameters=1000)
 
 
 def predict(
@@ -61,7 +61,7 @@ def test_standing_bytes() -> None:
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     what = decided(KEEP, accumulates=accumulates)
     gradients = [m.device.gradients for m in estimate(shape, what).moments]
     before = shape.gradient_bytes if accumulates else 0
@@ -71,7 +71,7 @@ def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> N
 
 
 def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     size = 128_256 * 4096 * 2
     moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128)))).moments
     tile = 64 * 128_256 * (2 + 4 + 4 + 4)
@@ -169,9 +169,9 @@ def test_total_is_the_sum_of_causes() -> None:
 
 
 def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
-    grouped = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    grouped = shape_of(llama_config(), dtype_bytes=2)
     # As many key heads as query heads: their gradients are what the kernel writes.
-    single = ModelShape.from_config(llama_config(num_key_value_heads=32), dtype_bytes=2)
+    single = shape_of(llama_config(num_key_value_heads=32), dtype_bytes=2)
 
     def workspace(shape: ModelShape, kind: str, **others: Any) -> int:
         bounds = tuple((start, start + 512) for start in range(0, 64_512, 512))
@@ -192,7 +192,7 @@ def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
 
 
 def test_tile_fits_its_bytes() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     assert loss_tile_tokens(shape, device_kind="cuda") == 512
     assert loss_tile_tokens(shape, device_kind="cpu") == 256
 
@@ -206,7 +206,7 @@ def test_budget_error_names_tier_need_have_and_remedy() -> None:
 
 
 def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
+    shape = shape_of(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
     frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
     assert frames[0] < frames[1] == frames[31]
     assert estimate(shape, decided(KEEP)).device.frames == 1000 * sum(frames)

@@ -23,7 +23,6 @@ from sppo_hf.model.convert import convert
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import tiny_config
 from sppo_hf.model.tiny_families import FAMILIES
-from sppo_hf.planning.lora import ALL_LINEAR, LoraShape
 
 TOKENS = 61
 """A prime, so that memory whose size is divisible by it grows with the tokens."""
@@ -65,12 +64,8 @@ SETTINGS = SPPOConfig(
 )
 
 
-def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Module, Any]:
-    """A converted random model of `tiny_families.FAMILIES[name]`, and its LoRA or None.
-
-    PEFT turns "all-linear" into merged expert weights for families with experts, so there only
-    attention is adapted.
-    """
+def sized_config(name: str) -> Any:
+    """The configuration of `tiny_families.FAMILIES[name]` with sizes that are all different."""
     default = AutoConfig.for_model(FAMILIES[name].model_type)
     fields, names = default.to_dict(), default.attribute_map
     sizes = {
@@ -83,17 +78,23 @@ def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Modu
         sizes |= {"head_dim": 8} if "head_dim" in sizes else {}
     if name == "helium":
         sizes["head_dim"] = 20  # its output projection takes heads to be hidden_size wide together
+    return tiny_config(name, **sizes)
+
+
+def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> nn.Module:
+    """A converted random model of `sized_config(name)`.
+
+    PEFT turns "all-linear" into merged expert weights for families with experts, so there only
+    attention is adapted.
+    """
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(name, **sizes)).to(dtype).train()
-    shape = None
+    model: Any = AutoModelForCausalLM.from_config(sized_config(name)).to(dtype).train()
     if lora:
         sparse = any("expert" in child for child, _ in model.named_modules())
         modules = {child.rpartition(".")[2] for child, _ in model.named_modules()}
-        found = tuple(target for target in _ATTENTION if target in modules)
-        model = _add_lora(model, list(found) if sparse else ALL_LINEAR)
-        size = max(4, dtype.itemsize)
-        shape = LoraShape(rank=RANK, targets=found if sparse else ALL_LINEAR, dtype_bytes=size)
-    return convert(model, SETTINGS), shape
+        found = [target for target in _ATTENTION if target in modules]
+        model = _add_lora(model, found if sparse else "all-linear")
+    return convert(model, SETTINGS)
 
 
 def to_bfloat16(model: nn.Module) -> nn.Module:
