@@ -101,7 +101,8 @@ def trace_config(config: object, training: Training) -> ModelProfile:
     check_sizes(fields)
     try:
         if not isinstance(config, PreTrainedConfig):
-            config = AutoConfig.for_model(**fields)
+            with _quiet_transformers():
+                config = AutoConfig.for_model(**fields)
         return trace_model(config, training, AutoModelForCausalLM.from_config)
     except SPPOError:
         raise
@@ -128,6 +129,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
+        _quiet_transformers(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -172,6 +174,18 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         outer_weights=weights,
         outer_adapter_weights=adapters,
     )
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """What it has to say of a model, it says when the model is really made."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 # -- the model ---------------------------------------------------------------------------------
