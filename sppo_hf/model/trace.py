@@ -361,14 +361,15 @@ def _trace_layer(
         _Run(parts, call, tokens, training, reached=reached)
         for call, tokens in zip(calls, lengths, strict=True)
     ]
-    short, long = (run.count() for run in runs)
+    short, long = (run.forward() for run in runs)
     per_token = {
         field.name: round(
             (getattr(long, field.name) - getattr(short, field.name)) / (lengths[1] - lengths[0])
         )
         for field in fields(_Counts)
     }
-    backward = per_token.pop("backward_flops")
+    # Gradients have no part that does not grow with the tokens, so one run will do.
+    backward = round(runs[1].backward_flops() / lengths[1])
     weights, adapters = _count(calls[0].layer.named_parameters())
     keys = runs[1].keys
     return LayerProfile(
@@ -413,7 +414,8 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dic
     """Replaces parameters and buffers by what `make` makes of them; returns the old by the new."""
     new: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
+        owners: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in owners:
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
@@ -434,7 +436,6 @@ class _Counts:
     """What a layer came to at one length: FLOPs, bytes and elements."""
 
     forward_flops: int = 0
-    backward_flops: int = 0
     weight_gradient_flops: int = 0
     skeleton_recompute_flops: int = 0
     products_recompute_flops: int = 0
@@ -476,6 +477,7 @@ class _Run:
         self._last_save = 0
         self._attention_bytes = 0
         self._attending_child: str | None = None
+        self._out = self.hidden
 
     def _leaf(self, name: str, value: Any) -> Any:
         """An argument as a leaf of the graph."""
@@ -500,10 +502,10 @@ class _Run:
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
         self._recorder.resume(out_BNCH, lse_BNC)
 
-    def count(self) -> _Counts:
+    def forward(self) -> _Counts:
         """Runs the layer and counts."""
         with _autocast(self._training):
-            out = self._forward()
+            self._out = self._forward()
         forward = self._counter.products
         held = self._recorder.stop()
         counts = _Counts(
@@ -528,7 +530,6 @@ class _Run:
             for product in forward[: self._last_save]
             if not product.thick or next(thick).of_weights
         )
-        counts.backward_flops = self._backward(out)
         return counts
 
     def _forward(self) -> Tensor:
@@ -572,14 +573,15 @@ class _Run:
         num_bytes = tensor.untyped_storage().nbytes() if key is not None else tensor.nbytes
         return self._slices.get(key, num_bytes)
 
-    def _backward(self, out: Tensor) -> int:
+    def backward_flops(self) -> int:
+        """Runs the layer's backward and counts; after `forward`."""
         given = tree_leaves((self._args, self._kwargs, list(self._layer.parameters())))
         leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-        if not (out.requires_grad and leaves):
+        if not (self._out.requires_grad and leaves):
             return 0
         counter = _FlopCounter(self._layer, self.hidden.shape[-1])
         with counter.watching():
-            torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
+            torch.autograd.grad(self._out, leaves, torch.zeros_like(self._out), allow_unused=True)
         return sum(product.flops for product in counter.products)
 
 
@@ -588,6 +590,14 @@ class _Size:
 
     def __init__(self, _name: str, tensor: Tensor) -> None:
         self.nbytes = tensor.nbytes
+
+    def handles(self) -> tuple[()]:
+        """Nothing is away."""
+        return ()
+
+    def take(self) -> Tensor:
+        """Nothing is played back."""
+        raise AssertionError("a traced layer is not recomputed")
 
     def drop(self) -> None:
         """The product is replaced by a copy of the same size."""

@@ -166,7 +166,7 @@ class ModelProfile:
     """Parameters of adapters outside the decoder layers."""
 
 
-Tracer = Callable[[object, Training], ModelProfile]
+Tracer = Callable[[Any, Training], ModelProfile]
 """Makes the profile of a config, of Transformers or with the fields of a `config.json`."""
 
 
@@ -239,8 +239,9 @@ def _to_dict(profile: ModelProfile) -> dict[str, Any]:
 
 
 def _from_dict(entry: dict[str, Any]) -> ModelProfile:
-    kinds = [LayerProfile(**kind) for kind in entry.pop("kinds")]
-    layers = tuple(kinds[index] for index in entry.pop("layers"))
+    kinds: list[LayerProfile] = [LayerProfile(**kind) for kind in entry.pop("kinds")]
+    indices: list[int] = entry.pop("layers")
+    layers = tuple(kinds[index] for index in indices)
     training = entry.pop("training")
     lora = training.pop("lora")
     if lora is not None:
@@ -267,8 +268,10 @@ def _derived(known: tuple[ModelProfile, ...], training: Training) -> ModelProfil
         return None
     (first, low), (second, high), *_ = sorted(by_rank.items())
     share = (training.lora.rank - first) / (second - first)
-    line = cache(lambda a, b: _between(a, b, share))
-    layers = tuple(line(a, b) for a, b in zip(low.layers, high.layers, strict=True))
+    pairs = tuple(zip(low.layers, high.layers, strict=True))
+    # Layers that are alike stay one object.
+    on_line = {pair: _between(*pair, share) for pair in pairs}
+    layers = tuple(on_line[pair] for pair in pairs)
     return replace(_between(low, high, share), training=training, layers=layers)
 
 

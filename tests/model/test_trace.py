@@ -291,7 +291,8 @@ def _watch_kept_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def watched(self: ProductRecorder) -> Any:
         products = stop(self)
         # Tracing records products too, of other holders.
-        tensors = [p.holder._tensor for p in products if isinstance(p.holder, Kept)]
+        holders = (p.holder for p in products)
+        tensors: list[Any] = [x._tensor for x in holders if isinstance(x, Kept)]
         if tensors:
             kept.append(sum(x.numel() * x.element_size() for x in tensors))
         return products
