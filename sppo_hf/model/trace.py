@@ -414,7 +414,7 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dic
     """Replaces parameters and buffers by what `make` makes of them; returns the old by the new."""
     new: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        owners: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        owners: Any = (part._parameters, part._buffers)
         for tensors in owners:
             for name, tensor in tensors.items():
                 if tensor is None:
