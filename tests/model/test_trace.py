@@ -46,17 +46,21 @@ pytestmark = pytest.mark.fake
 TOLERANCE = 0.01
 ALWAYS = frozenset(("llama gemma3_text olmo2 phi3 gpt2 cohere mixtral deepseek_v3 gpt_oss").split())
 # Variants of a family differ from it in nothing that is counted here; phi3's long rotary tables
-# have a length of their own, and a router loss or shared keys are refused in training.
+# have a length of their own, and a router loss or shared keys are refused in training. What dbrx
+# saves expert by expert is no multiple of the tokens, by which `saved_bytes` knows activations.
 ACCEPTED = sorted(
     name
     for name, tiny in FAMILIES.items()
     if tiny.model_type in PROVED
-    and name not in ("phi3-longrope", "mixtral-router-loss", "gemma4_text-shared-kv")
+    and name not in ("phi3-longrope", "mixtral-router-loss", "gemma4_text-shared-kv", "dbrx")
 )
 # Looks its own embeddings up again among the inputs, which fails in 16 bits on the CPU.
 NOT_IN_16_BITS = frozenset({"gemma4_text"})
 # A router that is float32 in a model made in 16 bits, and is not in one that is cast to them.
 OTHER_IN_16_BITS = frozenset({"hunyuan_v1_moe"})
+# The same of JetMoE's copies for each expert; and fake tensors have Persimmon's statistics of
+# heads in 16 bits where the CPU has them in 32, which is 1.2%.
+OTHER_UNDER_AUTOCAST = frozenset({"jetmoe", "persimmon"})
 HALF = Training(dtype_bytes=2, parameter_bytes=2)
 
 
@@ -107,7 +111,9 @@ def _check_flops_and_products(
     assert beside == _about([num_bytes / TOKENS for num_bytes in kept])
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize(
+    "family", families([name for name in ACCEPTED if name not in OTHER_UNDER_AUTOCAST])
+)
 def test_frame_bytes_under_autocast(family: str) -> None:
     model = build(family, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -124,6 +130,13 @@ def test_llama_is_what_it_is_by_hand(lora: LoraShape | None) -> None:
     training = Training(dtype_bytes=2, parameter_bytes=2, lora=lora)
     config = llama_config(num_hidden_layers=3)
     assert trace_config(config, training) == by_hand(config, training)
+
+
+def test_sizes_in_nested_settings_are_no_matter() -> None:
+    config = tiny_config("dbrx")
+    layer = trace_config(config, HALF).layers[0]
+    assert layer.num_heads == config.n_heads
+    assert layer.mlp_width == config.ffn_config.moe_top_k * config.ffn_config.ffn_hidden_size
 
 
 def test_windows_make_kinds_of_layers() -> None:
