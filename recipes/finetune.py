@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from documents import Split, load_documents, split_documents
 from options import RecipeArguments, parse
+from packing import RightPaddingCollator, pack_documents, spread_rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from report import host_bytes, show, summarise
 from smollm2 import load_model, load_tokenizer
@@ -27,9 +29,6 @@ from transformers import (
     set_seed,
 )
 
-from sppo_hf.data.collate import RightPaddingCollator
-from sppo_hf.data.documents import Split, load_documents, split_documents
-from sppo_hf.data.packing import pack_documents, spread_rows
 from sppo_hf.model.adapters import quiet_peft
 
 

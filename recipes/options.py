@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from documents import INSTALLED_PACKAGES
 from smollm2 import DEFAULT_MODEL
 from transformers import HfArgumentParser, TrainingArguments
 
 from sppo_hf import SPPOArguments
-from sppo_hf.data.documents import INSTALLED_PACKAGES
 
 ON_GPU = torch.cuda.is_available()
 

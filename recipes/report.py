@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 matplotlib.use("Agg")
 

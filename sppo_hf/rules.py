@@ -64,6 +64,19 @@ def parse_bytes(value: int | float | str, *, field: str, total_bytes: int | None
     return int(size * total_bytes)
 
 
+def format_bytes(size_bytes: int) -> str:
+    """Writes bytes with a binary unit and three digits: "512 B", "1.50 KiB", "12.3 GiB"."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    size = float(size_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 999.5 or unit == "TiB":
+            break
+    decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{decimals}f} {unit}"
+
+
 def integer(least: int, word: Literal["auto"] | None) -> Rule:
     """Rule for a whole number of at least `least`, or else `word` ("auto" or None)."""
     allowed = (

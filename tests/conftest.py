@@ -6,7 +6,10 @@ package, so that the pure tier stays fast.
 """
 
 import faulthandler
+import functools
+import gc
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -52,7 +55,7 @@ _error_output = 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test its tier, and skip the gpu tier on machines without one."""
+    """Give each test its tier."""
     for item in items:
         own = [tier for tier in TIERS if item.get_closest_marker(tier)]
         assert len(own) <= 1, f"{item.nodeid} is marked {own}; a test belongs to one tier"
@@ -61,8 +64,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("pure" if first in TORCH_FREE else "fake")
         if own == ["gpu"]:
             _interrupt_when_late(item)
-            if not _has_gpu():
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module, name: str, obj: object
+) -> pytest.Function | None:
+    """Make one skipped test of each gpu test with all its cases, which are two thousand."""
+    marks = getattr(obj, "pytestmark", ())
+    if not name.startswith("test_") or "gpu" not in {mark.name for mark in marks} or _has_gpu():
+        return None
+    item: pytest.Function = pytest.Function.from_parent(collector, name=name, callobj=lambda: None)
+    for mark in marks:
+        if mark.name not in ("parametrize", "usefixtures"):
+            item.add_marker(getattr(pytest.mark, mark.name)(*mark.args, **mark.kwargs))
+    cases = math.prod(len(mark.args[1]) for mark in marks if mark.name == "parametrize")
+    item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device ({cases} cases)"))
+    return item
 
 
 def _interrupt_when_late(item: pytest.Item) -> None:
@@ -82,6 +100,12 @@ def pytest_configure() -> None:
     _error_output = os.dup(2)
 
 
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what was imported: the Trainer asks for many of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """End the process after `LOST_SECONDS` of a gpu test: a signal is no use inside a library."""
@@ -94,6 +118,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
         faulthandler.cancel_dump_traceback_later()
 
 
+@functools.cache
 def _has_gpu() -> bool:
     """Whether CUDA can be used; torch is asked only where a driver is installed."""
     if shutil.which("nvidia-smi") is None:

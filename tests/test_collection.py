@@ -22,9 +22,20 @@ class Methods:
         print("methods:", sorted({mark.kwargs.get("method") for mark in marks}))
         print("longest:", max(mark.args[0] for mark in marks if mark.args))
 
-options = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+options = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--assert=plain"]
 sys.exit(pytest.main(options, plugins=[Methods()]))
 """
+
+
+def test_the_files_of_the_quick_run_are_there():
+    lines = (ROOT / "tests" / "run.sh").read_text().splitlines()
+    patterns = [line.strip() for line in lines if line.startswith("        tests/")]
+    assert len(patterns) > 5
+    for pattern in patterns:
+        before, _, rest = pattern.partition("{")
+        names, _, after = rest.partition("}")
+        for name in names.split(","):
+            assert (ROOT / f"{before}{name}{after}").is_file(), f"{before}{name}{after}"
 
 
 @pytest.mark.process

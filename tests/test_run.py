@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 import sppo_hf.run
 from sppo_hf import SPPOPlugin
 from sppo_hf.run import main, plugin_by_default
+from tests.integrations.launch import run_ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,6 +84,12 @@ def _run(command: list[str], tmp_path: Path, **env: str) -> subprocess.Completed
     )
 
 
+def _run_forked(argv: list[str], tmp_path: Path, **job: str) -> str:
+    """What a rank printed that ran a script as `_run` does, but was forked, which is sooner."""
+    run_ranks("tests.recipes.script_ranks", {**job, "argv": argv}, 1, tmp_path)
+    return (tmp_path / "rank0.log").read_text()
+
+
 def _losses(result: dict) -> list[float]:
     return [entry["loss"] for entry in result["history"] if "loss" in entry]
 
@@ -90,12 +97,9 @@ def _losses(result: dict) -> list[float]:
 @pytest.mark.process
 def test_an_unchanged_script_trains_the_same_with_the_plugin(script, settings, tmp_path):
     ours, plain = tmp_path / "ours.json", tmp_path / "plain.json"
-    with_sppo = [sys.executable, "-m", "sppo_hf.run", "--config", str(settings)]
-    done = _run([*with_sppo, *_words(script, ours)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "SPPO plan" in done.stderr
-    done = _run([sys.executable, *_words(script, plain)], tmp_path)
-    assert done.returncode == 0, done.stderr
+    with_sppo = ["--config", str(settings), *_words(script, ours)]
+    assert "SPPO plan" in _run_forked(with_sppo, tmp_path, module="sppo_hf.run")
+    assert "SPPO plan" not in _run_forked(_words(script, plain), tmp_path)
     ours, plain = json.loads(ours.read_text()), json.loads(plain.read_text())
     assert ours["settings"]["num_chunks"] == 3
     assert plain["settings"] is None
@@ -140,12 +144,11 @@ def test_torchrun_starts_it_on_two_ranks(script, settings, tmp_path):
 
 
 @pytest.mark.process
-def test_the_variable_names_the_settings_for_a_raw_accelerator(settings, tmp_path):
+def test_the_variable_names_the_settings_for_a_raw_accelerator(settings, tmp_path, monkeypatch):
     script, out = tmp_path / "raw.py", tmp_path / "raw.json"
     script.write_text(RAW)
-    command = [sys.executable, "-m", "sppo_hf.run", str(script), str(out)]
-    done = _run(command, tmp_path, SPPO_CONFIG=str(settings))
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("SPPO_CONFIG", str(settings))
+    _run_forked([str(script), str(out)], tmp_path, module="sppo_hf.run")
     assert json.loads(out.read_text()) == "SPPOAccelerator"
 
 

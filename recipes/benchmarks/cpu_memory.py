@@ -24,6 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
 
 import torch
+from documents import installed_packages
+from packing import pack_documents
 from report import forget_peak, host_bytes, peak_host_bytes
 from rich.console import Console
 from rich.table import Table
@@ -31,9 +33,7 @@ from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
 from torch import nn
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.data.documents import installed_packages
-from sppo_hf.data.packing import pack_documents
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 MAX_MEMORY_RATIO = 0.35
 MAX_TIME_RATIO = 1.15

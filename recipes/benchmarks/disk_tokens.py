@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL
 
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 CHUNK_TOKENS = 512
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL
 
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 RELATIVE = 0.05
 ABSOLUTE_BYTES = 2**30

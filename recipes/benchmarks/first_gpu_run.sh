@@ -78,7 +78,7 @@ kernels() {
 calibrate() { sppo calibrate "${calibrate[@]}" --output "$output/hardware.json"; }
 trace() {
     local length=${lengths[0]}
-    sppo bench "$model" --seq-lens "$length" --contenders sppo-auto --trace --timeout 400 \
+    sppo bench "$model" --seq-lens "$length" --contenders sppo-auto --profile --timeout 400 \
         "${traced[@]}" --output "$output/trace" || return
     local file
     for file in "$output"/trace/trace-*.json.gz; do

@@ -15,14 +15,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
 
 import torch
+from documents import installed_packages
+from packing import pack_documents
 from report import forget_peak, host_bytes, peak_host_bytes
 from smollm2 import load_model, load_tokenizer
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.data.documents import installed_packages
-from sppo_hf.data.packing import pack_documents
 from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 
 
@@ -81,12 +82,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     assert notes.plan is not None, "a step has a plan"
     assert notes.record is not None, "a step has a record"
     estimate = notes.plan.estimate
-    together = max(m.device.total + m.host.total for m in estimate.moments)
+    together = estimate.peak_bytes("device", "host")
     device = estimate.device
-    standing = device.weights + device.lora + device.optimizer
+    standing = sum(device[cause] for cause in (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER))
     return {
         "seconds": seconds,
-        "stall_seconds": notes.record.stall_seconds,
+        "stall_seconds": notes.record.offload.stall_seconds,
         "peak_bytes_above_loaded": peak_host_bytes() - loaded_bytes,
         # Weights are loaded before, and no optimizer runs here.
         "predicted_bytes_above_loaded": together - standing,

@@ -24,9 +24,9 @@ from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.flops import PEAK_FLOPS, step_flops
 from sppo_hf.planning.model_profile import Training, find_profile
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import even_bounds
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
 
 DEVICE_SHARE, HOST_BYTES, GPUS_PER_NODE = 0.95, int(0.9 * 2e12), 8

@@ -43,6 +43,8 @@ from paper_questions import (
 from rich.console import Console
 from rich.table import Table
 
+from sppo_hf.rules import format_bytes
+
 
 def collect(options: argparse.Namespace) -> dict[str, list[Any]]:
     """All tables, several questions at a time."""
@@ -81,12 +83,12 @@ def layout_words(row: dict[str, Any]) -> str:
 def speed(row: dict[str, Any]) -> str:
     if row["fits"]:
         return f"{row['tokens_per_second']:,.0f}"
-    return f"lacks {row['lacks'] / 2**30:,.0f} GiB"
+    return f"lacks {format_bytes(row['lacks'])}"
 
 
 def used(row: dict[str, Any]) -> tuple[str, str]:
     """Device of the fullest rank, host of the fullest node."""
-    return f"{row['device_bytes'] / 2**30:.0f} GiB", f"{row['host_bytes'] / 1e12:.2f} TB"
+    return format_bytes(row["device_bytes"]), f"{row['host_bytes'] / 1e12:.2f} TB"
 
 
 def show(tables: dict[str, list[Any]]) -> None:

@@ -33,8 +33,9 @@ from sppo_hf.planning.ask import (
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.report import format_bytes, format_seconds
+from sppo_hf.planning.report import format_seconds
 from sppo_hf.planning.solve import over_budget
+from sppo_hf.rules import format_bytes
 
 POLICIES = ("auto", "none", "full", "sppo")
 LENGTHS = tuple(2**power for power in range(14, 21))

@@ -27,12 +27,12 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.ask import question_for
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.lowering import lower
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import even_bounds
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import Choices, FirstLimit, solve
-from sppo_hf.planning.stage import lower
 
 CHUNKS = 64
 LAYERS = 80
@@ -72,9 +72,9 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
     taken = {"solve, 64 chunks x 80 layers": _seconds(solved, options.repeat)}
     assert not isinstance(found, FirstLimit), f"{found} breaks"
-    lanes = lower(found.decisions, cost)
-    actions = len(lanes.simulate())
-    seconds = _seconds(lambda: lanes.simulate(), options.repeat)
+    program = lower(found.decisions, cost)
+    actions = len(program.simulate())
+    seconds = _seconds(lambda: program.simulate(), options.repeat)
     taken["simulate, actions per second"] = [actions / s for s in seconds]
     for name, words in (
         ("sppo --help", ["--help"]),

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.model.structure import find_parts
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 from sppo_hf.runtime.pipeline import staged_model
 
 GIB = 1 << 30

@@ -10,27 +10,16 @@ Reads any Chrome trace of torch.profiler, packed or not. How a step is divided i
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.benchmark.trace_summary import Summary, summarise
+from sppo_hf.cli.benchmark.trace_summary import Summary, read_events, summarise
 from sppo_hf.planning.report import format_seconds
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace's file."""
-    content = path.read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        content = gzip.decompress(content)
-    trace = json.loads(content)
-    return trace["traceEvents"] if isinstance(trace, dict) else trace
 
 
 def show(summary: Summary, console: Console) -> None:
@@ -42,6 +31,11 @@ def show(summary: Summary, console: Console) -> None:
         table.add_column(heading, justify="right" if heading else "left")
     for name, (seconds, share) in summary.shares().items():
         table.add_row(name, format_seconds(seconds), f"{share:.1%}")
+    for name, seconds in summary.class_seconds.items():
+        if seconds:
+            table.add_row(
+                f"  {name}", format_seconds(seconds), f"{seconds / summary.step_seconds:.1%}"
+            )
     console.print(table)
     gaps = Table(title="Largest gaps between kernels", show_lines=True)
     for heading in ("at", "long", "what", "unit", "after", "before", "host's longest call"):

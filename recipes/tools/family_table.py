@@ -1,12 +1,15 @@
-"""Run the exactness harness over all tiny families and write the README's table of them.
+"""Run the exactness harness over all tiny families and make the tables of them.
 
-`python recipes/tools/family_table.py` prints Markdown, `--output FILE` writes it; names as
-arguments choose families. The exit code is 1 if any family is neither exact nor refused.
+    python recipes/tools/family_table.py llama gemma3_text   # prints Markdown
+    python recipes/tools/family_table.py --write   # recipes/MODELS.md and `sppo check --list`
+
+The exit code is 1 if any family is neither exact nor refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -18,17 +21,25 @@ import torch
 import transformers
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.model.check import CheckResult, check_model
+from sppo_hf.model.structure import find_parts
+from sppo_hf.model.tiny import build_tiny_model
 from sppo_hf.model.tiny_families import FAMILIES
 
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path("recipes/MODELS.md")
+LIST = Path("sppo_hf/cli/families.json")
 TOKENS = 29
 SETTINGS = (
     SPPOConfig(num_chunks=1, recompute="full", offload="none"),
-    SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 11, 1), recompute="none", offload="full"),
-    SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 11, 1), recompute="full", offload="none"),
-    SPPOConfig(chunk_lengths=(1,) * TOKENS, recompute="full", offload="full", min_offload_size=1),
+    SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 12), recompute="none", offload="full"),
+    SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 12), recompute="full", offload="none"),
 )
+ONE_TOKEN = SPPOConfig(
+    chunk_lengths=(1,) * TOKENS, recompute="full", offload="full", min_offload_size=1
+)
+"""Not for models with states, of which a chunk behind the first has two tokens."""
 
 
 # One family that breaks must not lose the others' results.
@@ -49,7 +60,8 @@ def check_family(name: str) -> Row:
     """The worst of several chunkings and modes, or the reason of the refusal."""
     feature = FAMILIES[name].feature
     results: list[CheckResult] = []
-    for settings in SETTINGS:
+    single = [] if _has_states(name) else [ONE_TOKEN]
+    for settings in [*SETTINGS, *single]:
         try:
             result = check_model(name, settings, tokens=TOKENS)
         except ConfigError as error:
@@ -62,6 +74,13 @@ def check_family(name: str) -> Row:
     worst = max(results, key=lambda result: result.error or 0.0)
     status = "exact" if all(result.status == "exact" for result in results) else "NOT EXACT"
     return Row(name, feature, status, worst.error or 0.0, "")
+
+
+def _has_states(name: str) -> bool:
+    try:
+        return find_parts(build_tiny_model(name)).has_states
+    except SPPOError:
+        return False  # the reason of the refusal comes from the check
 
 
 def _short(reason: str) -> str:
@@ -86,11 +105,25 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def page(rows: Sequence[Row]) -> str:
+    """The tables under a text that says what they are."""
+    return f"""# Which models work
+
+Loss and every gradient of a tiny model of each family, chunked against unmodified, in float64: the
+worst error of any gradient, relative to the parameter's largest (1e-9 is the limit), over several
+chunkings and modes. Made by `python recipes/tools/family_table.py --write` with Transformers
+{transformers.__version__}; `sppo check --list` prints it. A family that is not here is tested the
+same way by `sppo check MODEL`, and refused where it would not be exact.
+
+{markdown(rows)}"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and write; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", default=None, help="default: all")
-    parser.add_argument("--output", type=Path, help="file to write; default: standard output")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {LIST} instead")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder that they are below")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.families or ()) - set(FAMILIES))
     if unknown:
@@ -102,10 +135,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.families or FAMILIES:
         rows.append(check_family(name))
         print(f"{name}: {rows[-1].status}", file=sys.stderr, flush=True)
-    if options.output is None:
-        print(markdown(rows), end="")
+    if options.write:
+        (options.root / PAGE).write_text(page(rows), encoding="utf-8")
+        listed = [row._asdict() | {"reason": row.reason.replace(r"\|", "|")} for row in rows]
+        families = {"transformers": transformers.__version__, "families": listed}
+        text = json.dumps(families, indent=1) + "\n"
+        (options.root / LIST).write_text(text, encoding="utf-8")
     else:
-        options.output.write_text(markdown(rows), encoding="utf-8")
+        print(markdown(rows), end="")
     return int(any(row.status == "NOT EXACT" for row in rows))
 
 

@@ -11,6 +11,10 @@ chunk's node of the same layer returned. Autograd sees an edge from chunk i+1 to
 i only after i+1: no hook, no global order, and any loss that starts from any of the chunks works.
 Among nodes that are ready autograd prefers the one created last, so a chunk's backward also runs
 through all layers before the chunk before it starts, and memory falls chunk by chunk.
+
+[Note: layers that share keys] A layer that reads another layer's keys (Gemma 3n, Gemma 4) uses that
+layer's store. Its gradients for them meet the owner's in the store's sums, not in autograd: the
+owner's node of the same chunk runs later, because what it returned led to the reader's queries.
 """
 
 from __future__ import annotations
@@ -62,7 +66,12 @@ class AttentionCall:
     backend: Backend
     scale: float
     window: int | None = None
+    local: int | None = None
+    """Tokens of a block whose keys alone a query sees; `pieces` are cut by it already."""
     softcap: float | None = None
+    borrowed: bool = False
+    """Keys and values are another layer's, which has put them into `kv` in this chunk; this call
+    reads them and adds its share of their gradients, and that layer takes the sum."""
     stash: Stash | None = None
     keep: Keep | None = None
     counters: dict[str, int] = field(default_factory=dict)
@@ -110,7 +119,8 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stashed = call.stash.get() if call.stash is not None else None
         if stashed is None:
-            call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=call.keep)
+            if not call.borrowed:
+                call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=call.keep)
             call.keep = None  # the node outlives the chunk, and must not keep its room alive
             out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call)
             if call.stash is not None:
@@ -136,8 +146,10 @@ class _ChunkAttention(torch.autograd.Function):
             dq_BNCH = _attend_backward(dout_BNCH, q_BNCH, out_BNCH, lse_BNC, call, needs_kv)
             if sinks_N is not None and ctx.needs_input_grad[3]:
                 dsinks_N = _sinks_backward(dout_BNCH, out_BNCH, lse_BNC, sinks_N)
-        # Also without dout: later chunks may have left gradients for this chunk's keys.
-        dk_BKCH, dv_BKCH = call.kv.take_gradient(call.chunk)
+        dk_BKCH = dv_BKCH = None
+        if not call.borrowed:
+            # Also without dout: later chunks may have left gradients for this chunk's keys.
+            dk_BKCH, dv_BKCH = call.kv.take_gradient(call.chunk)
         dlink = q_BNCH.new_empty(0) if ctx.has_link else None
         return dq_BNCH, dk_BKCH, dv_BKCH, dsinks_N, dlink, None
 
@@ -157,7 +169,7 @@ def _attend(
 
 def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> Attended:
     """Attention to all keys so far; the output is still in float32 where it was merged."""
-    blocks = call.kv.blocks(call.pieces, window=call.window)
+    blocks = call.kv.blocks(call.pieces, window=call.window, local=call.local)
     merging = len(blocks) > 1
     sums_dtype = accumulation_dtype(q_BNCH.dtype)
     attended: Attended | None = None
@@ -170,7 +182,7 @@ def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> At
             out_BCNH.transpose(1, 2),
             q_BNCH.new_full(q_BNCH.shape[:3], float("-inf"), dtype=sums_dtype),
         )
-    for keys in call.kv.walk(call.chunk, blocks):
+    for keys in call.kv.walk(call.chunk, blocks, borrowed=call.borrowed):
         for pieces in _calls(keys, call, len(q_BNCH)):
             rows, tokens = _where(pieces, call)
             part = _forward(q_BNCH[rows, :, tokens], pieces, keys, call)
@@ -194,14 +206,14 @@ def _attend_backward(
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:
-    blocks = call.kv.blocks(call.pieces, window=call.window)
+    blocks = call.kv.blocks(call.pieces, window=call.window, local=call.local)
     merging = len(blocks) > 1
     dq_BNCH: Tensor | None = None
     if merging:
         dq_BNCH = torch.zeros_like(q_BNCH, dtype=accumulation_dtype(q_BNCH.dtype))
     elif not _is_whole(q_BNCH, call):
         dq_BNCH = torch.zeros_like(q_BNCH)
-    for keys in call.kv.walk_back(call.chunk, blocks):
+    for keys in call.kv.walk_back(call.chunk, blocks, borrowed=call.borrowed):
         for pieces in _calls(keys, call, len(q_BNCH)):
             rows, tokens = _where(pieces, call)
             attended = Attended(out_BNCH[rows, :, tokens], lse_BNC[rows, :, tokens])

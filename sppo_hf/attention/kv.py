@@ -57,18 +57,25 @@ class KVStore(Protocol):
         """Take keys and values of `chunk`, which is about to attend."""
         ...
 
-    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
-        """The blocks in which `pieces` (of a layer with this window) can be read."""
+    def blocks(
+        self, pieces: tuple[Piece, ...], *, window: int | None, local: int | None = None
+    ) -> tuple[Block, ...]:
+        """The blocks in which `pieces` (of a layer with this mask) can be read."""
         ...
 
-    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """Bring the blocks that `chunk` attends to in forward, one after the other.
 
-        A block is on the device until the next is asked for, so the walk must be finished.
+        A block is on the device until the next is asked for, so the walk must be finished. With
+        `borrowed` it is for another layer, after the one that put the keys here.
         """
         ...
 
-    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk_back(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """The same in backward, where each block takes its gradients."""
         ...
 
@@ -106,15 +113,21 @@ class LayerKV:
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
         self._keys[chunk] = (_kept("keys", k_BKCH, keep), _kept("values", v_BKCH, keep))
 
-    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
+    def blocks(
+        self, pieces: tuple[Piece, ...], *, window: int | None, local: int | None = None
+    ) -> tuple[Block, ...]:
         """One block: everything is here."""
         return (self.block,)
 
-    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
         yield self
 
-    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk_back(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
         yield self
 

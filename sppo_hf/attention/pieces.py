@@ -44,7 +44,12 @@ class RowSpans:
 
 
 def chunk_pieces(
-    start: int, end: int, rows: tuple[RowSpans, ...] | None, *, window: int | None
+    start: int,
+    end: int,
+    rows: tuple[RowSpans, ...] | None,
+    *,
+    window: int | None,
+    local: int | None = None,
 ) -> tuple[Piece, ...]:
     """Cut chunk `[start, end)` into pieces.
 
@@ -53,17 +58,22 @@ def chunk_pieces(
         end: One past its last token.
         rows: The spans of every row, or None when every row is one document without padding.
         window: Sliding window in tokens (a query sees itself and `window - 1` earlier keys).
+        local: Tokens of a block (Llama 4's chunked attention): a query sees the keys of its own
+            block, counted from the start of its document.
 
     Returns:
         Pieces in order of row and query. Queries that see no key at all (a row without real
         tokens, padding further than a window behind the last real token) are in no piece.
     """
     if rows is None:
-        return (Piece(None, start, end, _first_key(0, start, window), end),)
+        return tuple(
+            Piece(None, q_start, q_end, _first_key(first, q_start, window), q_end)
+            for first, q_start, q_end in _own_blocks(0, start, end, local)
+        )
     same = all(spans == rows[0] for spans in rows)
     pieces: list[Piece] = []
     for row, spans in enumerate(rows[:1] if same else rows):
-        pieces += _row_pieces(None if same else row, spans, start, end, window)
+        pieces += _row_pieces(None if same else row, spans, start, end, window, local)
     return tuple(pieces)
 
 
@@ -91,23 +101,42 @@ def _follows(one: Piece, other: Piece) -> bool:
 
 
 def _row_pieces(
-    row: int | None, spans: RowSpans, start: int, end: int, window: int | None
+    row: int | None,
+    spans: RowSpans,
+    start: int,
+    end: int,
+    window: int | None,
+    local: int | None,
 ) -> list[Piece]:
     pieces: list[Piece] = []
     for document_start, document_end in spans.documents:
-        q_start = max(start, document_start)
-        q_end = min(end, document_end, max(spans.valid_tokens, document_start))
-        if q_start < q_end:
-            first = _first_key(document_start, q_start, window)
-            pieces.append(Piece(row, q_start, q_end, first, q_end))
+        begin = max(start, document_start)
+        stop = min(end, document_end, max(spans.valid_tokens, document_start))
+        for first, q_start, q_end in _own_blocks(document_start, begin, stop, local):
+            first_key = _first_key(first, q_start, window)
+            pieces.append(Piece(row, q_start, q_end, first_key, q_end))
     pad_start = max(start, spans.valid_tokens)
-    if pad_start < end:
-        document_start = max(s for s, _ in spans.documents if s <= spans.valid_tokens)
-        first = _first_key(document_start, pad_start, window)
-        if first < spans.valid_tokens:
-            pieces.append(Piece(row, pad_start, end, first, spans.valid_tokens))
+    document_start = max(s for s, _ in spans.documents if s <= spans.valid_tokens)
+    for first, q_start, q_end in _own_blocks(document_start, pad_start, end, local):
+        first_key = _first_key(first, q_start, window)
+        if first_key < spans.valid_tokens:
+            pieces.append(Piece(row, q_start, q_end, first_key, spans.valid_tokens))
     return pieces
 
 
-def _first_key(document_start: int, q_start: int, window: int | None) -> int:
-    return document_start if window is None else max(document_start, q_start - window + 1)
+def _own_blocks(
+    document_start: int, start: int, end: int, local: int | None
+) -> Iterator[tuple[int, int, int]]:
+    """Runs of queries `[start, end)` that may see the same first key: (that key, start, end)."""
+    while start < end:
+        if local is None:
+            yield document_start, start, end
+            return
+        first = start - (start - document_start) % local
+        stop = min(end, first + local)
+        yield first, start, stop
+        start = stop
+
+
+def _first_key(first: int, q_start: int, window: int | None) -> int:
+    return first if window is None else max(first, q_start - window + 1)

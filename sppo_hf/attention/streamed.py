@@ -183,6 +183,7 @@ class StreamedKV:
         self._sums: dict[int, Pair] = {}
         self._blocks: dict[int, tuple[Block, ...]] = {}
         self._window: int | None = None
+        self._local: int | None = None
         self._like: dict[int, _Like] = {}
         self._own: _Here | None = None
         self._own_sums: _Here | None = None
@@ -203,27 +204,38 @@ class StreamedKV:
         self._keys[chunk] = (mover.send(own.k), mover.send(own.v))
         self._like[chunk] = _Like(own.k.shape, own.v.shape, own.k.dtype, own.k.device)
 
-    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
-        """The blocks in which `pieces` are read; remembers the window for what is ahead."""
-        self._window = window
+    def blocks(
+        self, pieces: tuple[Piece, ...], *, window: int | None, local: int | None = None
+    ) -> tuple[Block, ...]:
+        """The blocks in which `pieces` are read; remembers the mask for what is ahead."""
+        self._window, self._local = window, local
         return self._cut(pieces)
 
-    def walk(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
         self._blocks[chunk] = blocks
         after = functools.partial(self._stream.first_after, self._layer, chunk)
+        if borrowed:
+            after = _nothing  # which layer comes next is not known here
         try:
             yield from self._visit(blocks, after, sums=False)
         finally:
             self._own = None
 
-    def walk_back(self, chunk: int, blocks: tuple[Block, ...]) -> Iterator[Keys]:
+    def walk_back(
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
+    ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
         before = functools.partial(self._stream.first_before, self._layer, chunk)
+        running: int | None = chunk
+        if borrowed:
+            before, running = _nothing, None
         for keys in self._visit(blocks, before, sums=True):
             yield keys
             keys.close()
-            self._add_gradient(keys, chunk)
+            self._add_gradient(keys, running)
             self._stream.mover.settle()
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
@@ -255,7 +267,8 @@ class StreamedKV:
         if not self._keys:
             return []
         start, end = self._stream.bounds[chunk]
-        pieces = chunk_pieces(start, end, self._stream.rows, window=self._window)
+        rows = self._stream.rows
+        pieces = chunk_pieces(start, end, rows, window=self._window, local=self._local)
         return [h for block in self._cut(pieces)[:1] for h in self._handles(block)]
 
     def first_of_walk_back(self, chunk: int) -> list[Handle]:
@@ -325,8 +338,11 @@ class StreamedKV:
             self._stream.mover.evict(handle)
         return joined, []
 
-    def _add_gradient(self, keys: _BlockKeys, running: int) -> None:
-        """Add a block's gradient to the sums of its chunks; those of the running chunk stay."""
+    def _add_gradient(self, keys: _BlockKeys, running: int | None) -> None:
+        """Add a block's gradient to the sums of its chunks; those of the running chunk stay.
+
+        With None none stays: a layer that borrows the keys takes no gradient of theirs.
+        """
         if keys.gradient is None:
             return
         (dk_BKTH, dv_BKTH), keys.gradient = keys.gradient, None
@@ -348,3 +364,7 @@ class StreamedKV:
         total = self._stream.fetch(before) + share_BKCH
         self._stream.release(before)
         return total
+
+
+def _nothing() -> list[Handle]:
+    return []

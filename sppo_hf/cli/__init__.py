@@ -10,6 +10,7 @@ import typer
 from sppo_hf.cli.bench import bench
 from sppo_hf.cli.calibrate import calibrate
 from sppo_hf.cli.check import check
+from sppo_hf.cli.config import config
 from sppo_hf.cli.estimate import estimate
 from sppo_hf.cli.plan import plan
 from sppo_hf.cli.simulate import simulate
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(calibrate)
 app.command()(check)
+app.command()(config)
 app.command()(estimate)
 app.command()(plan)
 app.command()(simulate)

@@ -21,6 +21,8 @@ from sppo_hf.cli.benchmark.driver import Benchmark
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.picture import draw
 from sppo_hf.cli.benchmark.process import run_in_process
+from sppo_hf.cli.benchmark.profile_table import FILE as PROFILE_FILE
+from sppo_hf.cli.benchmark.profile_table import profile_table, profiles
 from sppo_hf.cli.benchmark.results import ResultFile, Row
 from sppo_hf.cli.benchmark.table import progress_line, tables
 from sppo_hf.config import parse_bytes
@@ -113,6 +115,14 @@ def bench(
     trace: Annotated[
         bool, typer.Option("--trace", help="Profile one more step of ours into trace-*.json.gz.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Trace one more step of everyone; profile.json and a table say where each"
+            " microsecond of a token goes.",
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=1, max=10**6, help="Seconds for one row.")] = 3600.0,
     output: Annotated[
         Path, typer.Option(help="Folder of results.jsonl, results.png, logs and traces.")
@@ -130,6 +140,7 @@ def bench(
     """Measure MODEL at several lengths: sppo_hf, what users have today, and the ideal.
 
     Contenders: plain, checkpointing, checkpointing-default, checkpointing-offload, trl-offload,
+    trl-long, unsloth,
     sppo-none, sppo-full, sppo-sppo, sppo-auto, ideal.
 
     Every row is a process of its own and goes to results.jsonl at once; rows that are there are not
@@ -185,7 +196,8 @@ def bench(
             run=partial(_run, timeout, output),
             on_row=progress,
             again=again,
-            trace_folder=output if trace else None,
+            trace_folder=output if trace or profile else None,
+            trace_all=profile,
         )
         benchmark.measure(lengths)
         if longest:
@@ -223,15 +235,19 @@ def _report(
         ConfigError: the picture cannot be drawn.
     """
     drawn = draw(rows, folder) if picture else []
+    found = profiles(rows, folder)
     if as_json:
         named = [str(path) for path in drawn]
-        given.echo_json({"rows": [row.to_dict() for row in rows], "pictures": named})
+        said = {"rows": [row.to_dict() for row in rows], "pictures": named, "profiles": found}
+        given.echo_json(said)
         return
     out = given.console()
     if not out.is_terminal:
         out.width = max(out.width, _SMALLEST_WIDTH)
     out.print(tables(rows))
-    for path in (file.path, *drawn):
+    if found:
+        out.print(profile_table(found))
+    for path in (file.path, *drawn, *([folder / PROFILE_FILE] if found else ())):
         out.print(str(path), style="dim", highlight=False)
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from sppo_hf.errors import SPPOError
 from sppo_hf.planning.profile_json import profile_to_json
 from sppo_hf.planning.profile_store import save_profile
+from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -170,7 +171,7 @@ def _print(profile: HardwareProfile) -> None:
         ("host memory", profile.host_bytes),
         ("free on the disk", profile.disk_bytes),
     ):
-        others.add_row(title, "not known" if size is None else f"{size / 2**30:.1f} GiB")
+        others.add_row(title, "not known" if size is None else format_bytes(size))
     others.add_row("NUMA node", "only one" if profile.numa_node is None else str(profile.numa_node))
     _console().print(others)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sppo_hf.config import SPPOConfig
@@ -48,12 +49,15 @@ class Mode(StrEnum):
 
 def check(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="A Transformers model type (llama, qwen3, ...), a local model folder, a"
             " config.json, or a hub id (only its configuration is read)."
         ),
-    ],
+    ] = None,
+    list_families: Annotated[
+        bool, typer.Option("--list", help="Print the families that were tried, and their errors.")
+    ] = False,
     chunks: Annotated[
         str,
         typer.Option(help="Number of chunks, or their lengths in tokens: 9,6,14."),
@@ -77,6 +81,11 @@ def check(
 
     Exit code 0: exact. 1: not exact. 2: refused, or bad input.
     """
+    if list_families:
+        _print_families(as_json=as_json)
+        return
+    if model is None:
+        raise typer.BadParameter("name a model, or use --list", param_hint="MODEL")
     try:
         config = SPPOConfig(
             **_chunks(chunks), recompute=recompute.value, offload=offload.value, min_offload_size=1
@@ -93,6 +102,25 @@ def check(
     else:
         _print(result, tokens)
     raise typer.Exit(EXIT_CODES[result.status])
+
+
+def _print_families(*, as_json: bool) -> None:
+    """The families of `recipes/tools/family_table.py`, as it found them."""
+    text = Path(__file__).with_name("families.json").read_text(encoding="utf-8")
+    if as_json:
+        typer.echo(text, nl=False)
+        return
+    found = json.loads(text)
+    table = Table(title=f"Transformers {found['transformers']}, float64", title_justify="left")
+    for column in ("family", "", "what it exercises, or why it is refused"):
+        table.add_column(column, overflow="fold")
+    for row in found["families"]:
+        exact = row["status"] == "exact"
+        verdict = (
+            f"[green]{row['error']:.0e}[/green]" if exact else f"[yellow]{row['status']}[/yellow]"
+        )
+        table.add_row(row["name"], verdict, escape(row["feature"] if exact else row["reason"]))
+    _console().print(table, highlight=False)
 
 
 def _chunks(text: str) -> dict[str, Any]:

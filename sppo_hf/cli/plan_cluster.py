@@ -18,12 +18,15 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 _COLUMNS = (
     *("schedule", "stages", "chunks", "frames", "tokens/s", "step", "idle", "again"),
     *("device", "host"),
 )
+_MOST_ACTIONS = 300_000
+"""Simulated for one answer; at about ten microseconds each that is about three seconds."""
+
 _LEAVING = {"full": "all leave", "sppo": "some leave"}
 
 
@@ -64,7 +67,8 @@ def ask_cluster(
             budgets=read_budgets(question.config, question.device),
             gpus_per_node=gpus_per_node,
             link_bytes_per_second=rate,
-        )
+        ),
+        most_actions=_MOST_ACTIONS,
     )
 
 
@@ -76,6 +80,8 @@ def cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:
         "closest": None if answer.closest is None else _plan_to_dict(answer.closest),
         "tried": answer.tried,
         "candidates": answer.candidates,
+        "unseen": answer.unseen,
+        "unseen_step_seconds": answer.unseen_seconds,
     }
 
 
@@ -92,9 +98,15 @@ def cluster_table(answer: ClusterAnswer, title: str) -> Group:
     for plan in rows:
         table.add_row(*_cells(plan))
     said = f"{answer.tried} of {answer.candidates} layouts were simulated."
+    if answer.unseen_seconds is not None:
+        said += (
+            f" {answer.unseen} more might be faster and were not, so that this takes seconds; each"
+            f" needs {answer.unseen_seconds:,.1f} s a step at least."
+        )
     if not answer.best and answer.closest is not None:
         missing = format_bytes(answer.closest.missing_bytes)
-        said += f" None fits; the one shown comes closest and lacks {missing}."
+        which = "None" if answer.unseen_seconds is None else "None of those simulated"
+        said += f" {which} fits; the one shown comes closest and lacks {missing}."
     elif answer.closest is not None:
         missing = format_bytes(answer.closest.missing_bytes)
         said += f" {_name(answer.closest)} does not fit: {missing} are missing."

@@ -18,7 +18,7 @@ from rich.text import Text
 from sppo_hf.cli import planning_arguments as given
 from sppo_hf.cli.pipeline_arguments import Offload, PipelineArguments, Simulated
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.figure import ENDINGS, draw_schedule
 from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED
 from sppo_hf.schedule.grid import over_time

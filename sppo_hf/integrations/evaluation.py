@@ -32,7 +32,7 @@ from sppo_hf.model.convert import get_engine
 from sppo_hf.model.engine import Engine
 from sppo_hf.model.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
 from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
 if TYPE_CHECKING:

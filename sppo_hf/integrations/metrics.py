@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sppo_hf.model.observer import StepObserver, StepRecord
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.rules import format_bytes
 
 TERA = 1e12
 
@@ -70,8 +71,6 @@ class StepMeter(StepObserver):
 
     def __init__(self) -> None:
         self.listening = False
-        self.pinned_bytes = 0
-        self.host_fragmentation = 0.0
         self.clear()
 
     def on_record(self, record: StepRecord) -> None:
@@ -80,18 +79,11 @@ class StepMeter(StepObserver):
             return
         self.tokens += record.tokens
         self.model_flops += record.model_flops
-        self.stall_seconds += record.stall_seconds
-        self.d2h_bytes += record.d2h_bytes
-        self.h2d_bytes += record.h2d_bytes
-        self.disk_write_bytes += record.disk_write_bytes
-        self.disk_read_bytes += record.disk_read_bytes
-        self.spilled_bytes += record.spilled_bytes
+        self.offload = record.offload + self.offload
         if record.planned_seconds is None:
             self.all_planned = False
         else:
             self.planned_seconds += record.planned_seconds
-        self.pinned_bytes = record.pinned_bytes
-        self.host_fragmentation = record.host_fragmentation
 
     def add_step(self, seconds: float) -> None:
         """Add the wall time of one optimizer step."""
@@ -124,20 +116,21 @@ class StepMeter(StepObserver):
         numbers["sppo/tflops_per_device"] = flops_per_second / TERA
         if peak_flops_per_second is not None:
             numbers["sppo/mfu"] = flops_per_second / peak_flops_per_second
+        offload = self.offload
         numbers |= {
-            "sppo/stall_seconds": self.stall_seconds / steps,
-            "sppo/d2h_bytes": round(self.d2h_bytes / steps),
-            "sppo/h2d_bytes": round(self.h2d_bytes / steps),
-            "sppo/pinned_bytes": self.pinned_bytes,
-            "sppo/host_fragmentation": self.host_fragmentation,
+            "sppo/stall_seconds": offload.stall_seconds / steps,
+            "sppo/d2h_bytes": round(offload.d2h_bytes / steps),
+            "sppo/h2d_bytes": round(offload.h2d_bytes / steps),
+            "sppo/pinned_bytes": offload.pinned_bytes,
+            "sppo/host_fragmentation": offload.fragmentation,
             "sppo/step_seconds": seconds / steps,
         }
         if self.all_planned:
             numbers["sppo/planned_seconds"] = self.planned_seconds / steps
-        if self.disk_write_bytes or self.disk_read_bytes:
-            numbers["sppo/disk_write_bytes"] = round(self.disk_write_bytes / steps)
-            numbers["sppo/disk_read_bytes"] = round(self.disk_read_bytes / steps)
-            numbers["sppo/spilled_bytes"] = round(self.spilled_bytes / steps)
+        if offload.disk_write_bytes or offload.disk_read_bytes:
+            numbers["sppo/disk_write_bytes"] = round(offload.disk_write_bytes / steps)
+            numbers["sppo/disk_read_bytes"] = round(offload.disk_read_bytes / steps)
+            numbers["sppo/spilled_bytes"] = round(offload.spilled_bytes / steps)
         self.clear()
         return numbers
 
@@ -145,12 +138,7 @@ class StepMeter(StepObserver):
         """Forget everything since the last drain."""
         self.tokens = 0
         self.model_flops = 0.0
-        self.stall_seconds = 0.0
-        self.d2h_bytes = 0
-        self.h2d_bytes = 0
-        self.disk_write_bytes = 0
-        self.disk_read_bytes = 0
-        self.spilled_bytes = 0
+        self.offload = OffloadStats()
         self.planned_seconds = 0.0
         self.all_planned = True
         self.steps = 0

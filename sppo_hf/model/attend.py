@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,30 @@ from sppo_hf.attention.kv import Keep, KVStore
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
+from sppo_hf.model.states import LayerStates
 
 ChooseBackend = Callable[[Requirement], Backend]
+
+
+class KeyOwners:
+    """Which layer's store holds the keys that a layer attends to, for one chunk.
+
+    Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]] = {}
+
+    def store_of(self, key: Tensor, value: Tensor) -> KVStore | None:
+        """The store of the layer that attended with these tensors before; None for the first."""
+        known = self._owners.get(id(key))
+        if known is not None and known[0]() is key and known[1]() is value:
+            return known[2]
+        return None
+
+    def add(self, key: Tensor, value: Tensor, store: KVStore) -> None:
+        """`store` holds these from now on."""
+        self._owners[id(key)] = (weakref.ref(key), weakref.ref(value), store)
 
 
 @dataclass(slots=True)
@@ -39,19 +62,25 @@ class LayerCall:
     start: int
     end: int
     rows: tuple[RowSpans, ...] | None
-    kv: KVStore
+    kv: KVStore | None
+    """None in a layer without attention."""
     choose_backend: ChooseBackend
     counters: dict[str, int]
     link: Tensor | None = None
     """In: the previous chunk's link. Out, after attention ran: this chunk's."""
     stash: Stash | None = None
     keep: Keep | None = None
+    states: LayerStates | None = None
+    """None in a model without recurrent or convolutional layers."""
     attended: int = 0
+    owners: KeyOwners | None = None
+    """Who has stored which keys in this chunk; None while a layer runs again."""
     model_name: str = field(default="this model")
 
 
 class _Running(threading.local):
     call: LayerCall | None = None
+    taken_over: int = 0
 
 
 _running = _Running()
@@ -68,6 +97,11 @@ def end_layer(before: LayerCall | None) -> None:
     _running.call = before
 
 
+def running_states() -> LayerStates | None:
+    """The states of the layer that runs in this thread; None outside layers."""
+    return None if _running.call is None else _running.call.states
+
+
 @contextlib.contextmanager
 def attention_taken_over(configs: tuple[PreTrainedConfig, ...]) -> Iterator[None]:
     """Point the model's configs to our attention and mask, and back at exit."""
@@ -75,9 +109,11 @@ def attention_taken_over(configs: tuple[PreTrainedConfig, ...]) -> Iterator[None
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = IMPLEMENTATION
+    _running.taken_over += 1
     try:
         yield
     finally:
+        _running.taken_over -= 1
         for config, value in zip(configs, before, strict=True):
             config._attn_implementation_internal = value
 
@@ -116,12 +152,24 @@ def attention_forward(
         UnsupportedModelError: If the call asks for what chunked attention cannot do exactly.
     """
     call = _running.call
+    if call is None and _running.taken_over:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends outside the decoder layers, which chunks do not "
+            "reach. Train the model without sppo_hf."
+        )
     if call is None:
         raise SPPOError(
             f"{type(module).__name__} was called with sppo_hf's attention outside a chunk. "
             "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
         )
     _refuse(call, module, attention_mask, dropout, others)
+    store = None if call.owners is None else call.owners.store_of(key, value)
+    borrowed = store is not None
+    if store is None:
+        store = call.kv
+        assert store is not None, "a layer without keys and values was refused"
+        if call.owners is not None:
+            call.owners.add(key, value, store)
     query, key, value = (_autocast(x) for x in (query, key, value))
     requirement = Requirement(
         device_type=query.device.type,
@@ -131,9 +179,9 @@ def attention_forward(
         softcap=softcap is not None,
         window=attention_mask.window is not None,
         gqa_ratio=query.shape[1] // key.shape[1],
-        varied=call.rows is not None,
+        varied=call.rows is not None or attention_mask.local is not None,
     )
-    window = attention_mask.window
+    window, local = attention_mask.window, attention_mask.local
     out, call.link = chunk_attention(
         query,
         key,
@@ -141,14 +189,16 @@ def attention_forward(
         sinks_N=s_aux,
         link=call.link,
         call=AttentionCall(
-            kv=call.kv,
+            kv=store,
             chunk=call.chunk,
             chunk_start=call.start,
-            pieces=chunk_pieces(call.start, call.end, call.rows, window=window),
+            pieces=chunk_pieces(call.start, call.end, call.rows, window=window, local=local),
             backend=call.choose_backend(requirement),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,
+            local=local,
             softcap=softcap,
+            borrowed=borrowed,
             stash=call.stash,
             keep=call.keep,
             counters=call.counters,
@@ -168,10 +218,17 @@ def _refuse(
     foreign = [name for name in _CHANGE_THE_RESULT if others.get(name) is not None]
     if call.attended > 1:
         reason = "one of its decoder layers attends twice"
+    elif call.kv is None:
+        reason = f"layer {call.layer} attends, and is said to have no keys and values"
     elif not isinstance(mask, MaskMeaning):
         reason = "its attention mask does not come from Transformers' masking utilities"
     elif mask.refusal is not None:
         raise mask.refusal
+    elif getattr(module, "is_causal", True) is False:
+        reason = (
+            f"{type(module).__name__} is not causal by itself (is_causal=False), so that what it "
+            "sees without a mask depends on its kernel"
+        )
     elif foreign or others.get("is_causal") is False:
         reason = f"its attention is given {', '.join(foreign) or 'is_causal=False'}"
     elif dropout:

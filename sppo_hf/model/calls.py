@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
-from sppo_hf.model.guard import PROVED
+from sppo_hf.model.guard import is_proved
 from sppo_hf.model.layout import BatchLayout, read_layout
+from sppo_hf.model.mask_questions import is_causal_with, separating_positions
 from sppo_hf.model.structure import ModelParts
 
 # B batch rows, T tokens of the sequence, D model width.
@@ -29,6 +30,8 @@ _HEAD_ARGUMENTS = ("fused_lm_head",)
 """Keywords by which TRL asks the head that it put on the model for log-probabilities in tiles."""
 _OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
 """Parts of the names of inputs that are no text; each chunk would get all of them."""
+_MODALITIES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""By which processors of multimodal models tell tokens of images and sound from text."""
 _OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -59,6 +62,7 @@ class ForwardCall:
     return_dict: bool
     left_padding: bool
     """Whether rows may begin with padding; see `read_layout`."""
+    parts: ModelParts
 
     @property
     def has_labels(self) -> bool:
@@ -85,7 +89,7 @@ class ForwardCall:
         return self._first.device
 
     def positions(self) -> Tensor:
-        """Position of every token, `[B or 1, T]`: as given, or counted from 0."""
+        """Position of every token, `[B or 1, T]`: as given, with axes too, or counted from 0."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.total_tokens, device=self.device)[None]
@@ -113,15 +117,21 @@ class ForwardCall:
                 "cu_seq_lens_k is not cu_seq_lens_q. Chunked sequences take documents that attend "
                 "to themselves: give the same offsets for both."
             )
+        positions = self.position_ids
+        if positions is not None and self.attention_mask is None and self.cu_seq_lens is None:
+            positions = separating_positions(self.parts, positions)
+        elif positions is not None and positions.ndim > 2:
+            positions = None
         return read_layout(
             batch_rows=self.batch_rows,
             total_tokens=self.total_tokens,
             attention_mask=self.attention_mask,
-            position_ids=self.position_ids,
+            position_ids=positions,
             cu_seq_lens=self.cu_seq_lens,
             shift_labels_BT=None if all_positions else self.shift_labels,
             ignore_index=self.ignore_index,
             left_padding=self.left_padding,
+            blocks=bool(getattr(self.parts.text_config, "attention_chunk_size", None)),
         )
 
     def divisor(self, count: Tensor) -> Tensor:
@@ -162,17 +172,43 @@ class ForwardCall:
                 f"{name}: past_key_values together with labels (prefix tuning, for one) is not "
                 "supported in chunked training. Use LoRA, or revert the model."
             )
-        for argument, value in self.constants.items():
-            if isinstance(value, Tensor) and any(word in argument for word in _OTHER_INPUTS):
-                raise ConfigError(
-                    f"{name}: {argument} holds images or sound, which belong to single chunks. "
-                    "Train on batches of text, or revert the model."
-                )
+        self._refuse_other_modalities(name)
         if self.batch_rows == 0 or self.total_tokens == 0:
             raise ConfigError(
                 f"{name}: the batch is empty ({self.batch_rows} rows of {self.total_tokens} "
                 "tokens). Check the data collator."
             )
+
+    def _takes_axes(self) -> bool:
+        """Whether positions may have axes of their own (time, height, width) for rotary tables."""
+        tables = self.parts.decoder.children()
+        return any(getattr(table, "mrope_section", None) for table in tables)
+
+    def _refuse_other_modalities(self, name: str) -> None:
+        """Refuse what is not text, and take away what only says that all is text."""
+        whole = self.parts.is_multimodal
+        for argument, value in [*self.tokens.items(), *self.constants.items()]:
+            if whole and argument in _MODALITIES and isinstance(value, Tensor):
+                if self._says_text(argument, value):
+                    self.tokens.pop(argument, None)
+                    self.constants.pop(argument, None)
+                    continue
+                seen = "marks tokens that are not read as text"
+            elif isinstance(value, Tensor) and any(word in argument for word in _OTHER_INPUTS):
+                seen = "holds images or sound"
+            elif whole and argument in self.constants and not _is_switch(value):
+                seen = "is not cut along the tokens"
+            else:
+                continue
+            raise ConfigError(
+                f"{name}: {argument} {seen}, which chunks do not take. Train on batches of text "
+                f"(leave {argument} out), or revert the model."
+            )
+
+    def _says_text(self, argument: str, value: Tensor) -> bool:
+        """Whether types of tokens are all the same, and change nothing."""
+        low, high = (int(x) for x in torch.stack([value.min(), value.max()]).tolist())
+        return low == high and is_causal_with(self.parts, argument, low)
 
     def _refuse_shapes(self) -> None:
         """Refuse positions and offsets of another type or shape than models take."""
@@ -186,6 +222,8 @@ class ForwardCall:
             _refuse_other_types(name, value)
         positions = self.position_ids
         allowed = {(1, self.total_tokens), (self.batch_rows, self.total_tokens)}
+        if positions is not None and self._takes_axes() and positions.ndim == 3:
+            allowed |= {(axes, rows, tokens) for axes in (3, 4) for rows, tokens in allowed}
         if positions is not None and tuple(positions.shape) not in allowed:
             shapes = " or ".join(map(str, sorted(allowed)))
             raise ConfigError(
@@ -262,7 +300,8 @@ def read_call(
         return_dict=bool(
             parts.causal_lm.config.return_dict if return_dict is None else return_dict
         ),
-        left_padding=parts.text_config.model_type in PROVED,
+        left_padding=is_proved(parts),
+        parts=parts,
     )
     for name, value in given.items():
         if value is None or name in ("input_ids", "inputs_embeds"):
@@ -272,6 +311,10 @@ def read_call(
         else:
             call.constants[name] = value
     return call
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str))
 
 
 def _bind(

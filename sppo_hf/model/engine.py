@@ -25,9 +25,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
+from sppo_hf.model.guard import check_router_loss
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.logits import LogitsCollector, LogitsRequest
@@ -35,14 +36,15 @@ from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.plans import PlanBook
 from sppo_hf.model.room import OffloadRoom
+from sppo_hf.model.router_loss import RouterLoss
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.model.watch import ForwardWatch, let_go_of_failed
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.report import format_bytes
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.rules import format_bytes
 
 # B batch rows, T tokens of the sequence, D model width, V vocabulary.
 
@@ -103,6 +105,7 @@ class Engine:
         call.refuse_unsupported(self.parts.name)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
+        check_router_loss(self.parts)
         with self._alone():
             output = self._run(call)
         return output if call.return_dict else output.to_tuple()
@@ -175,30 +178,75 @@ class Engine:
         self._has_run = True
         let_go_of_failed(self._last_watch())
         logits = self._wanted_logits(call)
-        wanted = logits.whole or logits.reduce is not None
-        layout = call.layout(all_positions=wanted)
+        layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
-        plan = self.plan(
-            call.batch_rows, call.total_tokens, call.device, return_logits=logits.whole
+        rows, tokens, device = call.batch_rows, call.total_tokens, call.device
+        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        random = None if self.plans.has_run(plan) else RandomState(device)
+        try:
+            return self._run_plan(call, layout, plan, logits, began)
+        except RuntimeError as error:
+            if random is None or not self._plan_with_less(plan, error):
+                raise
+        # Here, where the error and all that it holds of the failed forward are gone.
+        random.restore()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        return self._run_plan(call, layout, plan, logits, began)
+
+    def _plan_with_less(self, plan: Plan, error: RuntimeError) -> bool:
+        """Whether a forward that raised `error` is worth a second try with less memory."""
+        # Sharded weights are gathered by all ranks together, so one cannot begin again by itself.
+        if not ran_out_of_memory(error) or self.parts.is_sharded():
+            return False
+        before, after = plan.budgets.device, self.plans.shrink(plan)
+        if before is None or after is None:
+            return False
+        warnings.warn(
+            "the device's memory ran out in the first forward of a plan "
+            f"({str(error).splitlines()[0]}); this batch runs once more, planned with "
+            f"{format_bytes(after)} instead of {format_bytes(before)}. If it happens in backward "
+            f"too, set device_memory below that.",
+            stacklevel=2,
         )
+        return True
+
+    def _run_plan(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        logits: LogitsRequest,
+        began_seconds: float,
+    ) -> ModelOutput:
         watch = ForwardWatch(
             self.observer,
             plan,
             self.shape(),
             device=call.device,
             took=self.take_stats,
-            began_seconds=began,
+            began_seconds=began_seconds,
             on_step=self.plans.step_done,
         )
         self._last_watch = weakref.ref(watch)
+        router_loss = RouterLoss.of(self.parts)
+        if router_loss is not None and (call.head_arguments or not call.has_labels):
+            raise UnsupportedModelError(
+                f"{self.parts.name}: config.output_router_logits=True adds a loss to that of the "
+                f"labels, and {self._who_computes_the_loss(call)} computes another one. Set "
+                "model.config.output_router_logits = False."
+            )
         if call.head_arguments:
             output = self._whole_head(call, layout, plan, watch)
         elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
-            output = self._loss(call, layout, plan, watch, logits)
+            output = self._loss(call, layout, plan, watch, logits, router_loss)
+            output = output if router_loss is None else router_loss.added_to(output)
         else:
             self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
             output = self._whole_head(call, layout, plan, watch)
         watch.forward_done(output)
+        self.plans.ran(plan)
         return output
 
     def _wanted_logits(self, call: ForwardCall) -> LogitsRequest:
@@ -218,6 +266,7 @@ class Engine:
         plan: Plan,
         watch: ForwardWatch,
         logits: LogitsRequest,
+        router_loss: RouterLoss | None,
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
         if logits.whole and logits.asked_by:
@@ -251,7 +300,15 @@ class Engine:
             labels_BT = call.shift_labels[group[0] : group[1]]
             # Not where a head runs before the layers' backward: its logits are at the peak.
             backward_next = group == groups[-1] and not head_in_backward
-            hidden = self._hidden(call, layout, plan, watch, group, backward_next=backward_next)
+            hidden = self._hidden(
+                call,
+                layout,
+                plan,
+                watch,
+                group,
+                backward_next=backward_next,
+                router_loss=router_loss,
+            )
             for chunk, hidden_BCD in hidden:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
@@ -313,6 +370,7 @@ class Engine:
         *,
         skip_padding: bool = True,
         backward_next: bool = False,
+        router_loss: RouterLoss | None = None,
     ) -> Any:
         """Yield (chunk, hidden states `[B, C, D]`) of a group of rows."""
         positions = call.positions()
@@ -325,7 +383,10 @@ class Engine:
             counters=self.counters,
             offload=self.offload,
         )
-        slices = Slices(self._inputs(call), positions, call.constants).rows(*group)
+        constants = dict(call.constants)
+        if router_loss is not None:
+            constants["output_router_logits"] = True
+        slices = Slices(self._inputs(call), positions, constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
         chunks = sequence.run(slices, stop_token=stop, on_chunk=watch.forward_chunk)
         while True:
@@ -341,6 +402,10 @@ class Engine:
             chunk, output = step
             self.head.output_class = type(output)
             hidden_BCD = output.last_hidden_state
+            if router_loss is not None:
+                mask, bounds = call.attention_mask, plan.bounds[chunk]
+                mask_BC = None if mask is None else mask[slice(*group), slice(*bounds)]
+                router_loss.add(output.router_logits, mask_BC)
             watch.watch_backward(chunk, hidden_BCD)
             yield chunk, hidden_BCD
 
@@ -354,6 +419,8 @@ class Engine:
         embedding = self.parts.causal_lm.get_input_embeddings()
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
         if call.device.type != "cpu" or "input_ids" not in call.tokens or not trained:
+            return call.tokens
+        if self.parts.reads_ids:
             return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
         return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
@@ -423,6 +490,34 @@ class Engine:
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, stacklevel=2)
+
+
+class RandomState:
+    """Random generators of the CPU and of a device, to be as they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note how they are."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Let the next draw be the one that would have come."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+_RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device's memory ran out, in PyTorch's allocator or beside it.
+
+    cuDNN and cuBLAS take memory from the driver, and their errors are plain `RuntimeError`s.
+    """
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
 
 
 def labelled_chunks(layout: BatchLayout, bounds: Bounds) -> set[int]:

@@ -31,13 +31,15 @@ from sppo_hf.planning.machine import (
     pci_numa_node,
     processor_name,
 )
-from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_profile import ModelProfile, Training, config_digest, find_profile
 from sppo_hf.planning.plan import DeviceFacts, Plan
 from sppo_hf.planning.profile_store import load_profile, profile_for
 from sppo_hf.planning.shape import ModelShape
 
 logger = logging.getLogger(__name__)
+
+# What a CUDA context takes before any kernel's code is loaded.
+_FRESH_CONTEXT_BYTES = 600 * 2**20
 
 
 def use_expandable_segments(device: torch.device) -> None:
@@ -57,6 +59,17 @@ def use_expandable_segments(device: torch.device) -> None:
         logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 
 
+def leave_to_driver(device: torch.device, num_bytes: int) -> None:
+    """Keep PyTorch's cache from growing into the last `num_bytes` of a CUDA device.
+
+    Kernels' code, cuBLAS's workspaces and cuDNN's plans come from the driver, which cannot take
+    back what the cache holds without using it.
+    """
+    if device.type == "cuda":
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(1 - num_bytes / total_bytes, device)
+
+
 def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
     """Name, memory and speed of `device` and of the host, as far as this process may use them.
 
@@ -73,7 +86,7 @@ def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
         host_bytes = min(host_bytes, max(0, free_bytes // processes + pinned_bytes))
         name = torch.cuda.get_device_properties(device).name
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        ours_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES["cuda"]
+        ours_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
         device_bytes = min(total_bytes, free_bytes + ours_bytes)
     else:
         name, device_bytes = processor_name(), host_bytes
@@ -201,7 +214,11 @@ def _find_lora(parts: ModelParts) -> LoraShape | None:
     if not targets:
         return None
     return LoraShape(
-        rank=rank, targets=tuple(sorted(targets)), dtype_bytes=dtype_bytes, dropout=dropout
+        rank=rank,
+        targets=tuple(sorted(targets)),
+        dtype_bytes=dtype_bytes,
+        autocast=_is_autocast(parts),
+        dropout=dropout,
     )
 
 
@@ -249,9 +266,14 @@ def dtype_name(parts: ModelParts) -> str:
 
 
 def _compute_bytes(parts: ModelParts) -> int:
-    device = next(parts.causal_lm.parameters()).device
-    # Autocast does not know the device of models without memory.
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+    if _is_autocast(parts):
+        device = next(parts.causal_lm.parameters()).device
         return torch.get_autocast_dtype(device.type).itemsize
     dtype = parts.causal_lm.dtype
     return dtype.itemsize if dtype.is_floating_point else 2
+
+
+def _is_autocast(parts: ModelParts) -> bool:
+    device = next(parts.causal_lm.parameters()).device
+    # Autocast does not know the device of models without memory.
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)

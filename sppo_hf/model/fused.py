@@ -4,11 +4,16 @@ Used only on CUDA, when liger-kernel is installed and the model's head was seen 
 matrix product: a head that scales, caps or adapts its logits keeps its own code. That is found out
 by trying both on a few random hidden states, not by a list of families, and remembered, since the
 answer makes the host wait.
+
+Not used: `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13). Asked for little memory, it
+rounds the summed loss to the hidden states' dtype, so the loss of a bfloat16 model would have three
+digits.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -16,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.loss import TileKernel
@@ -37,9 +43,12 @@ def fused_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> Tile
     if any(id(parameter) not in own for parameter in parts.head_parameters()):
         return None
     state = _state(parts, linear)
+    tile = _LigerTile(linear)
+    if linear.weight.requires_grad and not tile.sums_wide:
+        return None
     if head.plain is None or head.plain[0] != state:
-        head.plain = (state, is_plain_head(linear, head))
-    return _LigerTile(linear) if head.plain[1] else None
+        head.plain = (state, is_plain_head(linear, head) and tile.counts_nothing())
+    return tile if head.plain[1] else None
 
 
 def _state(parts: ModelParts, linear: nn.Linear) -> Hashable:
@@ -47,6 +56,7 @@ def _state(parts: ModelParts, linear: nn.Linear) -> Hashable:
     return (
         weakref.ref(linear),
         weakref.ref(linear.weight),
+        linear.weight.requires_grad,
         parts.causal_lm.training,
         "forward" in linear.__dict__,
         (*linear._forward_hooks, *linear._forward_pre_hooks),
@@ -67,18 +77,54 @@ def is_plain_head(linear: nn.Linear, head: ModelHead) -> bool:
     return torch.equal(head.logits(probe_1MD), F.linear(probe_1MD, weight, linear.bias))
 
 
+class _NotCounted(TorchFunctionMode):
+    """Gives Liger a 1 for the number of labels that count, for which it would wait for the device.
+
+    It divides a mean by it, and we ask for sums.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer `Tensor.item`; all else is as it is."""
+        return 1 if func is Tensor.item else func(*args, **(kwargs or {}))
+
+
 class _LigerTile:
     """One tile through Liger's kernel, which computes gradients in its forward as we do."""
 
     def __init__(self, linear: nn.Linear) -> None:
+        from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+            LigerFusedLinearCrossEntropyFunction,
+        )
+
         self._linear = linear
+        self._function: Any = LigerFusedLinearCrossEntropyFunction
+        named = inspect.signature(self._function.forward).parameters
+        self._defaults = {name: p.default for name, p in named.items() if name != "ctx"}
+
+    @property
+    def sums_wide(self) -> bool:
+        """Whether the kernel can sum the weight's gradient over its parts in float32."""
+        return "accum_dtype" in self._defaults
+
+    def counts_nothing(self) -> bool:
+        """Whether a sum is the same when the kernel is not told how many labels count."""
+        weight = self._linear.weight
+        generator = torch.Generator(weight.device).manual_seed(0)
+        hidden_MD = torch.randn(
+            5, weight.shape[1], device=weight.device, dtype=weight.dtype, generator=generator
+        )
+        labels_M = torch.tensor([1, -100, 0, -100, 2], device=weight.device) % weight.shape[0]
+        labels_M[1::2] = -100
+        told = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
+        with _NotCounted():
+            untold = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
+        return all(torch.equal(one, other) for one, other in zip(told, untold, strict=True))
 
     def most_tokens(self, tile_tokens: int) -> int:
         """See `TileKernel.most_tokens`.
 
         The kernel cuts a call by itself, into parts whose logits have about as many elements as the
-        hidden states of all; it rounds their tokens up to a power of two. It reads a number off the
-        device once a call, so calls had better be few.
+        hidden states of all; it rounds their tokens up to a power of two.
         """
         vocab, width = self._linear.weight.shape
         power_of_two = 1 << (tile_tokens.bit_length() - 1)
@@ -91,24 +137,37 @@ class _LigerTile:
         trainable: Sequence[nn.Parameter],
         ignore_index: int,
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
-            LigerFusedLinearCrossEntropyFunction,
-        )
-
         weight, bias = self._linear.weight, self._linear.bias
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in (weight,)]
+        leaf = weight.detach().requires_grad_(weight.requires_grad)
         bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
-        hidden_leaf = hidden_MD.detach().requires_grad_()
-        with torch.enable_grad():
-            result: Any = LigerFusedLinearCrossEntropyFunction.apply(
-                hidden_leaf, leaves[0], labels_M, bias_leaf, None, ignore_index, 0.0, 0.0, "sum"
+        with _NotCounted():
+            loss, dhidden_MD, *dweights = self._run(
+                hidden_MD, labels_M, leaf, bias_leaf, ignore_index
             )
+        trained = [x for x in (weight, bias) if x is not None and x.requires_grad]
+        by_parameter = dict(zip(map(id, trained), dweights, strict=True))
+        return loss, dhidden_MD, [by_parameter.get(id(parameter)) for parameter in trainable]
+
+    def _run(
+        self,
+        hidden_MD: Tensor,
+        labels_M: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ignore_index: int,
+    ) -> list[Tensor]:
+        """The summed loss, its gradients of the hidden states and of the leaves that need one."""
+        hidden_leaf = hidden_MD.detach().requires_grad_()
+        asked = {
+            "ignore_index": ignore_index,
+            "reduction": "sum",
+            # Or the sum over parts would be in the weight's dtype.
+            "accum_dtype": torch.float32,
+        }
+        others = list(self._defaults.items())[4:]
+        arguments = [asked.get(name, default) for name, default in others]
+        with torch.enable_grad():
+            result: Any = self._function.apply(hidden_leaf, weight, labels_M, bias, *arguments)
             loss = result[0] if isinstance(result, tuple) else result
-            wanted = [x for x in (hidden_leaf, leaves[0], bias_leaf) if x is not None]
-            wanted = [x for x in wanted if x.requires_grad]
-            grads = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted), strict=True))
-        by_parameter = {id(weight): grads.get(id(leaves[0]))}
-        if bias is not None:
-            by_parameter[id(bias)] = grads.get(id(bias_leaf))
-        dweights = [by_parameter.get(id(parameter)) for parameter in trainable]
-        return loss.detach().float(), grads[id(hidden_leaf)], dweights
+            wanted = [x for x in (hidden_leaf, weight, bias) if x is not None and x.requires_grad]
+            return [loss.detach().float(), *torch.autograd.grad(loss, wanted)]

@@ -56,6 +56,7 @@ def read_layout(
     shift_labels_BT: Tensor | None,
     ignore_index: int,
     left_padding: bool = False,
+    blocks: bool = False,
 ) -> BatchLayout:
     """Read the layout of a batch.
 
@@ -69,9 +70,12 @@ def read_layout(
         ignore_index: The label that does not count.
         left_padding: Whether the model is known to count positions from the first column, whatever
             the mask says, so that rows may begin with padding.
+        blocks: Whether layers attend within blocks of tokens (Llama 4), which the model counts by
+            positions, and we from a document's first token.
 
     Raises:
-        ConfigError: For holes, wrong shapes, left padding that cannot be exact.
+        ConfigError: For holes, wrong shapes, left padding that cannot be exact, documents in the
+            middle of a row that do not begin at position 0 where blocks are counted.
     """
     labelled_T = None if shift_labels_BT is None else (shift_labels_BT != ignore_index).any(0)
     labelled = None if labelled_T is None else tuple(labelled_T.tolist())
@@ -85,6 +89,8 @@ def read_layout(
         _warn_if_packing_is_ignored(position_ids, attention_mask)
         return _padded(spans, total_tokens, labelled, shift_labels_BT, ignore_index)
     rows = None if position_ids is None else _packed_by_positions(position_ids, batch_rows)
+    if blocks and rows is not None and position_ids is not None:
+        _refuse_shifted_documents(position_ids)
     return BatchLayout(batch_rows, total_tokens, rows, total_tokens, labelled)
 
 
@@ -173,6 +179,20 @@ def _packed_by_positions(position_ids: Tensor, batch_rows: int) -> tuple[RowSpan
         starts[row].append(before + 1)
     rows = tuple(RowSpans(_spans(row, total), total) for row in starts)
     return rows * batch_rows if len(rows) == 1 else rows
+
+
+def _refuse_shifted_documents(position_ids: Tensor) -> None:
+    """Refuse documents behind another one of the same row whose positions do not begin at 0."""
+    begins = torch.diff(position_ids, dim=-1) != 1
+    firsts = position_ids[:, 1:][begins]
+    if bool((firsts != 0).any()):
+        seen = int(firsts[firsts != 0][0])
+        raise ConfigError(
+            f"position_ids has a document in the middle of a row that begins at position {seen}. "
+            "This model attends within blocks of tokens, which are counted from position 0. "
+            "Allowed: packed documents that each begin at 0. Remedy: let position_ids restart at 0 "
+            "with every document."
+        )
 
 
 def _packed_by_lengths(

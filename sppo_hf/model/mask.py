@@ -11,7 +11,10 @@ Padding and packing are not looked at here; the batch layout knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +41,27 @@ class MaskMeaning:
     """A causal mask; with `window`, a query sees itself and the `window - 1` tokens before it."""
 
     window: int | None
+    local: int | None = None
+    """Tokens of a block; a query sees those of its own block only (Llama 4's chunked attention)."""
     refusal: UnsupportedModelError | None = None
     """Set if the mask is neither; raised by the first layer that attends with it. A model may make
     masks of kinds that none of its layers uses (Qwen2-MoE's window of 0)."""
+
+    @property
+    def ndim(self) -> int:
+        """As of a finished mask `[B, 1, T, T]`, which Transformers hands on as it is."""
+        return 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes that say nothing; see `ndim`."""
+        return (1, 1, 0, 0)
+
+    def __getitem__(self, index: Any) -> MaskMeaning:
+        """All of it; a part is refused as in `__getattr__`."""
+        if index == (slice(None), slice(None), slice(0, None), slice(None)):
+            return self
+        return self.__getattr__("__getitem__")
 
     def __getattr__(self, name: str) -> Any:
         """Refuse a model whose own code computes with its mask."""
@@ -50,13 +71,90 @@ class MaskMeaning:
         )
 
 
+class MaskAsked(Exception):
+    """Ends a forward of which only the mask was wanted."""
+
+    def __init__(self, mask_function: Callable[..., Any]) -> None:
+        super().__init__("only the mask was wanted")
+        self.mask_function = mask_function
+
+
+class _Asking(threading.local):
+    active = False
+
+
+_asking = _Asking()
+
+
+@contextlib.contextmanager
+def asking_for_masks() -> Iterator[None]:
+    """Let the first mask that a model builds in this thread end its forward by `MaskAsked`."""
+    _asking.active = True
+    try:
+        yield
+    finally:
+        _asking.active = False
+
+
+def sees(mask_function: Callable[..., Any], *, query: int, key: int) -> bool:
+    """Whether the token at `query` sees the one at `key`."""
+    return _ask(mask_function, query, [key])[0]
+
+
 def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskMeaning:
     """Entry for AttentionMaskInterface: the meaning of `mask_function`, or why it has none."""
+    if _asking.active:
+        raise MaskAsked(mask_function)
+    made = kwargs.get("attention_mask")
+    if isinstance(made, MaskMeaning):
+        # A multimodal model made it for its text decoder, which takes a finished mask as it is.
+        return made
+    mask_function = _without_idle_blocks(mask_function)
     windows = {_window_at(mask_function, position) for position in _PROBES}
     window = windows.pop()
     if windows or (window is not None and window < 1):
-        return MaskMeaning(None, refusal=_not_causal(kwargs))
+        local = _block_tokens(mask_function)
+        return MaskMeaning(None, local, None if local else _not_causal(kwargs))
     return MaskMeaning(window)
+
+
+def _without_idle_blocks(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    """`mask_function` without blocks that see each other, where no token is in one.
+
+    Multimodal models let the tokens of an image see each other, by a table of as many entries as
+    there are tokens; -1 is text. Far from zero, where masks are asked, a table has no entry.
+    """
+    functions = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
+    if not isinstance(functions, tuple) or "or_masks" not in mask_function.__qualname__:
+        return mask_function
+    told = [f for f in functions if not _is_idle_block(f)]
+    return told[0] if len(told) == 1 else mask_function
+
+
+def _is_idle_block(mask_function: Callable[..., Any]) -> bool:
+    table = inspect.getclosurevars(mask_function).nonlocals.get("block_sequence_ids")
+    return isinstance(table, Tensor) and bool((table == -1).all())
+
+
+def _block_tokens(visible: Callable[..., Any]) -> int | None:
+    """Length of the blocks within which queries see keys; None if the mask is another one."""
+    starts = []
+    for position in _PROBES:
+        window = _window_at(visible, position)
+        if window is None or window < 1:
+            return None
+        starts.append(position - window + 1)
+    # The last query of a block still sees its first key, and the next one does not.
+    seen, hidden = _PROBES[0], 2 * _PROBES[0]
+    while hidden - seen > 1:
+        middle = (seen + hidden) // 2
+        if sees(visible, query=middle, key=starts[0]):
+            seen = middle
+        else:
+            hidden = middle
+    length = hidden - starts[0]
+    expected = [position - position % length for position in _PROBES]
+    return length if starts == expected else None
 
 
 def _window_at(visible: Callable[..., Any], position: int) -> int | None:
@@ -87,8 +185,9 @@ def _ask(visible: Callable[..., Any], query: int, keys: list[int]) -> list[bool]
 def _not_causal(kwargs: dict[str, Any]) -> UnsupportedModelError:
     model_type = getattr(kwargs.get("config"), "model_type", "this model")
     return UnsupportedModelError(
-        f"{model_type}: its attention mask is neither causal nor a causal sliding window (chunked "
-        "or bidirectional attention), so it cannot run chunk by chunk. Train it without sppo_hf."
+        f"{model_type}: its attention mask is neither causal, nor a causal sliding window, nor cut "
+        "into blocks (bidirectional attention, for one), so it cannot run chunk by chunk. Train it "
+        "without sppo_hf."
     )
 
 

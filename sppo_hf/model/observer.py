@@ -2,8 +2,7 @@
 
 The engine calls these methods from inside the training step, so an implementation must be quick and
 must never wait for the device. This file knows nothing of who watches (a Trainer callback, a
-progress bar, a benchmark, a test), and imports nothing but the plan's type, for the type checker
-alone.
+progress bar, a benchmark, a test), and imports types alone, for the type checker.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from sppo_hf.offload.stats import OffloadStats
     from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
 
@@ -44,29 +44,8 @@ class StepRecord:
     backward_seconds: float
     """Wall time of the backward; 0 in evaluation."""
 
-    stall_seconds: float
-    """Time in which the host waited for a copy."""
-
-    d2h_bytes: int
-    """Bytes copied from the device to the host."""
-
-    h2d_bytes: int
-    """Bytes copied from the host to the device."""
-
-    disk_write_bytes: int
-    """Bytes written to `offload_dir`."""
-
-    disk_read_bytes: int
-    """Bytes read from it."""
-
-    spilled_bytes: int
-    """Of the bytes written, those that the plan meant for the host and found no room there."""
-
-    pinned_bytes: int
-    """Host bytes that the offload pool holds, used or free, at the end of the record."""
-
-    host_fragmentation: float
-    """Share of the pool's free bytes outside its largest hole, from 0 to 1, at the end."""
+    offload: OffloadStats
+    """What was copied and waited for meanwhile, and what host memory and disk hold at the end."""
 
     planned_seconds: float | None
     """What the plan predicted; None where nothing is known of the device's speed."""

@@ -20,6 +20,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.model.facts import (
     device_facts,
     dtype_name,
+    leave_to_driver,
     model_shape,
     use_expandable_segments,
 )
@@ -28,13 +29,18 @@ from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.room import OffloadRoom
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.watch import ForwardWatch
+from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
 
 # Rows of more lengths than this are taken to have a new length with every batch.
 _FEW_LENGTHS = 3
+
+# What is planned with of a budget under which memory ran out.
+_LESS = 0.95
 
 # Gradients below this share of the device's peak change no plan.
 _FEW_GRADIENTS = 0.01
@@ -62,6 +68,31 @@ class PlanBook:
         self._accumulates = False
         self._warned: set[str] = set()
         self._teacher = Teacher()
+        self._have_run: dict[int, Plan] = {}
+        """By identity; the plan is held, so that no other gets it."""
+        self._shrunk = False
+
+    def has_run(self, plan: Plan) -> bool:
+        """Whether a forward under `plan` has come to its end."""
+        return id(plan) in self._have_run
+
+    def ran(self, plan: Plan) -> None:
+        """A forward under `plan` has come to its end."""
+        self._have_run[id(plan)] = plan
+
+    def shrink(self, plan: Plan) -> int | None:
+        """Plan with less than the device budget of `plan` from now on, where nothing has run yet.
+
+        Returns:
+            The new budget in bytes; None where there is none, or it was made smaller before.
+        """
+        if self._shrunk or plan.budgets.device is None:
+            return None
+        self._shrunk = True
+        budget = int(_LESS * plan.budgets.device)
+        self._config = self._config.replace(device_memory=budget)
+        self._plans = {key: plan for key, plan in self._plans.items() if self.has_run(plan)}
+        return budget
 
     def get(
         self,
@@ -98,6 +129,8 @@ class PlanBook:
         if key not in self._plans:
             wanted = {"training": training, "return_logits": return_logits}
             plan = self._make_plan(device, batch_rows, total_tokens, **wanted)
+            if self._config.device_memory is None:
+                leave_to_driver(device, CONTEXT_BYTES["cuda"])
             given_bytes = self._room.prepare(device, plan)
             if given_bytes is not None:
                 plan = self._plan_within(given_bytes, plan, device, **wanted)
@@ -114,10 +147,9 @@ class PlanBook:
     ) -> Plan:
         """The same batch planned with the host memory that the system really gives."""
         logger.warning(
-            "%.1f GiB of host memory were planned with, and the system gave %.1f GiB; planning "
-            "with those",
-            plan.estimate.host.held / 2**30,
-            host_bytes / 2**30,
+            "%s of host memory were planned with, and the system gave %s; planning with those",
+            format_bytes(plan.estimate.host.held),
+            format_bytes(host_bytes),
         )
         self._config = self._config.replace(host_memory=host_bytes)
         plan = self._make_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
@@ -253,9 +285,7 @@ class PlanBook:
             dtype = torch.get_autocast_dtype(device.type)
         softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
         chosen: dict[str, str] = {}
-        for layer in shape.layers:
-            if not layer.num_heads:
-                continue
+        for layer in (layer for layer in shape.layers if layer.num_heads):
             requirement = Requirement(
                 device_type=device.type,
                 dtype=dtype,
@@ -267,4 +297,6 @@ class PlanBook:
             )
             selection = self._select(requirement)
             chosen.setdefault(selection.backend.name, selection.reason)
+        if not chosen:
+            return "none", "no layer of the model has attention"
         return ", ".join(chosen), "\n".join(chosen.values())

@@ -28,12 +28,22 @@ A kept product must be what the product returned, and not what became of it. If 
 about to write into it, a copy is kept instead. A kernel that torch does not see may do so too
 (rotary embedding in place, say). Therefore a layer's first recorder copies all products at once and
 compares in the end; where something has changed, all recorders of that layer copy from then on.
+
+[Note: needless products]
+Where no product is kept, the second forward computes them, but not all are needed: key and value
+projections serve attention alone, which is not repeated, and an adapter's frozen product comes
+before the last values that autograd saves (the input of the adapter's second factor), though none
+of them depends on it. The first second forward of a layer finds those that no saved tensor depends
+on, in however many steps; from then on zeros stand for them. A layer that asks for values, or
+writes into what lasts longer than itself, keeps all. What was found holds for layers that save the
+same and multiply in the same order between the same saved tensors; this is checked product by
+product, and where it is not so the layer runs once more, with all of its products.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +56,15 @@ from sppo_hf.errors import SPPOError
 from sppo_hf.model.holders import Holder
 from sppo_hf.model.operations import Operation, operation, storage_key, tensors_in
 
-__all__ = ["Product", "ProductPlayer", "ProductRecorder"]
+__all__ = [
+    "Changed",
+    "Needless",
+    "NeedlessPlayer",
+    "NeedlessRecorder",
+    "Product",
+    "ProductPlayer",
+    "ProductRecorder",
+]
 
 # Sets of products are bits of an integer: a union is one operation, for 400 products too. The
 # lowest bit stands for the layer's input and for attention's output, product n for bit n + 1.
@@ -87,7 +105,87 @@ class _Fresh:
     written: bool = False
 
 
-class ProductRecorder(TorchDispatchMode):
+class _DependencyTracker(TorchDispatchMode):
+    """Follows, by storage, which of a layer's products each tensor depends on."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        """Prepare for a layer with input `hidden`, `[..., D]`."""
+        super().__init__()
+        self._width = hidden.shape[-1]
+        self._depends: dict[int, int] = {}
+        self._num_products = 0
+        self._set(hidden, _ACTIVATION)
+
+    def given(self, *tensors: Tensor) -> None:
+        """`tensors` come from elsewhere when the layer runs again."""
+        for tensor in tensors:
+            self._set(tensor, _ACTIVATION)
+
+    def _product(
+        self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
+    ) -> None:
+        """A product has run on what depends on `depends`; it gets its bit, or not."""
+        raise NotImplementedError
+
+    def _need(self, depends: int) -> None:
+        """Something outside the layer sees what depends on `depends`."""
+        raise NotImplementedError
+
+    def _before_write(self, tensor: Tensor) -> None:
+        """`tensor` is about to be written into."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and note which products its results depend on."""
+        kwargs = kwargs or {}
+        op = operation(func)
+        if op.writes:
+            return self._write(func, op, args, kwargs)
+        depends = 0
+        for tensor in tensors_in((*args, *kwargs.values())):
+            depends |= self._read(tensor)
+        output = func(*args, **kwargs)
+        if op.reveals:  # the layer may do one thing or another because of it
+            self._need(depends)
+        if op.is_product(args, self._width):
+            self._product(func, op, args, output, depends)
+        else:
+            for tensor in tensors_in((output,)):
+                self._set(tensor, _ALLOCATED.get(op.allocates, depends))
+        return output
+
+    def _write(self, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
+        written = tuple(op.written(args, kwargs))
+        for tensor in written:
+            self._before_write(tensor)
+        redrawn = op.redraws and _is_whole(args[0])
+        before = [self._depends.get(storage_key(tensor) or 0, 0) for tensor in written]
+        # What a constant, or what is replaced altogether, held before does not count.
+        gone = {
+            storage_key(tensor)
+            for tensor, depends in zip(written, before, strict=True)
+            if redrawn or depends == _CONSTANT
+        }
+        depends = 0
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if storage_key(tensor) not in gone:
+                depends |= self._read(tensor)
+        output = func(*args, **kwargs)
+        for tensor, was in zip(written, before, strict=True):
+            self._set(tensor, was if was == _EVERYTHING and not redrawn else depends)
+        return output
+
+    def _read(self, tensor: Tensor) -> int:
+        storage = storage_key(tensor)
+        depends = _EVERYTHING if storage is None else self._depends.get(storage, 0)
+        return depends if depends >= 0 else (2 << self._num_products) - 1
+
+    def _set(self, tensor: Tensor, depends: int) -> None:
+        storage = storage_key(tensor)
+        if storage is not None:
+            self._depends[storage] = depends
+
+
+class ProductRecorder(_DependencyTracker):
     """Records a layer's matrix products and holds the outputs that are needed again.
 
     Use: `start()`, the layer's forward with `saved` called for all that autograd saves, `stop()`;
@@ -113,24 +211,22 @@ class ProductRecorder(TorchDispatchMode):
             without_memory: Whether tensors are fake: nothing is written into them unseen, and
                 they are no more than their shape.
         """
-        super().__init__()
+        super().__init__(hidden)
         self._layer = layer
-        self._width = hidden.shape[-1]
         self._hold = hold
         self._without_memory = without_memory
         self._copies = not without_memory and _written_unseen.get(layer, True)
         self._products: list[Product] = []
         self._fresh: list[_Fresh] = []
         self._index_of: dict[int, int] = {}
-        self._depends: dict[int, int] = {}
         self._needed = 0
         self._running = False
-        self._set(hidden, _ACTIVATION)
 
     # -- what the layer's frame calls --------------------------------------------------------
 
-    def start(self) -> None:
-        """Watch all operations of this thread."""
+    def start(self, *given: Tensor) -> None:
+        """Watch all operations of this thread; `given` are there when the layer runs again."""
+        self.given(*given)
         self.__enter__()
         self._running = True
 
@@ -143,9 +239,7 @@ class ProductRecorder(TorchDispatchMode):
 
     def resume(self, *given: Tensor) -> None:
         """Go on watching; `given` come from elsewhere when the layer runs again."""
-        self.start()
-        for tensor in given:
-            self._set(tensor, _ACTIVATION)
+        self.start(*given)
 
     def saved(self, tensor: Tensor) -> None:
         """Hold the products that `tensor`, which autograd saves, depends on."""
@@ -173,29 +267,13 @@ class ProductRecorder(TorchDispatchMode):
 
     # -- what torch calls --------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and note which products its results depend on."""
-        kwargs = kwargs or {}
-        op = operation(func)
-        if op.writes:
-            return self._write(func, op, args, kwargs)
-        depends = 0
-        for tensor in tensors_in((*args, *kwargs.values())):
-            depends |= self._read(tensor)
-        output = func(*args, **kwargs)
-        if op.reveals:  # the layer may do one thing or another because of it
-            self._need(depends)
-        if op.is_product(args, self._width):
-            self._record(op.name, args, output, depends)
-        else:
-            for tensor in tensors_in((output,)):
-                self._set(tensor, _ALLOCATED.get(op.allocates, depends))
-        return output
-
-    def _record(self, name: str, args: Sequence[Any], output: Tensor, depends: int) -> None:
-        index = len(self._products)
-        product = Product(name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
+    def _product(
+        self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
+    ) -> None:
+        index = self._num_products
+        product = Product(op.name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
         self._products.append(product)
+        self._num_products += 1
         if product.of_weights:
             self._fresh.append(_Fresh(output.new_empty(0), None))
             self._set(output, 0)
@@ -209,28 +287,7 @@ class ProductRecorder(TorchDispatchMode):
         if type(output) is not Tensor and not self._without_memory:
             self._keep(index)  # zeros could not stand for it
 
-    def _write(self, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
-        written = tuple(op.written(args, kwargs))
-        for tensor in written:
-            self._save_from_writing(tensor)
-        redrawn = op.redraws and _is_whole(args[0])
-        before = [self._depends.get(storage_key(tensor) or 0, 0) for tensor in written]
-        # What a constant, or what is replaced altogether, held before does not count.
-        gone = {
-            storage_key(tensor)
-            for tensor, depends in zip(written, before, strict=True)
-            if redrawn or depends == _CONSTANT
-        }
-        depends = 0
-        for tensor in tensors_in((*args, *kwargs.values())):
-            if storage_key(tensor) not in gone:
-                depends |= self._read(tensor)
-        output = func(*args, **kwargs)
-        for tensor, was in zip(written, before, strict=True):
-            self._set(tensor, was if was == _EVERYTHING and not redrawn else depends)
-        return output
-
-    def _save_from_writing(self, tensor: Tensor) -> None:
+    def _before_write(self, tensor: Tensor) -> None:
         index = self._index_of.get(storage_key(tensor) or 0)
         if index is not None and not self._fresh[index].written:
             fresh = self._fresh[index]
@@ -251,16 +308,6 @@ class ProductRecorder(TorchDispatchMode):
         product.holder = self._hold(f"product {index}", value)
         self._needed |= 1 << index
 
-    def _read(self, tensor: Tensor) -> int:
-        storage = storage_key(tensor)
-        depends = _EVERYTHING if storage is None else self._depends.get(storage, 0)
-        return depends if depends >= 0 else (2 << len(self._products)) - 1
-
-    def _set(self, tensor: Tensor, depends: int) -> None:
-        storage = storage_key(tensor)
-        if storage is not None:
-            self._depends[storage] = depends
-
 
 class ProductPlayer(TorchDispatchMode):
     """Answers a layer's matrix products, in order, by what a recorder held."""
@@ -272,6 +319,9 @@ class ProductPlayer(TorchDispatchMode):
         self._width = width
         self._label = label
         self._next = 0
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`, as it did before."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it is a product.
@@ -295,6 +345,123 @@ class ProductPlayer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         # Detached: autograd makes a result its own, and must not meet a view of something else.
         return expected.blank() if expected.holder is None else expected.holder.take().detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Needless:
+    """Which of the products of a layer's second forward nothing depends on that backward reads."""
+
+    signatures: tuple[Hashable, ...]
+    """Of all thick products, in order."""
+    blank: tuple[bool, ...]
+    """Whether zeros can stand for the product."""
+
+
+class NeedlessRecorder(_DependencyTracker):
+    """Finds, while a layer runs for the second time, which of its products nobody needs.
+
+    See [Note: needless products]. Use as a context; call `saved` for all that autograd saves.
+    """
+
+    def __init__(self, hidden: Tensor, *, without_memory: bool = False) -> None:
+        """Prepare for a layer with input `hidden`, `[..., D]`; see `ProductRecorder`."""
+        super().__init__(hidden)
+        self._without_memory = without_memory
+        self._signatures: list[Hashable] = []
+        self._of_inputs: list[int] = []
+        self._always: int = 0
+        self._num_saved = 0
+        self._reveals = False
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`."""
+        self._always |= self._read(tensor)
+        self._num_saved += 1
+
+    def result(self) -> Needless | None:
+        """What was found; None if there is nothing to save, or the layer decides by values."""
+        needed, seen = self._always >> 1, 0
+        while fresh := needed & ~seen:
+            seen |= fresh
+            for index in _bits(fresh):
+                needed |= self._of_inputs[index] >> 1
+        blank = tuple(not needed >> index & 1 for index in range(self._num_products))
+        if self._reveals or not any(blank):
+            return None
+        return Needless(tuple(self._signatures), blank)
+
+    def _product(
+        self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
+    ) -> None:
+        index = self._num_products
+        self._signatures.append(_signature(func, args, self._num_saved))
+        self._of_inputs.append(depends)
+        self._num_products += 1
+        self._set(output, 2 << index)
+        if func not in _BLANKS or not (self._without_memory or _is_plain(args)):
+            self._always |= 2 << index
+
+    def _before_write(self, tensor: Tensor) -> None:
+        if (storage_key(tensor) or 0) not in self._depends:
+            self._reveals = True  # into what was there before the layer, and may be there after it
+
+    def _need(self, depends: int) -> None:
+        self._always |= depends
+        self._reveals = self._reveals or depends > 0
+
+
+class Changed(Exception):
+    """The layer's products are not those that a `Needless` was found for."""
+
+
+class NeedlessPlayer(TorchDispatchMode):
+    """Lets zeros stand for needless products; a context for a layer's second forward."""
+
+    def __init__(self, needless: Needless, *, width: int) -> None:
+        """Prepare for a layer of `width`."""
+        super().__init__()
+        self._needless = needless
+        self._width = width
+        self._next = 0
+        self._num_saved = 0
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`."""
+        self._num_saved += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless it is a needless product.
+
+        Raises:
+            Changed: The product is another one than was recorded.
+        """
+        if not operation(func).is_product(args, self._width):
+            return func(*args, **(kwargs or {}))
+        index, self._next = self._next, self._next + 1
+        signatures = self._needless.signatures
+        if index >= len(signatures) or signatures[index] != _signature(func, args, self._num_saved):
+            raise Changed
+        if not self._needless.blank[index] or not _is_plain(args):
+            return func(*args, **(kwargs or {}))
+        left, right = _BLANKS[func](args)
+        return left.new_zeros(*left.shape[:-1], right.shape[-1])
+
+
+_BLANKS: dict[Any, Callable[[Sequence[Any]], tuple[Tensor, Tensor]]] = {
+    torch.ops.aten.mm.default: lambda args: (args[0], args[1]),
+    torch.ops.aten.addmm.default: lambda args: (args[1], args[2]),
+    torch.ops.aten.bmm.default: lambda args: (args[0], args[1]),
+}
+"""Products whose output is known without computing it, with their two factors."""
+
+
+def _signature(func: Any, args: Sequence[Any], num_saved: int) -> Hashable:
+    """What is the same for every number of tokens."""
+    return func, tuple(tensor.shape[-1:] for tensor in tensors_in(args)), num_saved
+
+
+def _is_plain(args: Sequence[Any]) -> bool:
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(args))
 
 
 def _shapes(args: Sequence[Any]) -> tuple[torch.Size, ...]:

@@ -4,9 +4,9 @@ The frame of one (layer, chunk) keeps a *skeleton*: the layer's input, attention
 log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time backward
 asks for any of it, the layer runs once more, with attention answered from the skeleton, and is
 stopped as soon as the last saved tensor has been seen (so its last matrix product does not run
-again either). A frame may keep the outputs of the layer's *products* too (see `products`), so that
-only elementwise work is done again. What is kept stays on the device or travels through the offload
-engine.
+again either, nor any other that no saved tensor depends on). A frame may keep the outputs of the
+layer's *products* too (see `products`), so that only elementwise work is done again. What is kept
+stays on the device or travels through the offload engine.
 
 The layer's random state and autocast settings are those of the first forward, so dropout inside a
 layer (LoRA's, for one) repeats exactly.
@@ -17,7 +17,9 @@ Knows nothing of chunk loops, losses or plans.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, cast
 
 import torch
@@ -26,7 +28,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sppo_hf.errors import SPPOError
 from sppo_hf.model.holders import Holder, Kept, Offloaded
-from sppo_hf.model.products import Product, ProductPlayer, ProductRecorder
+from sppo_hf.model.products import (
+    Changed,
+    Needless,
+    NeedlessPlayer,
+    NeedlessRecorder,
+    Product,
+    ProductPlayer,
+    ProductRecorder,
+)
+from sppo_hf.model.states import StateKey, States
 from sppo_hf.model.versions import ReadTensors, Versions
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
 from sppo_hf.planning.modes import FrameMode
@@ -37,6 +48,42 @@ RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedFram
 
 class _Stop(Exception):
     """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
+
+
+class _Nothing(contextlib.nullcontext[None]):
+    """Leaves a layer's second forward alone."""
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`."""
+
+
+_Aside = ProductPlayer | NeedlessRecorder | NeedlessPlayer | _Nothing
+"""What runs beside a layer's second forward."""
+
+
+_UNKNOWN = Needless((), ())
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Needless | None]]
+_found = weakref.WeakKeyDictionary()
+
+
+def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
+    """What was found of `layer`, by kind of its forward; see [Note: needless products]."""
+    return _found.setdefault(layer, {})
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    """Whether `torch.compile` made a part of `layer`.
+
+    Beside a dispatch mode such a part would run in eager mode, from then on for good, and what it
+    saves would be something else.
+    """
+    return any(
+        # By name: importing its class takes seconds.
+        type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in layer.modules()
+    )
 
 
 class _Slot:
@@ -66,6 +113,7 @@ class RecomputedFrame:
         mode: FrameMode,
         label: str,
         reads: ReadTensors,
+        states: States | None = None,
     ) -> None:
         """Make a frame.
 
@@ -78,6 +126,7 @@ class RecomputedFrame:
             mode: What is kept ("skeleton" or "products"), and where it waits.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
+            states: States that its mixers read.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
@@ -94,6 +143,10 @@ class RecomputedFrame:
         self._again: dict[int, Tensor] | None = None
         self._stash: tuple[Holder, Holder] | None = None
         self._hidden: Holder | None = None
+        self._given_states: States = states or {}
+        self._states: dict[StateKey, tuple[Holder, bool]] = {}
+        self.states: States = {}
+        """While the layer is recomputed: the states that its mixers read."""
         self._recorder: ProductRecorder | None = None
         self._products: tuple[Product, ...] | None = None
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -108,7 +161,12 @@ class RecomputedFrame:
         self._hidden_requires_grad = hidden.requires_grad
         self._shape = hidden.shape
         self._hidden = self._hold("inputs", hidden.detach())
-        rest = tree_map_only(Tensor, _detach, _without_hidden(args, kwargs))
+        given, self._given_states = self._given_states, {}
+        self._states = {
+            key: (self._hold("states {} {} {}".format(*key), state.detach()), state.requires_grad)
+            for key, state in given.items()
+        }
+        rest = tree_map_only(Tensor, _detach, _without_shared_keys(_without_hidden(args, kwargs)))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._versions = self._reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._rest))
@@ -118,7 +176,7 @@ class RecomputedFrame:
         self._hooks.__enter__()
         if self._mode.saved == "products":
             self._recorder = ProductRecorder(self._layer, hidden, hold=self._hold_product)
-            self._recorder.start()
+            self._recorder.start(*given.values())
 
     @property
     def is_open(self) -> bool:
@@ -222,10 +280,30 @@ class RecomputedFrame:
         hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
         if self._stash is not None:
             self._recomputing = (self._stash[0].take(), self._stash[1].take())
+        self.states = {
+            key: holder.take().detach().requires_grad_(needs_grad)
+            for key, (holder, needs_grad) in self._states.items()
+        }
+        try:
+            again = self._run_again(hidden, self._aside(hidden))
+            if again is None:
+                _needless(self._layer)[self._kind()] = None
+                again = self._run_again(hidden, _Nothing())
+        finally:
+            self._recomputing = None
+            self.states = {}
+            self._release()
+        assert again is not None, "what computes all its products has no others"
+        self._check_repeated(again)
+        self._again = dict(enumerate(again))
+
+    def _run_again(self, hidden: Tensor, aside: _Aside) -> list[Tensor] | None:
+        """All that autograd saves; None if the layer does not repeat itself beside `aside`."""
         args, kwargs = _with_hidden(hidden, *self._rest)
         again: list[Tensor] = []
 
         def pack(tensor: Tensor) -> None:
+            aside.saved(tensor)
             again.append(tensor.detach())
             if len(again) == len(self._meta):
                 raise _Stop
@@ -236,22 +314,41 @@ class RecomputedFrame:
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
                 contextlib.suppress(_Stop),
-                self._played(hidden.shape[-1]),
+                aside,
             ):
                 self._run_layer(self._layer, args, kwargs, self)
-        finally:
-            self._recomputing = None
-            self._release()
-        self._check_repeated(again)
-        self._again = dict(enumerate(again))
+        except Changed:
+            return None
+        # Something in it may have minded the dispatch mode.
+        if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
+            return None
+        if isinstance(aside, NeedlessRecorder):
+            _needless(self._layer)[self._kind()] = aside.result()
+        return again
 
-    def _played(self, width: int) -> contextlib.AbstractContextManager[object]:
-        if self._products is None:
-            return contextlib.nullcontext()
-        return ProductPlayer(self._products, width=width, label=self._label)
+    def _aside(self, hidden: Tensor) -> _Aside:
+        """What runs beside the layer: answers products, or learns which of them to answer."""
+        width = hidden.shape[-1]
+        if self._products is not None:
+            return ProductPlayer(self._products, width=width, label=self._label)
+        known = _needless(self._layer).get(self._kind(), _UNKNOWN)
+        if known is _UNKNOWN and not _is_compiled(self._layer):
+            return NeedlessRecorder(hidden)
+        if known is _UNKNOWN:
+            known = _needless(self._layer)[self._kind()] = None
+        return _Nothing() if known is None else NeedlessPlayer(known, width=width)
+
+    def _kind(self) -> Hashable:
+        """What a layer's forwards have in common whose needless products are the same."""
+        saved = tuple((len(shape), dtype) for shape, dtype in self._meta)
+        # Some layers treat a single token in a way of its own.
+        return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved
+
+    def _is_repeated(self, again: list[Tensor]) -> bool:
+        return [(t.shape, t.dtype) for t in again] == self._meta
 
     def _check_repeated(self, again: list[Tensor]) -> None:
-        if [(t.shape, t.dtype) for t in again] != self._meta:
+        if not self._is_repeated(again):
             raise SPPOError(
                 f"{self._label}: the layer saved {len(again)} tensors when recomputed, "
                 f"{len(self._meta)} in forward, or of other shapes. Its forward depends on "
@@ -262,6 +359,7 @@ class RecomputedFrame:
         if self._hidden is not None:
             yield self._hidden
         yield from self._stash or ()
+        yield from (holder for holder, _ in self._states.values())
         for product in self._products or ():
             if product.holder is not None:
                 yield product.holder
@@ -270,6 +368,7 @@ class RecomputedFrame:
         for holder in self._holders():
             holder.drop()
         self._hidden = self._stash = self._products = self._arguments = None
+        self._states = {}
         self._rest = ((), {})
 
 
@@ -324,6 +423,25 @@ def _without_hidden(
     if args:
         return (None, *args[1:]), kwargs
     return (), {**kwargs, "hidden_states": None}
+
+
+def _without_shared_keys(arguments: Any) -> Any:
+    """Arguments whose containers of shared keys are copies without the keys' memory.
+
+    In them layers hand keys to later layers (Gemma 3n, Gemma 4). Those would be kept alive by a
+    frame, and hold it in turn. A layer that is run again gives them to attention, which answers
+    from the stash and looks at their shapes only; whatever else read them would find NaN.
+    """
+    return tree_map_only(UserDict, _with_shapes_only, arguments)
+
+
+def _with_shapes_only(shared: UserDict[Any, Any]) -> UserDict[Any, Any]:
+    return type(shared)({key: tree_map_only(Tensor, _shape_only, x) for key, x in shared.items()})
+
+
+def _shape_only(tensor: Tensor) -> Tensor:
+    nothing = tensor.detach().new_full((), float("nan")).expand(tensor.shape)
+    return nothing.requires_grad_(tensor.requires_grad)
 
 
 def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,6 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.facts import new_offload_engine
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
-from sppo_hf.offload.stats import NOTHING_MOVED
 from sppo_hf.planning.plan import Plan
 
 
@@ -58,7 +57,7 @@ class OffloadRoom:
 
     def take_stats(self) -> OffloadStats:
         """What the engine did since the last time this was asked."""
-        return NOTHING_MOVED if self._engine is None else self._engine.take_stats()
+        return OffloadStats() if self._engine is None else self._engine.take_stats()
 
     def close(self) -> None:
         """Wait for copies under way and give the host memory back."""

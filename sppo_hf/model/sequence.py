@@ -11,7 +11,12 @@ to the first, and the frames bring back or recompute what they need when autogra
 [Note: what a frame must not hold] A link has a grad_fn, whose saved tensors hold frames. Frames
 live inside the autograd graph, where Python's garbage collector cannot see circles; a frame that
 held a link would never be freed. So a frame's copy of its `LayerCall` has none, and frames never
-see a `Sequence`.
+see a `Sequence`. The same is true of states, which a frame holds detached.
+
+[Note: states of recurrent layers] What a layer's mixers leave behind a chunk goes into the next
+chunk with its graph (see `states`), so gradients come back as autograd walks from chunk to chunk.
+Where each chunk's backward is run by itself, a chunk's states begin a graph of their own, and their
+gradients wait for the backward of the chunk that left them.
 """
 
 from __future__ import annotations
@@ -30,15 +35,27 @@ from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.model.arena import ChunkArena, return_free_heap
 from sppo_hf.model.attend import (
     ChooseBackend,
+    KeyOwners,
     LayerCall,
     attention_taken_over,
     begin_layer,
     end_layer,
+    running_states,
 )
 from sppo_hf.model.recompute import RecomputedFrame
+from sppo_hf.model.states import (
+    LayerStates,
+    Spans,
+    StateCache,
+    States,
+    documents_apart,
+    documents_in,
+)
 from sppo_hf.model.stream import kv_stream
 from sppo_hf.model.structure import ModelParts
+from sppo_hf.model.unit_graph import StateEnd, enter
 from sppo_hf.model.versions import ReadTensors
+from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.planning.modes import FrameMode
@@ -47,6 +64,8 @@ from sppo_hf.planning.plan import Plan
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
 Frame = RecomputedFrame | OffloadFrame
+
+_Apart = contextlib.AbstractContextManager[object]
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a context in which layers run."""
@@ -59,7 +78,7 @@ class Slices:
     tokens: dict[str, Tensor]
     """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and whatever else has a token dim."""
     position_ids: Tensor
-    """`[B or 1, T]`."""
+    """`[B or 1, T]`, or `[A, B or 1, T]` where they have A axes (text, time, height, width)."""
     constants: dict[str, Any]
     """Keyword arguments that are the same for every chunk."""
 
@@ -68,7 +87,7 @@ class Slices:
         positions = self.position_ids
         return Slices(
             {name: x[start:end] for name, x in self.tokens.items()},
-            positions if positions.shape[0] == 1 else positions[start:end],
+            positions if positions.shape[-2] == 1 else positions[..., start:end, :],
             self.constants,
         )
 
@@ -79,11 +98,38 @@ class Slices:
         return {
             **self.constants,
             **tokens,
-            "position_ids": self.position_ids[:, start:end],
+            "position_ids": self.position_ids[..., start:end],
             # All ones: padding is known to the layout. A mask that is there keeps Transformers from
             # looking for packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
+
+
+class PrefixLength:
+    """A cache that holds nothing and says how many tokens came before the chunk.
+
+    Llama 4 scales queries by their index and counts it from what its cache holds.
+    """
+
+    is_compileable = False
+
+    def __init__(self, tokens: int) -> None:
+        """Come after `tokens` tokens."""
+        self._tokens = tokens
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """The tokens before the chunk."""
+        return self._tokens
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: Any, *_: Any, **__: Any) -> tuple[Any, int]:
+        """Number of keys and index of the first."""
+        return self._tokens + query_length, 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The chunk's keys and values as they are: attention finds the others."""
+        return keys, values
 
 
 _RECOMPUTED = FrameMode("skeleton", "device")
@@ -135,17 +181,26 @@ class Sequence:
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
-        self._stores: list[KVStore] = [
-            LayerKV(plan.bounds) if self._stream is None else self._stream.add_layer()
-            for _ in self._layers
+        attending = parts.attending_layers()
+        self._stores: list[KVStore | None] = [
+            self._new_store() if layer in attending else None for layer in self._layers
         ]
+        self._cache: StateCache | None = None
+        if any(parts.has_state(layer) for layer in self._layers):
+            self._cache = StateCache(len(parts.layers), running_states)
+        self._states: list[States] = [{} for _ in self._layers]
+        self._state_ends: dict[int, list[StateEnd]] = {}
         self._links: list[Tensor | None] = [None] * len(self._layers)
-        self._open: list[tuple[LayerCall, LayerCall | None, Frame | None]] = []
+        self._open: list[tuple[LayerCall, LayerCall | None, Frame | None, _Apart]] = []
         self._norm: RecomputedFrame | None = None
         self._reads: dict[nn.Module, ReadTensors] = {}
         self._chunk = 0
+        self._owners = KeyOwners()
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
+
+    def _new_store(self) -> KVStore:
+        return LayerKV(self._plan.bounds) if self._stream is None else self._stream.add_layer()
 
     def run(
         self, slices: Slices, *, stop_token: int, on_chunk: Callable[[int], None]
@@ -176,9 +231,12 @@ class Sequence:
         """
         self._chunk = chunk
         self._arena = ChunkArena(len(self._layers))
+        self._owners = KeyOwners()
+        if getattr(self._parts.text_config, "attn_temperature_tuning", False):
+            inputs = {**inputs, "past_key_values": PrefixLength(self._plan.bounds[chunk][0])}
         try:
             with attention_taken_over(self._parts.configs), self._around_layers():
-                output = self._parts.base(**inputs, use_cache=False, return_dict=True)
+                output = self._parts.base(**self._with_cache(inputs), return_dict=True)
         finally:
             # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
             while self._open:
@@ -188,8 +246,37 @@ class Sequence:
             return_free_heap()  # the head's logits come next
         return output
 
+    def _with_cache(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The base model's arguments, with the states' cache where it has any."""
+        if self._cache is None:
+            return {**inputs, "use_cache": False}
+        names = self._parts.base_arguments()
+        if "position_ids" not in names:
+            inputs.pop("position_ids")
+        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"])
+        argument = "cache_params" if "cache_params" in names else "past_key_values"
+        return {**inputs, argument: self._cache, "use_cache": True}
+
+    def _padding_mask(self, ones_BC: Tensor) -> Tensor:
+        """Real tokens of the running chunk; mixers take padding for zeros.
+
+        Models ask whether it is all ones, which waits for the device unless it is on the host. Only
+        where padding's own outputs count is it in the batch's rows at all.
+        """
+        start, end = self._plan.bounds[self._chunk]
+        mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool)
+        for row, spans in enumerate(self._rows or ()):
+            mask_BC[row, max(0, spans.valid_tokens - start) :] = False
+        padded = self._rows is not None and any(row.valid_tokens < end for row in self._rows)
+        return mask_BC.to(ones_BC.device) if padded else mask_BC
+
+    def state_ends(self, chunk: int) -> list[StateEnd]:
+        """Where the backward of `chunk` starts besides its output, if chunks are not linked."""
+        return self._state_ends.pop(chunk, [])
+
     def end_forward(self) -> None:
         """No chunk comes any more."""
+        self._states = [{} for _ in self._layers]
         if self._stream is not None:
             self._stream.end_forward()
 
@@ -212,6 +299,8 @@ class Sequence:
             choose_backend=self._choose_backend,
             counters=self._counters,
             keep=self._arena.keep,
+            states=self._begin_states(index, start, end),
+            owners=self._owners,
             model_name=self._parts.name,
         )
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None
@@ -219,11 +308,32 @@ class Sequence:
             call.stash = frame
         call.link = self._links[index - self._layers.start]
         self._watch_heap(index, end, args[0] if args else kwargs["hidden_states"])
-        self._open.append((call, begin_layer(call), frame))
+        apart = documents_apart(layer, call.states)
+        apart.__enter__()
+        self._open.append((call, begin_layer(call), frame, apart))
         if isinstance(frame, RecomputedFrame):
             frame.open(args, kwargs)
         elif frame is not None:
             frame.open()
+
+    def _begin_states(self, index: int, start: int, end: int) -> LayerStates | None:
+        """The states of layer `index` for the running chunk; None in a model without any."""
+        if self._cache is None:
+            return None
+        before = self._states[index - self._layers.start]
+        assert not before or end - start > 1, "see [Note: chunks of one token] in states"
+        if not self._linked:
+            before = {key: self._enter_state(state) for key, state in before.items()}
+        return LayerStates(before, documents_in(self._rows, start, end))
+
+    def _enter_state(self, state: Tensor) -> Tensor:
+        """`state` as the beginning of the running chunk's graph."""
+        if not state.requires_grad:
+            return state
+        given, inlet = enter(state)
+        assert inlet is not None, "what needs a gradient is computed with gradients enabled"
+        self._state_ends.setdefault(self._chunk - 1, []).append(StateEnd.of(state, inlet))
+        return given
 
     def _watch_heap(self, index: int, end: int, hidden: Tensor) -> None:
         """On a CPU, let no holes of many layers' temporaries add up (see `return_free_heap`).
@@ -244,8 +354,9 @@ class Sequence:
         if not self._open or self._open[-1][0].layer != index:
             assert failed, "a layer that ran was opened"
             return
-        call, before, frame = self._open.pop()
+        call, before, frame, apart = self._open.pop()
         end_layer(before)
+        apart.__exit__(None, None, None)
         if failed:
             if frame is not None and frame.is_open:
                 frame.cancel()
@@ -255,13 +366,15 @@ class Sequence:
             frame.close()
         if self._stream is not None and len(self._tape) == recorded:
             self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
-        if not call.attended:
+        if call.kv is not None and not call.attended:
             raise UnsupportedModelError(
                 f"{self._parts.name} cannot run chunk by chunk: layer {call.layer} did not attend "
                 "through Transformers' AttentionInterface. Train it without sppo_hf."
             )
         if self._linked:
             self._links[call.layer - self._layers.start] = call.link
+        if call.states is not None:
+            self._states[call.layer - self._layers.start] = call.states.after
 
     def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open the frame of the final norm: it keeps its input, and nothing else.
@@ -307,8 +420,12 @@ class Sequence:
                 layer,
                 # Without the arena: a frame would keep slabs of all layers until it is done.
                 run_layer=_Rerun(
-                    dataclasses.replace(call, keep=None), self._parts.configs, self._around_layers
+                    dataclasses.replace(call, keep=None, states=None, owners=None),
+                    self._parts.configs,
+                    self._around_layers,
+                    None if call.states is None else call.states.documents,
                 ),
+                states={} if call.states is None else call.states.before,
                 tape=self._tape,
                 offload=self._offload,
                 keep=self._arena.keep,
@@ -316,11 +433,18 @@ class Sequence:
                 label=f"layer {call.layer}, chunk {call.chunk}",
                 reads=self._reads_of(layer),
             )
-        if mode.tier != "device":
-            return OffloadFrame(
-                self._offload, self._tape, is_pinned_parameter=_never_moves, tier=mode.tier
-            )
-        return None
+        label = f"layer {call.layer}, chunk {call.chunk}"
+        casts = WeightCasts.of(layer, self._plan.device.kind, label)
+        if mode.tier == "device" and casts is None:
+            return None  # autograd itself keeps it
+        return OffloadFrame(
+            self._offload,
+            self._tape,
+            is_pinned_parameter=_never_moves,
+            label=label,
+            tier=mode.tier,
+            casts=casts,
+        )
 
 
 class _Again:
@@ -344,10 +468,15 @@ class _Rerun:
     """Runs a layer again with its attention answered from the frame's stash."""
 
     def __init__(
-        self, call: LayerCall, configs: tuple[Any, ...], around_layers: AroundLayers
+        self,
+        call: LayerCall,
+        configs: tuple[Any, ...],
+        around_layers: AroundLayers,
+        documents: tuple[Spans, ...] | None,
     ) -> None:
         assert call.link is None, "see [Note: what a frame must not hold]"
         self._call = call
+        self._documents = documents
         self._configs = configs
         self._around_layers = around_layers
 
@@ -358,10 +487,16 @@ class _Rerun:
         kwargs: dict[str, Any],
         frame: RecomputedFrame,
     ) -> None:
-        call = dataclasses.replace(self._call, stash=frame, attended=0)
+        # What the mixers write now was written in forward: nobody reads it again.
+        states = LayerStates(frame.states, self._documents)
+        call = dataclasses.replace(self._call, stash=frame, states=states, attended=0)
         before = begin_layer(call)
         try:
-            with attention_taken_over(self._configs), self._around_layers():
+            with (
+                attention_taken_over(self._configs),
+                documents_apart(layer, states),
+                self._around_layers(),
+            ):
                 # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
                 layer.forward(*args, **kwargs)
         finally:

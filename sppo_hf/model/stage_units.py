@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.split_backward import DeferWeights, WeightGradients
 from sppo_hf.model.stages import StagedModel
-from sppo_hf.model.unit_graph import Inlet, UnitGraph, enter
+from sppo_hf.model.unit_graph import Inlet, StateEnd, UnitGraph, enter
 from sppo_hf.planning.partition import Bounds
 
 # B rows of a micro-batch, C tokens of a chunk, T tokens of the sequence, D model width.
@@ -172,7 +173,7 @@ class StageUnits:
         embedding = self._staged.parts.causal_lm.get_input_embeddings()
         ids = slices.tokens.get("input_ids")
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
-        if ids is None or ids.device.type != "cpu" or not trained:
+        if ids is None or ids.device.type != "cpu" or not trained or self._staged.parts.reads_ids:
             return None
         return embedding(ids)
 
@@ -256,22 +257,30 @@ class StageUnits:
         unit = running.units.pop(chunk)
         if self._split:
             self._now = self._due[stage, micro_batch, chunk] = WeightGradients()
-        self._run_backward(unit, grad, scale)
+        states = [end for end in running.sequence.state_ends(chunk) if end.grad is not None]
+        self._run_backward(unit, grad, scale, states)
         given = self._gradient_of_input(stage, running, chunk, unit)
         if chunk == 0:
             del self._running[stage, micro_batch]
         return given
 
-    def _run_backward(self, unit: UnitGraph, grad: Tensor | None, scale: Tensor) -> None:
+    def _run_backward(
+        self, unit: UnitGraph, grad: Tensor | None, scale: Tensor, states: list[StateEnd]
+    ) -> None:
         if unit.end is None:
             return  # nothing up to here is trained
         # Forward may run under autocast; a backward never does.
         with torch.autocast(unit.device.type, enabled=False):
+            ends = [end.end for end in states]
+            grads = [end.grad for end in states]
             if unit.loss is not None and unit.loss.requires_grad:
-                unit.loss.backward(scale.to(unit.loss))
+                ends.append(get_gradient_edge(unit.loss))
+                grads.append(scale.to(unit.loss))
             else:
                 # Without labels of its own, later chunks still left gradients for its keys.
-                torch.autograd.backward(unit.end, unit.zeros() if grad is None else grad)
+                ends.append(unit.end)
+                grads.append(unit.zeros() if grad is None else grad)
+            torch.autograd.backward(ends, grads)
 
     def _gradient_of_input(
         self, stage: int, running: _MicroBatch, chunk: int, unit: UnitGraph
@@ -346,9 +355,16 @@ def first_layer_hook(
 def last_layer_hook(units: Callable[[], StageUnits | None]) -> Callable[..., None]:
     """A hook for last layers of stages; see `last_layer_output`."""
 
-    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+    def hook(layer: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         running = units()
-        if running is not None:
-            running.last_layer_output(output[0] if isinstance(output, tuple) else output)
+        if running is None:
+            return
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(other, Tensor) for other in others):
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} gives the next layer more than hidden states, which does "
+                "not travel between the stages of a pipeline. Train it on one device (pp_size=1)."
+            )
+        running.last_layer_output(hidden)
 
     return hook

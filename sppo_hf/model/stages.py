@@ -13,7 +13,10 @@ the sum of their gradients is its gradient.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.model.states import mixers_of
 from sppo_hf.model.structure import ModelParts
 
 # B batch rows, C tokens of a chunk, D model width.
@@ -65,6 +69,9 @@ class AbsentLayer(GradientCheckpointingLayer):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
+        self._returns = _returned_values(type(layer).forward)
+        self.carries_state = bool(mixers_of(layer))
+        """Whether the layer has recurrent or convolutional mixers."""
         # What models read off their layers: the kind of attention, the index.
         for name, value in vars(layer).items():
             is_plain = isinstance(value, str | int | float | bool)
@@ -75,9 +82,22 @@ class AbsentLayer(GradientCheckpointingLayer):
         """Call `forward`, whatever was switched on in the model: nothing here is recomputed."""
         return nn.Module.__call__(self, *args, **kwargs)
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return `hidden_states` as they are."""
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Return `hidden_states` as they are, in a tuple where the layer itself returns one."""
+        if self._returns is None:
+            return hidden_states
+        return (hidden_states, *(None for _ in range(self._returns - 1)))
+
+
+def _returned_values(forward: Any) -> int | None:
+    """How many values the tuple has that a layer's code returns; None where it returns no tuple.
+
+    Annotations do not tell: some say tuple where the code returns hidden states alone.
+    """
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+    returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
+    value = returns[-1].value if returns else None
+    return len(value.elts) if isinstance(value, ast.Tuple) else None
 
 
 class AbsentModule(nn.Module):
@@ -131,7 +151,11 @@ class StagedModel:
         if not cut.has_last:
             _remove(ends.after)
         self.parts = ModelParts(
-            parts.causal_lm, parts.base, tuple(_layer_list(parts.base)[1]), parts.configs
+            parts.causal_lm,
+            parts.base,
+            parts.decoder,
+            tuple(_layer_list(parts.decoder)[1]),
+            parts.configs,
         )
         self._views = {stage: self._make_view(stage) for stage in cut.own}
         parts.causal_lm.__dict__[_ATTRIBUTE] = self
@@ -141,7 +165,7 @@ class StagedModel:
     @contextlib.contextmanager
     def running(self, stage: int) -> Iterator[None]:
         """Let the base model run the layers of `stage` alone, at the moment."""
-        modules = self.parts.base._modules
+        modules = self.parts.decoder._modules
         whole = modules[self._layers_name]
         modules[self._layers_name] = self._views[stage]
         try:
@@ -206,6 +230,12 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
             "layers."
         )
     _find_ends(parts)
+    shared = getattr(parts.text_config, "num_kv_shared_layers", 0) or 0
+    if shared and cut.num_stages > 1:
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be cut into stages: {shared} of its layers read another layer's "
+            "keys (num_kv_shared_layers), which would be on another rank. Train it with pp_size=1."
+        )
 
 
 def shared_parameter_names(parts: ModelParts) -> frozenset[str]:
@@ -226,20 +256,32 @@ class _Ends:
 
 def _find_ends(parts: ModelParts) -> _Ends:
     """What stands before the decoder layers and after them, by the order of definition."""
-    name, layers = _layer_list(parts.base)
+    name, layers = _layer_list(parts.decoder)
     embedding = parts.causal_lm.get_input_embeddings()
+    encoders: tuple[tuple[nn.Module, str], ...] = ()
     before: list[tuple[nn.Module, str]] = []
     after: list[tuple[nn.Module, str]] = []
     found = before
-    for child_name, child in parts.base.named_children():
+    for child_name, child in parts.decoder.named_children():
         if child_name == name:
             found = after
         elif any(True for _ in child.parameters()):
-            found.append((parts.base, child_name))
-    unusual = [n for _, n in before if not _embeds(parts.base._modules[n])]
-    unusual += [n for _, n in after if _embeds(parts.base._modules[n])]
+            found.append((parts.decoder, child_name))
+    if parts.is_multimodal:
+        # Encoders of what is not text: they run in front of the first layer, or not at all.
+        encoders = tuple(
+            (parts.base, child_name)
+            for child_name, child in parts.base.named_children()
+            if parts.decoder is not parts.base and child is not parts.decoder
+        )
+    unusual = [n for _, n in before if not _embeds(parts.decoder._modules[n])]
+    unusual += [n for _, n in after if _embeds(parts.decoder._modules[n])]
     names = [n for _, n in after]
-    if unusual or len(after) > 1 or not any(parts.base._modules[n] is embedding for _, n in before):
+    if (
+        unusual
+        or len(after) > 1
+        or not any(parts.decoder._modules[n] is embedding for _, n in before)
+    ):
         raise UnsupportedModelError(
             f"{parts.name} cannot be cut into stages: around its decoder layers stand "
             f"{[n for _, n in before] + names}, and only embeddings before them and one norm after "
@@ -250,7 +292,7 @@ def _find_ends(parts: ModelParts) -> _Ends:
         for child_name, child in parts.causal_lm.named_children()
         if child is not parts.base
     ]
-    return _Ends(name, layers, tuple(before), (*after, *head))
+    return _Ends(name, layers, (*encoders, *before), (*after, *head))
 
 
 def _layer_list(base: nn.Module) -> tuple[str, nn.ModuleList]:

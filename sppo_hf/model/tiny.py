@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
 from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
-from sppo_hf.planning.refusals import is_multimodal
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +45,7 @@ __all__ = [
     "build_tiny_model",
     "decoder_config",
     "first_line",
+    "loader_of",
     "make_batch",
     "model_from_config",
     "randomise",
@@ -59,9 +63,10 @@ LARGEST_BYTES = 256 * 2**20
 
 BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
-    *(AssertionError, ImportError, StrictDataclassError),
+    *(AssertionError, ImportError, OSError, StrictDataclassError),
 )
-"""What model and configuration classes raise where settings do not fit together."""
+"""What model and configuration classes raise where settings do not fit together, or where some of
+them are looked up on the hub."""
 
 _LAYERS = 3
 _MOST_KINDS = 6
@@ -111,11 +116,22 @@ _SIZES: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
-    # State-space and linear-attention families: small enough to be built, then refused.
+    # State-space and linear-attention families: scans of several blocks, of few tokens each.
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
     "state_size": 4,
+    "ssm_state_size": 4,
     "mamba_d_state": 4,
+    "mamba_d_ssm": 64,
     "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
     "n_mamba_heads": 2,
+    "mamba_headdim": 32,
+    "n_groups": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
@@ -125,6 +141,9 @@ _SIZES: Mapping[str, Any] = {
     "encoder_hash_byte_group_vocab": VOCAB_SIZE,
     "shape_vocab_size": VOCAB_SIZE,
     "pronunciation_vocab_size": VOCAB_SIZE,
+    # Encoders of images, which no batch of text runs.
+    "depth": 2,
+    "out_hidden_size": 32,
     # Per-layer embeddings of the Gemma 3n/4 line.
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -163,19 +182,30 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(nested, PreTrainedConfig):
             stated = {key: item for key, item in nested.to_diff_dict().items() if item != ""}
             settings[name] = {**_without_bookkeeping(stated), **shrink(nested)}
+            if "vocab_size" in settings[name] and "pad_token_id" in settings[name]:
+                # Multimodal models embed it in the place of tokens that stand for images.
+                settings[name]["pad_token_id"] = 0
     for name in _TOKEN_IDS:
         if name in original:
             settings[name] = None if _optional(config, name) else 0
-    if "head_dim" in original:
-        # With latent attention it may be the size of the rotary part, or of both parts.
-        both = (original["head_dim"] or 0) > (original.get("qk_rope_head_dim") or math.inf)
-        settings["head_dim"] = 2 * _HEAD_SIZE if both else _HEAD_SIZE
-    if "kv_lora_rank" in original:
-        settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
+    settings |= _shrink_heads(original)
     settings |= _shrink_layers(original, getattr(config, "num_hidden_layers", None))
     rope = original.get("rope_parameters")
     if isinstance(rope, dict):
         settings["rope_parameters"] = _shrink_rope(rope)
+    return settings
+
+
+def _shrink_heads(original: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if "head_dim" in original:
+        # With latent attention it may be the size of the rotary part, or of both parts.
+        both = (original["head_dim"] or 0) > (original.get("qk_rope_head_dim") or math.inf)
+        settings["head_dim"] = 2 * _HEAD_SIZE if both else _HEAD_SIZE
+    if "expand" in original and "num_heads" in original:
+        settings["num_heads"] = 8  # of 8 each: twice the width
+    if "kv_lora_rank" in original:
+        settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
     return settings
 
 
@@ -248,6 +278,9 @@ def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
             pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
             shrunk[name] = [value[index * len(value) // pairs] for index in range(pairs)]
+        elif name == "mrope_section" and isinstance(value, list):
+            pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
+            shrunk[name] = _shares(pairs, len(value))
         elif name == "original_max_position_embeddings":
             shrunk[name] = _ORIGINAL_TOKENS
         else:
@@ -255,34 +288,44 @@ def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return shrunk
 
 
+def _shares(total: int, parts: int) -> list[int]:
+    """`total` in so many whole shares, the last ones larger."""
+    return [(index + 1) * total // parts - index * total // parts for index in range(parts)]
+
+
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the text decoder alone, where Transformers has a class for that.
+    """The configuration of a causal language model: `config`, or that of its text decoder alone.
 
     Returns:
-        `config` itself if it describes a decoder alone, or if its text decoder has no causal
-        language model of its own.
+        `config` itself if Transformers has a language model of it as a whole, encoders of images
+        and sound included, or if its text decoder has none of its own.
     """
     text = config.get_text_config(decoder=True)
-    # A draft model is described by its model's configuration, and is no wrapper around it.
-    if text.model_type != config.model_type and not config.model_type.endswith("_assistant"):
-        return text if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else config
+    if loader_of(config) is None and loader_of(text) is not None:
+        return text
     return config
 
 
+def loader_of(config: PreTrainedConfig) -> Any:
+    """The automatic class that makes a language model of this very configuration, or None."""
+    for loader in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) not in loader._model_mapping:
+            continue
+        model_class: Any = loader._model_mapping[type(config)]
+        # Of some types AutoModelForCausalLM loads the text decoder alone, by the configuration
+        # inside; draft models are described by their model's configuration.
+        inner = getattr(config, "sub_configs", {}).get("text_config")
+        if inner is None or model_class.config_class is not inner:
+            return loader
+    return None
+
+
 def _check_causal(config: PreTrainedConfig) -> None:
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return
-    text_type = config.get_text_config(decoder=True).model_type
-    if is_multimodal(config):
+    if loader_of(config) is None or config.is_encoder_decoder:
         raise ConfigError(
-            f"model type {config.model_type!r} is multimodal, which is not supported, and"
-            f" Transformers has no causal language model of its text decoder ({text_type!r})"
-            " alone; check a text-only family such as 'llama' or 'qwen3'"
+            f"model type {config.model_type!r} has no causal language model in Transformers;"
+            " only decoder-only causal language models can be fine-tuned"
         )
-    raise ConfigError(
-        f"model type {config.model_type!r} has no causal language model in Transformers;"
-        " only decoder-only causal language models can be fine-tuned"
-    )
 
 
 def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -297,8 +340,13 @@ def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
     check_sizes(config.to_dict())
     stated = _without_bookkeeping(config.to_diff_dict())
     stated.pop("model_type", None)
+    small = shrink(config)
+    text = config.get_text_config(decoder=True)
+    owner = small if text is config else small.get("text_config", {})
+    if getattr(text, "output_router_logits", False):
+        owner["output_router_logits"] = True  # a loss of its own, not a size
     try:
-        return AutoConfig.for_model(config.model_type, **{**stated, **shrink(config)})
+        return AutoConfig.for_model(config.model_type, **{**stated, **small})
     except BUILD_ERRORS as error:
         raise _not_buildable(config.model_type, error) from error
 
@@ -333,7 +381,10 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
             # Families that also read in both directions.
             settings["is_decoder"] = True
         for field, value in {**family.overrides, **overrides}.items():
-            settings[_stored_name(default, field)] = value
+            stored = _stored_name(default, field)
+            if isinstance(vars(default).get(stored), PreTrainedConfig):
+                value = {**settings[stored], **value}
+            settings[stored] = value
         return AutoConfig.for_model(family.model_type, **settings)
     except BUILD_ERRORS as error:
         raise _not_buildable(family.model_type, error) from error
@@ -427,7 +478,8 @@ def _construct(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal language model of `config` in float64, on the device of the context."""
     _check_causal(config)
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        model: PreTrainedModel = loader_of(config).from_config(config, dtype=torch.float64)
+        return model
     except BUILD_ERRORS as error:
         raise _not_buildable(config.model_type, error) from error
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FAMILIES", "TinyFamily"]
+__all__ = ["FAMILIES", "MULTIMODAL", "TinyFamily"]
 
 _WINDOW_TOKENS = 8
 _MIXED_3 = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -171,6 +171,8 @@ _DENSE = {
     "biogpt": _family("biogpt", "learned positions"),
 }
 
+_ROUTER_LOSS = "ernie4_5_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split()
+
 _EXPERTS = {
     "gpt_oss": _family(
         "gpt_oss", "sinks, mixed windows", sliding_window=_WINDOW_TOKENS, layer_types=_MIXED_3
@@ -202,19 +204,69 @@ _EXPERTS = {
     "mimo_v2_flash": _family("mimo_v2_flash", "sinks, windows, two value head sizes"),
     "solar_open": _family("solar_open"),
     "minimax_m2": _family("minimax_m2", "QK norm"),
-    "mixtral-router-loss": _family(
-        "mixtral", "auxiliary router loss", output_router_logits=True, router_aux_loss_coef=0.1
+    **{
+        f"{name}-router-loss": _family(
+            name, "auxiliary router loss", output_router_logits=True, router_aux_loss_coef=0.1
+        )
+        for name in _ROUTER_LOSS
+    },
+}
+
+_LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "moe_layers": [1],
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+    "attn_scale": 0.5,
+}
+
+_MIXED_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+_MIXED_CONV = ["conv", "full_attention", "conv"]
+
+_STATES = {
+    "qwen3_next": _family("qwen3_next", "gated delta net, attention", layer_types=_MIXED_LINEAR),
+    "qwen3_5_text": _family(
+        "qwen3_5_text", "gated delta net, gated attention", layer_types=_MIXED_LINEAR
     ),
+    "qwen3_5_moe_text": _family(
+        "qwen3_5_moe_text", "gated delta net, gated attention", layer_types=_MIXED_LINEAR
+    ),
+    "olmo_hybrid": _family("olmo_hybrid", "gated delta net, attention", layer_types=_MIXED_LINEAR),
+    "kimi_linear": _family("kimi_linear", "Kimi delta attention, MLA"),
+    "bailing_hybrid": _family("bailing_hybrid", "Kimi delta attention, MLA"),
+    "bamba": _family("bamba", "Mamba2, attention", attn_layer_indices=[1]),
+    "falcon_h1": _family(
+        "falcon_h1",
+        "Mamba2 beside attention, multipliers",
+        attention_in_multiplier=0.5,
+        ssm_out_multiplier=2.0,
+    ),
+    "granitemoehybrid": _family("granitemoehybrid", "Mamba2, attention", layer_types=_MIXED_LINEAR),
+    "nemotron_h": _family("nemotron_h", "Mamba2, attention, MLP and experts as layers"),
+    "zamba2": _family("zamba2", "Mamba2, shared attention"),
+    "mamba2": _family("mamba2", "Mamba2 alone"),
+    "lfm2": _family("lfm2", "short convolutions, attention", layer_types=_MIXED_CONV),
+    "lfm2_moe": _family("lfm2_moe", "short convolutions, attention", layer_types=_MIXED_CONV),
+    "lfm3": _family("lfm3", "short convolutions, windows"),
+    "zaya": _family("zaya", "convolved attention"),
+    "mamba": _family("mamba", "Mamba"),
+    "falcon_mamba": _family("falcon_mamba", "Mamba"),
+    "jamba": _family("jamba", "Mamba, attention", attn_layer_period=2, attn_layer_offset=1),
+    "zamba": _family(
+        "zamba",
+        "Mamba, shared attention",
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+    ),
+    "minimax": _family("minimax", "lightning attention"),
+    "recurrent_gemma": _family("recurrent_gemma", "recurrence"),
+    "rwkv": _family("rwkv", "recurrence"),
+    "xlstm": _family("xlstm", "recurrence"),
 }
 
 _OTHERS = {
-    "mamba": _family("mamba", "state space"),
-    "lfm2": _family(
-        "lfm2", "convolutions and attention", layer_types=["conv", "full_attention", "conv"]
-    ),
-    "lfm2_moe": _family(
-        "lfm2_moe", "convolutions and attention", layer_types=["conv", "full_attention", "conv"]
-    ),
     "qwen4_exp_text": _family(
         "qwen4_exp_text",
         "linear attention, sparse attention by an indexer",
@@ -236,28 +288,31 @@ _OTHERS = {
         rope_parameters={"full_attention": _rope("default", mrope_section=[1, 1, 2])},
     ),
     "deepseek_v32": _family("deepseek_v32", "sparse attention by an indexer"),
-    "mamba2": _family("mamba2", "state space", num_heads=8, head_dim=8),
-    "falcon_mamba": _family("falcon_mamba", "state space"),
-    "jamba": _family(
-        "jamba", "state space and attention", attn_layer_period=2, attn_layer_offset=1
-    ),
-    "bamba": _family("bamba", "state space and attention", attn_layer_indices=[1]),
-    "zamba2": _family("zamba2", "state space and attention"),
-    "qwen3_next": _family(
-        "qwen3_next",
-        "linear attention",
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-    ),
-    "recurrent_gemma": _family("recurrent_gemma", "recurrence"),
-    "rwkv": _family("rwkv", "recurrence"),
     "falcon": _family("falcon", "own attention", alibi=True),
     "bloom": _family("bloom", "ALiBi"),
     "mpt": _family("mpt", "ALiBi"),
     "gptj": _family("gptj", "own attention", rotary_dim=4),
     "codegen": _family("codegen", "own attention", rotary_dim=4),
     "gpt_neo": _family("gpt_neo", "own attention"),
-    "llama4_text": _family("llama4_text", "attention within fixed blocks"),
+    "llama4_text": _family(
+        "llama4_text", "attention within blocks, queries scaled by index", **_LLAMA4
+    ),
     "diffllama": _family("diffllama", "differential attention"),
+    "gemma4_text-26b-a4b": _family(
+        "gemma4_text",
+        "experts beside a dense layer, keys that are values too",
+        sliding_window=_WINDOW_TOKENS,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        hidden_size_per_layer_input=0,
+    ),
     "gemma4_text-shared-kv": _family(
         "gemma4_text",
         "layers that read another layer's keys",
@@ -266,9 +321,102 @@ _OTHERS = {
         num_kv_shared_layers=2,
         global_head_dim=16,
     ),
+    "gemma3n_text": _family(
+        "gemma3n_text",
+        "layers that read another layer's keys, per-layer inputs, several residual streams",
+        sliding_window=_WINDOW_TOKENS,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+    ),
     "doge": _family("doge", "dynamic mask"),
     "t5": _family("t5", "encoder-decoder"),
 }
 
-FAMILIES: Mapping[str, TinyFamily] = {**_DENSE, **_EXPERTS, **_OTHERS}
+_AXES = {"rope_parameters": _rope("default", mrope_section=[1, 1, 2])}
+_HALF_AXES = {
+    "rope_parameters": _rope("default", mrope_section=[0, 1, 1], partial_rotary_factor=0.5)
+}
+_MIXED_GEMMA = {"sliding_window": _WINDOW_TOKENS, "layer_types": _MIXED_3}
+
+_MULTIMODAL = {
+    "gemma3": _family(
+        "gemma3", "multimodal", text_config={**_MIXED_GEMMA, "query_pre_attn_scalar": 12}
+    ),
+    "gemma4": _family(
+        "gemma4",
+        "multimodal",
+        text_config={
+            "sliding_window": _WINDOW_TOKENS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 16,
+        },
+        vision_config={
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+        },
+    ),
+    "gemma4_unified": _family(
+        "gemma4_unified",
+        "multimodal, blocks of image tokens",
+        text_config={
+            "sliding_window": _WINDOW_TOKENS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "llama4": _family("llama4", "multimodal, attention within blocks", text_config=_LLAMA4),
+    "mistral3": _family("mistral3", "multimodal"),
+    "llava": _family("llava", "multimodal"),
+    "internvl": _family("internvl", "multimodal"),
+    "smolvlm": _family("smolvlm", "multimodal"),
+    "paligemma": _family("paligemma", "multimodal, its mask is made outside its text decoder"),
+    "qwen2_vl": _family(
+        "qwen2_vl",
+        "multimodal, three axes of positions",
+        text_config=_AXES,
+        vision_config={"embed_dim": 32, "num_heads": 4, "hidden_size": 32},
+    ),
+    "qwen2_5_vl": _family(
+        "qwen2_5_vl",
+        "multimodal, three axes of positions, mixed windows",
+        text_config={
+            **_AXES,
+            "use_sliding_window": True,
+            "sliding_window": _WINDOW_TOKENS,
+            "max_window_layers": 1,
+            "layer_types": _MIXED_3,
+        },
+    ),
+    "qwen3_vl": _family("qwen3_vl", "multimodal, three axes of positions", text_config=_AXES),
+    "qwen3_vl_moe": _family(
+        "qwen3_vl_moe", "multimodal, three axes of positions", text_config=_AXES
+    ),
+    "glm4v": _family("glm4v", "multimodal, three axes of positions", text_config=_AXES),
+    "glm46v": _family("glm46v", "multimodal, three axes of positions", text_config=_AXES),
+    "glm_ocr": _family("glm_ocr", "multimodal, three axes of positions", text_config=_AXES),
+    "glm4v_moe": _family(
+        "glm4v_moe", "multimodal, three axes of positions", text_config=_HALF_AXES
+    ),
+    "paddleocr_vl": _family(
+        "paddleocr_vl", "multimodal, three axes of positions", text_config=_AXES
+    ),
+}
+
+MULTIMODAL = frozenset(_MULTIMODAL)
+"""Those that have encoders of images or sound beside their text decoder."""
+
+FAMILIES: Mapping[str, TinyFamily] = {
+    **_DENSE,
+    **_EXPERTS,
+    **_STATES,
+    **_OTHERS,
+    **_MULTIMODAL,
+}
 """Every tiny family and variant by name."""

@@ -8,8 +8,10 @@ the experts that were chosen) runs on the CPU instead, on zeros.
 
 What is counted is what `sppo_hf.model.recompute` does with a layer: all that autograd saves
 ("whole"); or the layer's input and attention's results (the skeleton); or these and the products
-that a `ProductRecorder` holds. Not covered: what is elementwise costs no FLOPs, and what does not
-grow with the tokens (copies of weights under autocast) is left out.
+that a `ProductRecorder` holds. Which products need not run again a `NeedlessRecorder` finds. Scans
+of recurrent layers are those of Transformers' torch code, from states of zeros; kernels save less.
+Not covered: what is elementwise costs no FLOPs, and what does not grow with the tokens (copies of
+weights under autocast) is left out.
 """
 
 from __future__ import annotations
@@ -48,12 +50,20 @@ from sppo_hf.attention.kv import Keep, LayerKV
 from sppo_hf.attention.pieces import Piece
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.model.adapters import quiet_peft
-from sppo_hf.model.attend import LayerCall, attention_taken_over, begin_layer, end_layer
+from sppo_hf.model.attend import (
+    LayerCall,
+    attention_taken_over,
+    begin_layer,
+    end_layer,
+    running_states,
+)
 from sppo_hf.model.mask import MaskMeaning
 from sppo_hf.model.operations import operation, storage_key, tensors_in
-from sppo_hf.model.products import ProductRecorder
+from sppo_hf.model.products import NeedlessRecorder, ProductRecorder
+from sppo_hf.model.sequence import PrefixLength
+from sppo_hf.model.states import LayerStates, StateCache, States, mixers_of
 from sppo_hf.model.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
-from sppo_hf.model.tiny import BUILD_ERRORS, first_line
+from sppo_hf.model.tiny import BUILD_ERRORS, decoder_config, first_line, loader_of
 from sppo_hf.planning.config_file import check_sizes, to_fields
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
@@ -65,7 +75,10 @@ __all__ = ["trace_config", "trace_model"]
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (256, 512)
-"""Tokens of the two runs: multiples of the blocks in which linear attention works."""
+"""Tokens of the two runs."""
+
+_SCAN_LENGTHS = (1024, 2048)
+"""The same for layers that scan, whose blocks of 64 to 256 tokens are padded."""
 
 _CPU_LENGTHS = (64, 128)
 """The same where numbers are really computed."""
@@ -77,6 +90,7 @@ _LOOKS_AT_VALUES = (
 _DTYPES = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 _HIDDEN = "hidden_states"
+_SHARED_KEYS = "shared_kv_states"
 
 # Arguments of a layer by which it learns positions: the same tables for many layers.
 _POSITIONS = ("position", "cache_position")
@@ -86,7 +100,7 @@ _INDEX = frozenset(("layer_idx", "layer_id", "layer_number"))
 
 
 def trace_config(config: object, training: Training) -> ModelProfile:
-    """Traces the model that `AutoModelForCausalLM` makes of a configuration; see `trace_model`.
+    """Traces the causal language model that a configuration describes; see `trace_model`.
 
     Args:
         config: of Transformers, or an object with the fields of a `config.json`.
@@ -103,7 +117,9 @@ def trace_config(config: object, training: Training) -> ModelProfile:
         if not isinstance(config, PreTrainedConfig):
             with _quiet_transformers():
                 config = AutoConfig.for_model(**fields)
-        return trace_model(config, training, AutoModelForCausalLM.from_config)
+        config = decoder_config(config)
+        loader = loader_of(config) or AutoModelForCausalLM
+        return trace_model(config, training, loader.from_config)
     except SPPOError:
         raise
     except BUILD_ERRORS as error:
@@ -139,19 +155,22 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         parts = find_parts(_build(config, training, make))
         with _only(parts, ()), fake:
             _make_fake(parts.causal_lm)
-        calls = [_calls(parts, tokens, training) for tokens in _LENGTHS]
+        scans = any(map(_scans, parts.layers))
+        lengths = _SCAN_LENGTHS if scans else _LENGTHS
+        calls = [_calls(parts, tokens, training) for tokens in lengths]
         # What comes before the first adapter needs no gradient, so the first layer stands alone.
         kinds = [(_kind(call), training.lora and index == 0) for index, call in enumerate(calls[0])]
         examples = {kinds.index(kind) for kind in kinds}
         with _only(parts, [parts.layers[index] for index in examples]), fake:
             if training.lora is not None:
                 with torch.device("meta"):
-                    _adapt(parts.causal_lm, training.lora)
+                    _adapt(parts, training.lora)
             _make_fake(parts.causal_lm)
         traced = {
             kinds[index]: _trace_kind(
                 parts,
                 [long_or_short[index] for long_or_short in calls],
+                lengths,
                 training,
                 fake,
                 reached=training.lora is None or index > 0,
@@ -161,6 +180,8 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
     inside = {p for layer in parts.layers for p in layer.parameters()}
     outside = [x for x in parts.causal_lm.named_parameters() if x[1] not in inside]
     weights, adapters = _count(outside)
+    ends = {*parts.decoder.parameters(), *parts.head_parameters()}
+    encoders, _ = _count(x for x in outside if x[1] not in ends)
     head: Any = parts.causal_lm.get_output_embeddings()
     embedding: Any = parts.causal_lm.get_input_embeddings()
     # Kinds that differ in nothing that is counted are one.
@@ -173,6 +194,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         max_positions_tokens=rotary_limit_tokens(parts.text_config),
         outer_weights=weights,
         outer_adapter_weights=adapters,
+        encoder_weights=encoders,
     )
 
 
@@ -209,7 +231,7 @@ def _build(config: PreTrainedConfig, training: Training, make: Any) -> nn.Module
 @contextlib.contextmanager
 def _only(parts: ModelParts, layers: Sequence[nn.Module]) -> Iterator[None]:
     """Leaves the other decoder layers out of a model for a while."""
-    modules = parts.base._modules
+    modules = parts.decoder._modules
     name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
     whole, modules[name] = modules[name], nn.ModuleList(layers)
     try:
@@ -226,8 +248,9 @@ def _make_fake(module: nn.Module) -> None:
     )
 
 
-def _adapt(model: Any, lora: LoraShape) -> None:
+def _adapt(parts: ModelParts, lora: LoraShape) -> None:
     """Freezes a model and adapts it in place."""
+    model = parts.causal_lm
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -237,7 +260,7 @@ def _adapt(model: Any, lora: LoraShape) -> None:
         ) from error
     linear = {
         name.rpartition(".")[2]
-        for name, module in model.base_model.named_modules()
+        for name, module in parts.base.named_modules()
         # Conv1D is GPT-2's linear layer.
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     }
@@ -249,7 +272,7 @@ def _adapt(model: Any, lora: LoraShape) -> None:
     with quiet_peft():
         # Around the base model, because of whole ones PEFT takes names such as `gate_proj` to mean
         # the weights of experts, too.
-        inject_adapter_in_model(settings, nn.ModuleList([model.base_model]))
+        inject_adapter_in_model(settings, nn.ModuleList([parts.base]))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_DTYPES[lora.dtype_bytes])
@@ -261,40 +284,76 @@ class _Call(NamedTuple):
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    stored: dict[int | None, Tensor]
+    """Keys that layers have attended to, by memory; one for all layers."""
+
+
+def _scans(layer: nn.Module) -> bool:
+    """Whether a layer carries a state: then it may work in blocks of tokens."""
+    return bool(mixers_of(layer))
 
 
 def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     """Runs the model with its layers left out; returns how each would have been called."""
     calls: list[_Call] = []
+    stored: dict[int | None, Tensor] = {}
 
-    def left_out(layer: nn.Module) -> Any:
+    def left_out(layer: nn.Module, returned: Callable[[Any], Any]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(_Call(layer, args, kwargs))
-            return args[0] if args else kwargs[_HIDDEN]
+            calls.append(_Call(layer, args, kwargs, stored))
+            return returned(args[0] if args else kwargs[_HIDDEN])
 
         return forward
 
     # Numbers are real until they meet a weight: masks are asked what they mean, and rotary tables
     # may grow with the positions.
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
-    inputs = {
+    inputs: dict[str, Any] = {
         "input_ids": ids,
         "position_ids": torch.arange(tokens, device="cpu")[None],
         "attention_mask": torch.ones_like(ids, dtype=torch.bool),
+        "use_cache": False,
+        "return_dict": True,
     }
-    for layer in parts.layers:
-        layer.forward = left_out(layer)
-    try:
-        with attention_taken_over(parts.configs), _autocast(training):
-            parts.base(**inputs, use_cache=False, return_dict=True)
-    finally:
+    names = parts.base_arguments()
+    if parts.has_states:
+        inputs["use_cache"] = True
+        cache = StateCache(len(parts.layers), running_states)
+        inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
+        if "position_ids" not in names:
+            del inputs["position_ids"]
+    elif getattr(parts.text_config, "attn_temperature_tuning", False):
+        inputs["past_key_values"] = PrefixLength(0)
+    failed: Exception | None = None
+    for returned in _RETURNED:
+        calls.clear()
         for layer in parts.layers:
-            del layer.forward
-    return calls
+            layer.forward = left_out(layer, returned)
+        try:
+            with attention_taken_over(parts.configs), _autocast(training):
+                parts.base(**inputs)
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            failed = failed or error
+            continue
+        finally:
+            for layer in parts.layers:
+                del layer.forward
+        if len({_hidden_of(call).dim() for call in calls}) == 1:
+            return calls
+    raise failed or ValueError("the model does not call its layers as the others do")
+
+
+def _hidden_of(call: _Call) -> Tensor:
+    return call.args[0] if call.args else call.kwargs[_HIDDEN]
+
+
+# What layers return: hidden states, alone or first.
+_RETURNED: tuple[Callable[[Any], Any], ...] = (lambda x: x, lambda x: (x,), lambda x: (x, None))
 
 
 def _autocast(training: Training) -> contextlib.AbstractContextManager[object]:
     enabled = training.dtype_bytes != training.parameter_bytes
+    enabled = enabled or (training.lora is not None and training.lora.autocast)
     # Without the cache, which would keep fake weights.
     dtype = _DTYPES[training.dtype_bytes]
     return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=False)
@@ -314,13 +373,14 @@ def _kind(call: _Call) -> object:
     )
     tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in call.layer.parameters())
     given = (*call.args, *call.kwargs.values())
-    windows = tuple(value.window for value in given if isinstance(value, MaskMeaning))
+    windows = tuple((x.window, x.local) for x in given if isinstance(x, MaskMeaning))
     return modules, settings, tensors, windows
 
 
 def _trace_kind(
     parts: ModelParts,
     calls: Sequence[_Call],
+    lengths: tuple[int, int],
     training: Training,
     fake: FakeTensorMode,
     *,
@@ -328,7 +388,7 @@ def _trace_kind(
 ) -> LayerProfile:
     try:
         with fake:
-            return _trace_layer(parts, calls, _LENGTHS, training, reached)
+            return _trace_layer(parts, calls, lengths, training, reached)
     except _LOOKS_AT_VALUES as error:
         logger.info("%s is traced on the CPU: %s", type(calls[0].layer).__name__, error)
     layer = calls[0].layer
@@ -379,7 +439,11 @@ def _trace_layer(
         qk_head_size=keys.qk_head_size,
         v_head_size=keys.v_head_size,
         window=keys.window,
+        borrows_keys=keys.borrowed,
+        state_bytes=sum(state.nbytes for state in runs[1].states.values()),
+        scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
         **per_token,
+        largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
         input_gradient_flops=backward - per_token["weight_gradient_flops"],
         total_weights=weights,
         adapter_weights=adapters,
@@ -443,6 +507,7 @@ class _Counts:
     products_bytes: int = 0
     whole_bytes: int = 0
     mlp_width: int = 0
+    adapted_mlp_width: int = 0
 
 
 class _Run:
@@ -454,7 +519,7 @@ class _Run:
         self._parts = parts
         self._layer = call.layer
         self._training = training
-        self.keys = _SeenKeys(tokens)
+        self.keys = _SeenKeys(tokens, call.stored)
         own = (*call.layer.parameters(), *call.layer.buffers())
         self._others = {storage_key(tensor) for tensor in own}
         """Memory that is not the layer's activations."""
@@ -471,16 +536,22 @@ class _Run:
             hold=_Size,
             without_memory=isinstance(self.hidden, FakeTensor),
         )
-        self._counter = _FlopCounter(call.layer, self.hidden.shape[-1])
+        self._needless = NeedlessRecorder(self.hidden, without_memory=True)
+        self._states = LayerStates({})
+        rank = None if training.lora is None else training.lora.rank
+        self._counter = _FlopCounter(call.layer, self.hidden.shape[-1], rank)
         self._saved: dict[int | None, Tensor] = {}
         """By memory; the tensors stay, so that no other one takes their place."""
         self._last_save = 0
         self._attention_bytes = 0
         self._attending_child: str | None = None
         self._out = self.hidden
+        self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
         """An argument as a leaf of the graph."""
+        if name == _SHARED_KEYS:
+            return value  # layers write into it what later ones read
 
         def leaf(tensor: Tensor) -> Tensor:
             own = tensor.detach().requires_grad_(tensor.requires_grad)
@@ -500,6 +571,8 @@ class _Run:
         """Attention has ended."""
         self._attending_child = self._counter.child
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
+        self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
+        self._needless.given(out_BNCH, lse_BNC)
         self._recorder.resume(out_BNCH, lse_BNC)
 
     def forward(self) -> _Counts:
@@ -511,7 +584,6 @@ class _Run:
         counts = _Counts(
             forward_flops=sum(product.flops for product in forward),
             weight_gradient_flops=sum(product.flops for product in forward if product.trains),
-            skeleton_recompute_flops=sum(product.flops for product in forward[: self._last_save]),
             whole_bytes=sum(map(self._saved_bytes, self._saved)),
             skeleton_bytes=self.hidden.nbytes + self._attention_bytes,
             mlp_width=sum(
@@ -519,9 +591,22 @@ class _Run:
                 for product in forward
                 if product.is_inner_end and product.child != self._attending_child
             ),
+            adapted_mlp_width=max(
+                (x.adapted for x in forward if x.child != self._attending_child), default=0
+            ),
         )
         counts.products_bytes = counts.skeleton_bytes + sum(
             product.holder.nbytes for product in held if isinstance(product.holder, _Size)
+        )
+        sizes = (x.holder.nbytes for x in held if isinstance(x.holder, _Size))
+        saved = map(self._saved_bytes, self._saved)
+        self.largest_bytes = max(self.largest_bytes, *sizes, *saved)
+        found = self._needless.result()
+        blank = iter(() if found is None else found.blank)
+        counts.skeleton_recompute_flops = sum(
+            product.flops
+            for product in forward[: self._last_save]
+            if not (product.thick and next(blank, False))
         )
         thick = iter(held)
         # A thick product of weights alone is computed again, too.
@@ -543,6 +628,7 @@ class _Run:
             choose_backend=self.keys.choose_backend,
             counters={},
             stash=self,
+            states=self._states,
         )
         before = begin_layer(call)
         try:
@@ -550,6 +636,7 @@ class _Run:
                 attention_taken_over(self._parts.configs),
                 saved_tensors_hooks(self._save, lambda tensor: tensor),
                 self._counter.watching(),
+                self._needless,
             ):
                 self._recorder.start()
                 try:
@@ -562,6 +649,7 @@ class _Run:
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._recorder.saved(tensor)
+        self._needless.saved(tensor)
         self._last_save = len(self._counter.products)
         key = storage_key(tensor)
         if key not in self._others and key not in self._saved:
@@ -572,6 +660,11 @@ class _Run:
         tensor = self._saved[key]
         num_bytes = tensor.untyped_storage().nbytes() if key is not None else tensor.nbytes
         return self._slices.get(key, num_bytes)
+
+    @property
+    def states(self) -> States:
+        """What the layer's mixers have left."""
+        return self._states.after
 
     def backward_flops(self) -> int:
         """Runs the layer's backward and counts; after `forward`."""
@@ -614,6 +707,8 @@ class _Product(NamedTuple):
     """One factor is a weight that is trained, or made of one."""
     is_inner_end: bool
     """It is thick, and its result is as wide as the layer."""
+    adapted: int
+    """Elements of the result, if it is the second factor's of an adapter and not that wide."""
     child: str | None
     """The layer's child module in which it ran."""
 
@@ -621,8 +716,9 @@ class _Product(NamedTuple):
 class _FlopCounter(TorchDispatchMode):
     """Counts the matrix products of one layer."""
 
-    def __init__(self, layer: nn.Module, width: int) -> None:
+    def __init__(self, layer: nn.Module, width: int, rank: int | None = None) -> None:
         super().__init__()
+        self._rank = rank
         self._layer = layer
         self._width = width
         self.products: list[_Product] = []
@@ -667,6 +763,8 @@ class _FlopCounter(TorchDispatchMode):
         if op.left_factor is not None and len(args) > op.left_factor:
             left = args[op.left_factor]
             thick = op.is_product(args, self._width)
+            second = self._rank is not None and any(given) and left.shape[-1] == self._rank
+            inner = second and out.shape[-1] not in (self._width, self._rank)
             self.products.append(
                 _Product(
                     flops=_product_flops(op.name, left, args[op.left_factor + 1], out),
@@ -675,11 +773,12 @@ class _FlopCounter(TorchDispatchMode):
                     trains=any(given),
                     is_inner_end=thick and out.shape[-1] == self._width,
                     child=self.child,
+                    adapted=out.numel() if inner else 0,
                 )
             )
         elif func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
-            self.products.append(_Product(flops, 0, False, any(given), False, self.child))
+            self.products.append(_Product(flops, 0, False, any(given), False, 0, self.child))
         return out
 
 
@@ -701,8 +800,10 @@ def _product_flops(name: str, left: Tensor, right: Any, out: Tensor) -> int:
 class _SeenKeys(LayerKV):
     """A store that notes what attention is given."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, stored: dict[int | None, Tensor]) -> None:
         super().__init__(((0, tokens),))
+        self._stored = stored
+        self.borrowed = False
         self.tokens = tokens
         self.num_kv_heads = self.qk_head_size = self.v_head_size = 0
         self.window: int | None = None
@@ -719,11 +820,15 @@ class _SeenKeys(LayerKV):
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         self.num_kv_heads, self.qk_head_size = k_BKCH.shape[1], k_BKCH.shape[-1]
         self.v_head_size = v_BKCH.shape[-1]
+        self.borrowed = storage_key(k_BKCH) in self._stored
+        self._stored[storage_key(k_BKCH)] = k_BKCH
         super().put(chunk, k_BKCH, v_BKCH, keep=keep)
 
-    def blocks(self, pieces: tuple[Piece, ...], *, window: int | None) -> tuple[Block, ...]:
-        self.window = window
-        return super().blocks(pieces, window=window)
+    def blocks(
+        self, pieces: tuple[Piece, ...], *, window: int | None, local: int | None = None
+    ) -> tuple[Block, ...]:
+        self.window = local if window is None else window
+        return super().blocks(pieces, window=window, local=local)
 
 
 class _Nothing(Backend):

@@ -39,6 +39,24 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
+@dataclass(frozen=True, slots=True)
+class StateEnd:
+    """A state that a unit left for the next one: where its gradient goes, and where it arrives."""
+
+    end: GradientEdge
+    inlet: Inlet
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The state's gradient; None where nothing that the unit after trains depends on it."""
+        return self.inlet.grad
+
+    @classmethod
+    def of(cls, state: Tensor, inlet: Inlet) -> StateEnd:
+        """Note the end of the graph that leads to `state`, and the unit after's inlet for it."""
+        return cls(get_gradient_edge(state), inlet)
+
+
 @dataclass(slots=True)
 class UnitGraph:
     """What waits for a unit's backward."""

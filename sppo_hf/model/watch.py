@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 from sppo_hf.model.arena import return_free_heap
 from sppo_hf.model.observer import StepObserver, StepRecord
 from sppo_hf.model.stopwatch import Stopwatch
-from sppo_hf.offload.stats import NOTHING_MOVED, OffloadStats
+from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.planning.flops import forward_flops, step_flops
 from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
@@ -40,20 +39,6 @@ def let_go_of_failed(watch: ForwardWatch | None) -> None:
     if watch is not None and watch.is_in_backward:
         with torch.enable_grad():
             torch.zeros((), requires_grad=True).backward()
-
-
-def moved(stats: OffloadStats) -> dict[str, Any]:
-    """The fields of a `StepRecord` that say what the offload engine did."""
-    return {
-        "stall_seconds": stats.stall_seconds,
-        "d2h_bytes": stats.d2h_bytes,
-        "h2d_bytes": stats.h2d_bytes,
-        "disk_write_bytes": stats.disk_write_bytes,
-        "disk_read_bytes": stats.disk_read_bytes,
-        "spilled_bytes": stats.spilled_bytes,
-        "pinned_bytes": stats.pinned_bytes,
-        "host_fragmentation": stats.fragmentation,
-    }
 
 
 class UnitLabel:
@@ -115,7 +100,7 @@ class ForwardWatch:
         self._on_step = on_step
         self._stopwatch = Stopwatch(device)
         self._label = UnitLabel()
-        self._stats = NOTHING_MOVED
+        self._stats = OffloadStats()
 
     @property
     def is_in_backward(self) -> bool:
@@ -184,7 +169,7 @@ class ForwardWatch:
     def _record(self, *, training: bool, backward_seconds: float) -> None:
         rows, tokens = self._plan.batch_rows, self._plan.total_tokens
         flops = step_flops if training else forward_flops
-        stats = self._stats = self._take_stats()
+        self._stats = self._take_stats()
         prediction = self._plan.prediction
         self._observer.on_record(
             StepRecord(
@@ -194,7 +179,7 @@ class ForwardWatch:
                 model_flops=float(flops(self._shape, rows, tokens)),
                 forward_seconds=self._forward_seconds,
                 backward_seconds=backward_seconds,
-                **moved(stats),
+                offload=self._stats,
                 planned_seconds=prediction.step_seconds if prediction else None,
                 num_chunks=self._plan.num_chunks,
                 training=training,

@@ -1,5 +1,7 @@
 """A frame whose bytes autograd saves: hooks that send them away at the save and fetch them at use.
 
+Casts of weights are let go of and made again, wherever the frame's bytes wait (see `casts`).
+
 Knows nothing of layers: whoever opens and closes it around some computation decides what is in it.
 
 Where hooks of others are active too, the innermost pair gets the tensor: what a model checkpoints
@@ -17,17 +19,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from sppo_hf.offload.casts import WeightCast, WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.tape import Tape
-from sppo_hf.planning.modes import AwayTier
+from sppo_hf.planning.modes import Tier
 
 
 class _Saved(NamedTuple):
     """What the graph keeps instead of a tensor; the only strong reference to the handle."""
 
     frame: OffloadFrame
-    handle: OffloadedTensor
+    handle: OffloadedTensor | WeightCast
 
 
 class OffloadFrame:
@@ -42,6 +45,7 @@ class OffloadFrame:
             and must stay on the device; `Parameter`s and their views always stay.
         label: what the frame is, for messages.
         tier: where its bytes are to wait. What an earlier frame has moved waits where that put it.
+        casts: knows autocast's casts of weights; None where there are none worth knowing.
     """
 
     def __init__(
@@ -51,13 +55,15 @@ class OffloadFrame:
         is_pinned_parameter: Callable[[Tensor], bool] | None = None,
         *,
         label: object = None,
-        tier: AwayTier = "host",
+        tier: Tier = "host",
+        casts: WeightCasts | None = None,
     ) -> None:
         self._engine = engine
         self._tape = tape
         self._is_pinned_parameter = is_pinned_parameter
         self._label = label
-        self._tier: AwayTier = tier
+        self._tier: Tier = tier
+        self._casts = casts
         self._hooks: saved_tensors_hooks | None = None
         self._closed = False
         self._used = False
@@ -76,6 +82,8 @@ class OffloadFrame:
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks = hooks
+        if self._casts is not None:
+            self._casts.start()
 
     def close(self) -> None:
         """Stop catching, and put the frame on the tape."""
@@ -87,6 +95,9 @@ class OffloadFrame:
         """Stop catching after an exception; what was caught returns with its graph."""
         assert self._hooks is not None, "a frame is closed while it is open"
         hooks, self._hooks = self._hooks, None
+        casts, self._casts = self._casts, None
+        if casts is not None:
+            casts.stop()
         hooks.__exit__(None, None, None)
 
     def handles(self) -> Iterator[OffloadedTensor]:
@@ -108,7 +119,10 @@ class OffloadFrame:
             self.cancel()
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        if self._stays(tensor):
+        cast = None if self._casts is None else self._casts.cast_of(tensor)
+        if cast is not None:
+            return _Saved(self, cast)
+        if self._tier == "device" or self._stays(tensor):
             return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
         handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
         if handle.is_moved:
@@ -121,6 +135,8 @@ class OffloadFrame:
         if self._closed and not self._used:
             self._used = True
             self._tape.on_backward(self)
+        if isinstance(saved.handle, WeightCast):
+            return saved.handle.make()
         return self._engine.wait_for(saved.handle)
 
     def _stays(self, tensor: Tensor) -> bool:

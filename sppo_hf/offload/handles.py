@@ -46,7 +46,7 @@ class OffloadedTensor:
         """A handle that keeps the tensor on the device."""
         # detach: a handle inside the graph must not hold the graph.
         kept = tensor.detach()
-        return cls(kept.shape, (), 0, kept.dtype, None, kept, _version_of(kept), label)
+        return cls(kept.shape, (), 0, kept.dtype, None, kept, version_of(kept), label)
 
     @property
     def is_moved(self) -> bool:
@@ -88,7 +88,7 @@ class OffloadedTensor:
             OffloadError: it was modified in place since.
         """
         assert self._stayed is not None, "only a tensor that stayed can be had without a copy"
-        if _version_of(self._stayed) != self._stayed_version:
+        if version_of(self._stayed) != self._stayed_version:
             raise OffloadError(f"{self} {MODIFIED}")
         return self._stayed
 
@@ -112,7 +112,8 @@ class OffloadedTensor:
         return f"an offloaded tensor{where}, {self.dtype}, shape {tuple(self.shape)},"
 
 
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often `tensor`, or what it is a view of, was written into in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 

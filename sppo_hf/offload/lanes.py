@@ -285,7 +285,11 @@ class StreamCopier:
         self._d2h_lane = _Lane(runtime.new_stream() if own_streams else None)
         self._h2d_lane = _Lane(runtime.new_stream() if own_streams else None)
         self._stall_seconds = 0.0
+        # A stream that waits for an event waits for what the event stood for at that moment, so
+        # one that is waited for at once can be recorded again and again.
+        self._now = runtime.new_event(timed=False)
         self._open_stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
+        self._idle_pairs: list[tuple[StreamEvent, StreamEvent]] = []
 
     def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
         """Start copying uint8 `source_bytes` [n] into `host_bytes` [n], behind compute so far.
@@ -309,8 +313,9 @@ class StreamCopier:
     def stall_seconds(self) -> float:
         """Seconds between the event before and after each wait of compute, of those passed."""
         while self._open_stalls and self._open_stalls[0][1].query():
-            start, end = self._open_stalls.popleft()
+            start, end = pair = self._open_stalls.popleft()
             self._stall_seconds += start.elapsed_time(end) / 1e3
+            self._idle_pairs.append(pair)
         return self._stall_seconds
 
     def order_compute_behind(self, ticket: StreamTicket) -> None:
@@ -319,12 +324,15 @@ class StreamCopier:
         if ticket.is_behind:
             return
         self.stall_seconds()  # or the events of a whole step would be alive at its end
-        start, end = self._runtime.new_event(timed=True), self._runtime.new_event(timed=True)
+        start, end = self._idle_pairs.pop() if self._idle_pairs else self._new_pair()
         start.record(compute)
         compute.wait_event(ticket.event)
         end.record(compute)
         self._open_stalls.append((start, end))
         ticket.lane.behind = ticket.number
+
+    def _new_pair(self) -> tuple[StreamEvent, StreamEvent]:
+        return self._runtime.new_event(timed=True), self._runtime.new_event(timed=True)
 
     def _copy(
         self,
@@ -352,16 +360,15 @@ class StreamCopier:
         return StreamTicket(self, lane, done)
 
     def _compute_now(self) -> StreamEvent:
-        event = self._runtime.new_event(timed=False)
-        event.record(self._compute_stream())
-        return event
+        """Stands for compute so far, until it is called again."""
+        self._now.record(self._compute_stream())
+        return self._now
 
     def _compute_stream(self) -> Stream:
         """The current stream, ordered behind the one that was current the last time."""
         current = self._runtime.current_stream()
         if current != self._compute:
-            handover = self._runtime.new_event(timed=False)
-            handover.record(self._compute)
-            current.wait_event(handover)
+            self._now.record(self._compute)
+            current.wait_event(self._now)
             self._compute = current
         return current

@@ -15,13 +15,12 @@ from rich.text import Text
 from sppo_hf.planning.ask import Answer, PolicyResult
 from sppo_hf.planning.chunk_groups import ChunkGroup, group_chunks, span
 from sppo_hf.planning.modes import TIERS, Tier
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.plan_json import offload_ratio
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.report import (
     add_byte_rows,
     add_plan_rows,
-    format_bytes,
     format_seconds,
     format_speed,
     format_tokens,
@@ -29,6 +28,7 @@ from sppo_hf.planning.report import (
     warning_lines,
 )
 from sppo_hf.planning.solve import FirstLimit
+from sppo_hf.rules import format_bytes
 
 MFU_NOTE = (
     "MFU = model FLOPs / (seconds x the device's dense bf16 peak): every multiply-add as two, the "

@@ -18,10 +18,10 @@ from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
-from sppo_hf.planning.memory import estimate
 from sppo_hf.planning.model_profile import Tracer, Training, find_profile
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
     Bounds,
@@ -30,7 +30,6 @@ from sppo_hf.planning.partition import (
     partitions_of,
 )
 from sppo_hf.planning.plan import Plan, make_plan
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.refusals import check_config
 from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks
 from sppo_hf.planning.shape import ModelShape
@@ -45,8 +44,6 @@ from sppo_hf.planning.solve import (
     play,
     with_kv,
 )
-from sppo_hf.planning.stage import lower
-from sppo_hf.planning.stage_bytes import StageBytes
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -292,8 +289,7 @@ def _make_plan(question: Question, config: SPPOConfig) -> Plan:
 
 def timeline_of(plan: Plan) -> Timeline:
     """Simulates a plan made with a profile, with the bytes of every tier over time."""
-    held = StageBytes(plan, _cost(plan), plan.device.kind)
-    return lower(plan, _cost(plan)).simulate(held)
+    return lower(plan, _cost(plan)).simulate(with_bytes=True)
 
 
 def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]:

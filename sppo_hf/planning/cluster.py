@@ -7,20 +7,25 @@ searches frames. Knows nothing of how a layout is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.glance import Glance
 from sppo_hf.planning.layouts import Layout, SearchSpace
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.generate import INTERLEAVED, Size, begun_units, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
+from sppo_hf.schedule.pipeline import period_seconds, simulate_pipeline
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.timeline import Timeline
 
 __all__ = [
     "ClusterAnswer",
@@ -137,8 +142,20 @@ class ClusterAnswer:
     candidates: int
     """Layouts that there are."""
 
+    unseen: int = 0
+    """Layouts that might be among the best, and were not simulated, to be done sooner."""
 
-def solve_cluster(question: ClusterQuestion, *, keep: int = 5, slack: float = 0.0) -> ClusterAnswer:
+    unseen_seconds: float | None = None
+    """What the step of any of these takes at least; None where there are none."""
+
+
+def solve_cluster(
+    question: ClusterQuestion,
+    *,
+    keep: int = 5,
+    slack: float = 0.0,
+    most_actions: float = math.inf,
+) -> ClusterAnswer:
     """Finds the fastest layouts.
 
     Candidates are taken in the order of the least time that they can take, until it exceeds the
@@ -149,12 +166,14 @@ def solve_cluster(question: ClusterQuestion, *, keep: int = 5, slack: float = 0.
         keep: how many to return.
         slack: how much longer than necessary their steps may take, as a share; a search that need
             not be sure of the last percent is many times shorter.
+        most_actions: how many actions may be simulated, over all candidates. Half of them are for
+            candidates that take an eighth of them or less; the rest comes after. At least one
+            candidate is simulated.
 
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
     """
-    glance, budgets = question.glance, question.budgets
-    ranked = sorted((glance.seconds(x), x) for x in layouts(question))
+    ranked = sorted((question.glance.seconds(x), x) for x in layouts(question))
     if not ranked:
         raise ConfigError(
             f"{question.gpus} devices cannot share {question.rows} rows of "
@@ -163,27 +182,136 @@ def solve_cluster(question: ClusterQuestion, *, keep: int = 5, slack: float = 0.
             f"and at most {question.space.most_units:,} chunks on a rank. Remedy: more rows, or "
             "fewer devices."
         )
-    best: list[ClusterPlan] = []
-    closest: ClusterPlan | None = None
-    tried = 0
-    hopeless: list[tuple[int, Layout]] = []
-    for seconds, layout in ranked:
-        if len(best) >= keep and seconds * (1.0 + slack) > best[keep - 1].step_seconds:
-            break
-        lacking = _over(glance.device_bytes(layout), budgets.device)
-        lacking += _over(glance.host_bytes(layout, question.ranks_per_node), budgets.host)
-        if lacking:
-            hopeless.append((lacking, layout))
-            continue
-        tried += 1
-        plan = simulate_layout(question, layout)
+    search = _Search(question, keep, slack)
+    with _no_collection():
+        # First what is small; then what is large; then what seems not to fit.
+        large, doubtful = search.simulate(ranked, each=most_actions / 8, in_all=most_actions / 2)
+        large, more = search.simulate(large, each=most_actions, in_all=most_actions)
+        doubtful = sorted([*doubtful, *more])
+        late, _ = search.simulate(doubtful, each=most_actions, in_all=most_actions, whatever=True)
+        unseen = [*large, *late]
+        if not search.tried:
+            search.simulate_one([layout for _, layout in unseen], most_actions)
+    seconds = [at for at, x in unseen if search.may_win(at) and not search.has_seen(x)]
+    return ClusterAnswer(
+        best=tuple(search.best),
+        closest=search.closest,
+        tried=search.tried,
+        candidates=len(ranked),
+        unseen=len(seconds),
+        unseen_seconds=min(seconds, default=None),
+    )
+
+
+class _Search:
+    """What was simulated so far, and what came of it."""
+
+    def __init__(self, question: ClusterQuestion, keep: int, slack: float) -> None:
+        self._question = question
+        self._keep = keep
+        self._slack = slack
+        self._actions = 0
+        self._hopeless: list[tuple[int, Layout]] = []
+        """Bytes that a layout lacks at a glance."""
+        self._missing: dict[Layout, int] = {}
+        """Bytes that those lack that were simulated."""
+        self.best: list[ClusterPlan] = []
+        self.closest: ClusterPlan | None = None
+
+    @property
+    def tried(self) -> int:
+        """Layouts that were simulated."""
+        return len(self._missing)
+
+    def has_seen(self, layout: Layout) -> bool:
+        """Returns whether a layout was simulated."""
+        return layout in self._missing
+
+    def may_win(self, seconds: float) -> bool:
+        """Returns whether a step of that many seconds would be among the best."""
+        if len(self.best) < self._keep:
+            return True
+        return seconds * (1.0 + self._slack) <= self.best[-1].step_seconds
+
+    def simulate(
+        self,
+        ranked: Iterable[tuple[float, Layout]],
+        *,
+        each: float,
+        in_all: float,
+        whatever: bool = False,
+    ) -> tuple[list[tuple[float, Layout]], list[tuple[float, Layout]]]:
+        """Simulates candidates as long as they may win.
+
+        Args:
+            ranked: by the least seconds that their steps take.
+            each: most actions that are simulated for one of them.
+            in_all: most actions that are simulated until this returns, those before it counted.
+            whatever: those too of which even what keeps least of frames does not fit.
+
+        Returns:
+            Those that would take more actions, and those that are left out as they hardly fit.
+        """
+        budgets = self._question.budgets
+        large: list[tuple[float, Layout]] = []
+        doubtful: list[tuple[float, Layout]] = []
+        for seconds, layout in ranked:
+            if not self.may_win(seconds):
+                break
+            if self.has_seen(layout):
+                continue
+            lacking, device_bytes = self._lacking(layout)
+            if lacking:
+                self._hopeless.append((lacking, layout))
+                continue
+            if not whatever and 2 * device_bytes > (budgets.device or math.inf):
+                saved, offload = self._question.space.frames[-1]
+                least = layout._replace(saved=saved, offload=offload)
+                if not self.has_seen(least) and not self._lacking(least)[0]:
+                    self._simulate(least, min(each, in_all - self._actions))
+                if self._missing.get(least, 0):
+                    doubtful.append((seconds, layout))
+                    continue
+            if not self.has_seen(layout) and not self._simulate(
+                layout, min(each, in_all - self._actions)
+            ):
+                large.append((seconds, layout))
+        return large, doubtful
+
+    def _lacking(self, layout: Layout) -> tuple[int, int]:
+        """Bytes that a layout lacks at a glance, and those that it needs on the device."""
+        glance, budgets = self._question.glance, self._question.budgets
+        device_bytes = glance.device_bytes(layout)
+        lacking = _over(device_bytes, budgets.device)
+        if budgets.host is not None:
+            host_bytes = glance.host_bytes(layout, self._question.ranks_per_node)
+            lacking += _over(host_bytes, budgets.host)
+        return lacking, device_bytes
+
+    def simulate_one(self, unseen: Sequence[Layout], most_actions: float) -> None:
+        """Simulates the smallest candidate, or of those that cannot fit what lacks least."""
+        hopeless = [layout for _, layout in sorted(self._hopeless)]
+        # Before a pipeline repeats itself, less than twice what all its rows take is simulated.
+        small = [layout for layout in hopeless if 2 * self._all_actions(layout) <= most_actions]
+        if small and not unseen:
+            self._simulate(small[0], math.inf)
+        else:
+            self._simulate(min(unseen or hopeless, key=self._all_actions), math.inf)
+
+    def _all_actions(self, layout: Layout) -> int:
+        return _num_actions(layout, self._question.rows // layout.replicas)
+
+    def _simulate(self, layout: Layout, most_actions: float) -> bool:
+        plan, actions = _simulate_within(self._question, layout, most_actions)
+        self._actions += actions
+        if plan is None:
+            return False
+        self._missing[layout] = plan.missing_bytes
         if not plan.missing_bytes:
-            best = sorted([*best, plan], key=lambda p: p.step_seconds)[:keep]
-        elif closest is None or plan.missing_bytes < closest.missing_bytes:
-            closest = plan
-    if not best and closest is None:
-        closest = simulate_layout(question, min(hopeless)[1])
-    return ClusterAnswer(best=tuple(best), closest=closest, tried=tried, candidates=len(ranked))
+            self.best = sorted([*self.best, plan], key=lambda p: p.step_seconds)[: self._keep]
+        elif self.closest is None or plan.missing_bytes < self.closest.missing_bytes:
+            self.closest = plan
+        return True
 
 
 def layouts(question: ClusterQuestion) -> Iterator[Layout]:
@@ -197,15 +325,84 @@ def layouts(question: ClusterQuestion) -> Iterator[Layout]:
 
 
 def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
-    """Simulates one layout; it need not fit."""
-    cost, rows = question.cost, question.rows // layout.replicas
-    bounds = question.glance.bounds(layout)
+    """Simulates one layout; it need not fit.
+
+    A step's rows are alike, so a pipeline soon repeats itself: of many rows only as many are
+    simulated as show it, and what the others add is known (`period_seconds`).
+    """
+    plan, _ = _simulate_within(question, layout, math.inf)
+    assert plan is not None, "nothing was too large"
+    return plan
+
+
+def _simulate_within(
+    question: ClusterQuestion, layout: Layout, most_actions: float
+) -> tuple[ClusterPlan | None, int]:
+    """Simulates a layout if that takes so many actions at most, and says how many it took."""
+    rows = question.rows // layout.replicas
+    warm_up, every = _warm_up(layout, rows)
+    count, actions = _few_rows(rows, warm_up, every), 0
+    while True:
+        actions += _num_actions(layout, count)
+        if actions > most_actions:
+            return None, actions - _num_actions(layout, count)
+        schedule, costs, timeline = _simulated(question, layout, count)
+        if count == rows:
+            return _planned(question, layout, costs, timeline, rows, 0.0), actions
+        period = period_seconds(schedule, timeline, warm_up=warm_up, every=every)
+        if period is not None:
+            more = (rows - count) // every * period
+            return _planned(question, layout, costs, timeline, count, more), actions
+        count = rows if 4 * count > rows else 2 * count + (rows - 2 * count) % every
+
+
+def _planned(
+    question: ClusterQuestion,
+    layout: Layout,
+    costs: PipelineCost,
+    timeline: Timeline,
+    rows: int,
+    more_seconds: float,
+) -> ClusterPlan:
+    """Returns what was simulated of a pipeline's rows, and what the others add, as a plan."""
+    cost, bounds = question.cost, costs.bounds
+    step_seconds = timeline.end_seconds + more_seconds
+    peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
+    hosts = [timeline.peak(f"{rank}.host").num_bytes for rank in range(layout.stages)]
+    # Neighbouring stages share a node; replicas fill it up.
+    fullest = sorted(hosts * layout.replicas, reverse=True)
+    host_bytes = sum(fullest[: question.ranks_per_node])
+    again = sum(
+        cost.recompute_seconds(layer, end - start, layout.saved)
+        for start, end in bounds
+        for layer in range(cost.shape.num_layers)
+    )
+    busy = sum(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages)) / rows
+    budgets, all_rows = question.budgets, question.rows // layout.replicas
+    return ClusterPlan(
+        layout=layout,
+        layers=costs.stages,
+        bounds=bounds,
+        step_seconds=step_seconds,
+        tokens_per_second=question.rows * question.total_tokens / step_seconds,
+        bubble_fraction=1.0 - all_rows * busy / (layout.stages * step_seconds),
+        recompute_fraction=again / busy,
+        peak_bytes=peaks,
+        host_bytes=host_bytes,
+        missing_bytes=_over(max(peaks), budgets.device) + _over(host_bytes, budgets.host),
+    )
+
+
+def _simulated(
+    question: ClusterQuestion, layout: Layout, rows: int
+) -> tuple[Schedule, PipelineCost, Timeline]:
+    """Simulates `rows` rows in each pipeline."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     schedule = generate(layout.schedule, size)
     costs = PipelineCost.of(
         schedule,
-        cost,
-        bounds,
+        question.cost,
+        question.glance.bounds(layout),
         saved=layout.saved,
         offload=layout.offload,
         kv_tier=layout.kv_tier,
@@ -220,30 +417,52 @@ def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
         changes=costs.changes,
         standing=costs.standing(),
     )
-    peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
-    hosts = [timeline.peak(f"{rank}.host").num_bytes for rank in range(layout.stages)]
-    # Neighbouring stages share a node; replicas fill it up.
-    fullest = sorted(hosts * layout.replicas, reverse=True)
-    host_bytes = sum(fullest[: question.ranks_per_node])
-    again = sum(
-        cost.recompute_seconds(layer, end - start, layout.saved)
-        for start, end in bounds
-        for layer in range(cost.shape.num_layers)
-    )
-    compute = sum(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages))
-    budgets = question.budgets
-    return ClusterPlan(
-        layout=layout,
-        layers=costs.stages,
-        bounds=bounds,
-        step_seconds=timeline.end_seconds,
-        tokens_per_second=question.rows * question.total_tokens / timeline.end_seconds,
-        bubble_fraction=bubble_fraction(timeline),
-        recompute_fraction=rows * again / compute,
-        peak_bytes=peaks,
-        host_bytes=host_bytes,
-        missing_bytes=_over(max(peaks), budgets.device) + _over(host_bytes, budgets.host),
-    )
+    return schedule, costs, timeline
+
+
+def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
+    """Rows that a pipeline has begun when the first comes back, and rows that pass it together.
+
+    The second is 0 where groups of rows are not all of one size.
+    """
+    size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
+    units = begun_units(layout.schedule, size)[0]
+    warm_up = -(-units // (layout.num_chunks * layout.virtual))
+    if layout.schedule not in INTERLEAVED:
+        return warm_up, 1
+    every = -(-layout.stages // layout.num_chunks)
+    return warm_up, 0 if rows % every else every
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Stops the search for cycles: none are made here, and it would look through all actions."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _num_actions(layout: Layout, rows: int) -> int:
+    """Returns about how many actions `rows` rows are in a lowered schedule."""
+    stages = layout.stages * layout.virtual
+    computes = 3 if layout.schedule == "zb_seq1f1b" else 2
+    copies = 0 if layout.offload == "none" else 2
+    passes = 4 * (stages - 1) if layout.stages > 1 else 0
+    return rows * layout.num_chunks * (stages * (computes + copies) + passes)
+
+
+def _few_rows(rows: int, warm_up: int, every: int) -> int:
+    """Returns the fewest rows in which a pipeline can be seen to repeat itself, or all."""
+    if not every:
+        return rows
+    few = warm_up + 2 * every + 1
+    few += (rows - few) % every
+    # A try that may fail should cost much less than doing without.
+    return few if 2 * few <= rows else rows
 
 
 def _reduce_seconds(question: ClusterQuestion, costs: PipelineCost, replicas: int) -> float:

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.report import format_bytes, format_seconds
+from sppo_hf.planning.report import format_seconds
+from sppo_hf.rules import format_bytes
 
 _MOST_CHUNKS = 12
 

@@ -7,12 +7,18 @@ layer over one chunk; the head and the loss of a chunk are a unit of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sppo_hf.planning.flops import visible_pairs
 from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
 from sppo_hf.planning.model_profile import LayerProfile
-from sppo_hf.planning.modes import Saved
+from sppo_hf.planning.modes import SAVED, Saved
+from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.shape import ModelShape
 
 ATTENTION_BACKWARD_FLOPS = 2.5
@@ -50,6 +56,32 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """Seconds of every unit of one batch, [kinds, chunks] where nothing else is said.
+
+    Kinds are the layers that cost the same, in the order of `ModelShape.alike`.
+    """
+
+    forward: NDArray[np.float64]
+    """Forwards."""
+
+    backward: NDArray[np.float64]
+    """Backwards, recomputation left out."""
+
+    weight: NDArray[np.float64]
+    """The part of backwards that is gradients of weights."""
+
+    recompute: NDArray[np.float64]
+    """[kinds, saved, chunks] What is run again, by what is saved (`SAVED`)."""
+
+    head: NDArray[np.float64]
+    """[chunks] Head and loss, with gradients."""
+
+    head_evaluated: NDArray[np.float64]
+    """[chunks] The same without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """Costs of one stage's units on one device."""
 
@@ -69,14 +101,39 @@ class StageCost:
     """What the first steps taught."""
 
     # Not taken along by `dataclasses.replace`: another profile or correction, other seconds.
-    _memo: dict[tuple[object, ...], float] = field(
-        default_factory=dict[tuple[object, ...], float], init=False, repr=False, compare=False
+    _memo: dict[tuple[object, ...], Any] = field(
+        default_factory=dict[tuple[object, ...], Any], init=False, repr=False, compare=False
     )
     _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Number the kinds of layers, for layers of one kind cost the same."""
         object.__setattr__(self, "_kinds", self.shape.alike)
+
+    def unit_seconds(self, bounds: Bounds) -> UnitSeconds:
+        """Returns the seconds of every unit of a batch, once for each kind of layer."""
+        key = ("units", bounds)
+        if key not in self._memo:
+            kinds = sorted(set(self._kinds))
+            lengths = [end - start for start, end in bounds]
+
+            def table(of: Callable[[int, int, int], float]) -> NDArray[np.float64]:
+                return np.array([[of(kind, *chunk) for chunk in bounds] for kind in kinds])
+
+            self._memo[key] = UnitSeconds(
+                forward=table(self.forward_seconds),
+                backward=table(self.backward_seconds),
+                weight=table(lambda i, start, end: self.weight_seconds(i, end - start)),
+                recompute=np.array(
+                    [
+                        [[self.recompute_seconds(i, n, saved) for n in lengths] for saved in SAVED]
+                        for i in kinds
+                    ]
+                ),
+                head=np.array([self.head_seconds(n) for n in lengths]),
+                head_evaluated=np.array([self.head_seconds(n, training=False) for n in lengths]),
+            )
+        return self._memo[key]
 
     def forward_seconds(self, layer: int, start: int, end: int) -> float:
         """Forward of `layer` over tokens [start, end) with all keys before them."""
@@ -156,7 +213,8 @@ class StageCost:
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
             self._memo[key] = self.shape.frame_bytes_per_token(layer, saved)
-        return self.batch_rows * tokens * int(self._memo[key])
+        state_bytes = self.shape.state_bytes(layer)
+        return self.batch_rows * (tokens * int(self._memo[key]) + state_bytes)
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from sppo_hf.planning import figure_parts as parts
 from sppo_hf.planning.modes import SAVED, TIERS, mode_of
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.report import format_bytes, format_lengths, format_tokens
+from sppo_hf.planning.report import format_lengths, format_tokens
+from sppo_hf.rules import format_bytes
 from sppo_hf.schedule import bars
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Kind
 from sppo_hf.schedule.figure import new_figure

@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.layouts import Cut, Layout, bounds_of
-from sppo_hf.planning.memory import MemoryModel
-from sppo_hf.planning.modes import Saved, mode_of
+from sppo_hf.planning.memory import ByteTables, byte_tables
+from sppo_hf.planning.modes import KEEP, SAVED, Saved
 from sppo_hf.planning.partition import Bounds, PrefixCost
 from sppo_hf.planning.pipeline_cost import KVTier
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.planning.streams import KVStreams
-from sppo_hf.schedule.formulas import peak_units
-from sppo_hf.schedule.generate import Size
+from sppo_hf.schedule.generate import Size, begun_units
 
 # Frames of so many chunks may be on their way when backward begins, not on the host.
 _UNDER_WAY_CHUNKS = 3
@@ -62,11 +62,11 @@ class _Room(NamedTuple):
     """Bytes of a rank while a chunk runs back."""
 
     frame: int
-    """Frame and K/V of a layer, of the chunk that takes most."""
+    """Of a layer."""
+    kv: int
+    """Of a layer, where they are on the device: this chunk's and those of all before it."""
     workspace: int
-    """Temporaries of that chunk."""
-    last_workspace: int
-    """Temporaries of the last chunk."""
+    """Temporaries of the running layer."""
 
 
 class Glance:
@@ -82,8 +82,8 @@ class Glance:
         self._kinds = {kind: alike.count(kind) for kind in sorted(set(alike))}
         self._bounds: dict[tuple[Cut, int], Bounds] = {}
         self._work: dict[tuple[Cut, int, Saved, KVTier], _Work] = {}
-        self._room: dict[tuple[Cut, int, Saved, KVTier], _Room] = {}
-        self._states = 0
+        self._rooms: dict[tuple[Cut, int, Saved, KVTier], list[_Room]] = {}
+        self._states: int | None = None
 
     def bounds(self, layout: Layout) -> Bounds:
         """Returns the chunks of a layout."""
@@ -149,7 +149,7 @@ class Glance:
         most chunks: when the first backward begins, and in the backward of each chunk.
         """
         layers, first_layers = self._layer_counts(layout)
-        room = self._extremes(layout)
+        rooms = self._chunk_rooms(layout)
         states, tokens = self._state_bytes(), self._tokens
         kept = self._kept_bytes(layout)
         if layout.kv_tier == "device":
@@ -161,7 +161,10 @@ class Glance:
         if layout.kv_tier == "device":
             ahead += sum(self._kv_bytes(end - start) for start, end in early)
         least = max(layers * (states + kept), first_layers * (states + kept + ahead))
-        return max(least + room.last_workspace, layers * (states + room.frame) + room.workspace)
+        # The frames of a rank's other stages may be away; its last stage has a layer or more.
+        frames = 1 if layout.virtual > 1 and layout.offload != "none" else layers
+        running = max(layers * room.kv + frames * room.frame + room.workspace for room in rooms)
+        return max(least + rooms[-1].workspace, layers * states + running)
 
     def host_bytes(self, layout: Layout, ranks_per_node: int) -> int:
         """Returns less than the fullest node's host holds when first backwards begin."""
@@ -199,10 +202,8 @@ class Glance:
         Where a rank has several stages, as many whole chunks as it has parts of them, short ones.
         """
         rows, num_chunks = self._rows // layout.replicas, layout.num_chunks
-        # Of a split backward the first parts come when whole backwards would.
-        name = "seq1f1b" if layout.schedule == "zb_seq1f1b" else layout.schedule
         size = Size(layout.stages, rows, num_chunks, layout.virtual)
-        held = peak_units(name, size)[rank] // layout.virtual
+        held = begun_units(layout.schedule, size)[rank] // layout.virtual
         count = min(held, rows * num_chunks) - num_chunks
         bounds = self.bounds(layout)[:: -1 if layout.virtual > 1 else 1]
         return (bounds * -(-count // num_chunks))[: max(0, count)]
@@ -215,75 +216,65 @@ class Glance:
 
     def _add_up(self, layout: Layout) -> _Work:
         cost, bounds, saved = self._cost, self.bounds(layout), layout.saved
-        streams = KVStreams(self._decisions(layout), cost)
-        layers = dict.fromkeys(self._kinds, 0.0)
-        seconds: list[tuple[float, float, float]] = []
-        for chunk, (start, end) in enumerate(bounds):
-            forward, backward, weight = cost.head_seconds(end - start), 0.0, 0.0
-            for kind, count in self._kinds.items():
-                come = cost.h2d_seconds(streams.forward_in(kind, chunk), both=True)
-                ahead = max(cost.forward_seconds(kind, start, end), come)
-                come = cost.h2d_seconds(streams.backward_in(kind, chunk), both=True)
-                again = cost.recompute_seconds(kind, end - start, saved)
-                back = max(cost.backward_seconds(kind, start, end) + again, come)
-                layers[kind] += ahead + back
-                forward += count * ahead
-                backward += count * back
-                weight += count * cost.weight_seconds(kind, end - start)
-            seconds.append((forward, backward, weight))
-        forwards, backwards, weights = zip(*seconds, strict=True)
+        tables, work = self._tables(layout), cost.unit_seconds(bounds)
+        counts = np.array(list(self._kinds.values()))
+        ahead = np.maximum(work.forward, cost.h2d_seconds(1.0, both=True) * tables.kv_in_forward)
+        back = np.maximum(
+            work.backward + work.recompute[:, SAVED.index(saved)],
+            cost.h2d_seconds(1.0, both=True) * tables.kv_in_backward,
+        )
         sides = (
-            *(streams.forward_out, streams.backward_out),
-            *(streams.forward_in, streams.backward_in),
+            *(tables.kv_out_forward, tables.kv_out_backward),
+            *(tables.kv_in_forward, tables.kv_in_backward),
         )
-        least = tuple(
-            _Streams(*(min(side(kind, chunk) for kind in self._kinds) for side in sides))
-            for chunk in range(len(bounds))
+        least = zip(*(side.min(axis=0).tolist() for side in sides), strict=True)
+        return _Work(
+            forward=tuple((work.head + counts @ ahead).tolist()),
+            backward=tuple((counts @ back).tolist()),
+            weight=tuple((counts @ work.weight).tolist()),
+            least_layer=float((ahead + back).sum(axis=1).min()),
+            streams=tuple(_Streams(*sizes) for sizes in least),
         )
-        return _Work(forwards, backwards, weights, min(layers.values()), least)
 
-    def _extremes(self, layout: Layout) -> _Room:
-        """What backward takes on top: of the last chunk, and of the chunk with most of it."""
+    def _chunk_rooms(self, layout: Layout) -> list[_Room]:
         key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
-        if key in self._room:
-            return self._room[key]
-        mode, kind = mode_of(layout.saved, "device"), self._cost.profile.kind
-        decisions = self._decisions(layout)
-        memory = MemoryModel(self._cost.shape, decisions, kind)
-        sizes: list[tuple[int, int]] = []
-        for chunk, (start, end) in enumerate(decisions.bounds):
-            frame = self._frame_bytes(end - start, layout.saved)
-            if layout.kv_tier == "device":
-                frame += self._kv_bytes(end)
-            workspace = memory.workspace_bytes(chunk, "start of backward", frozenset({mode}))
-            sizes.append((frame, workspace))
-        layers = self._layer_counts(layout)[0]
-        frame, workspace = max(sizes, key=lambda size: layers * size[0] + size[1])
-        made = _Room(frame, workspace, sizes[-1][1])
-        self._room[key] = made
-        return made
+        if key not in self._rooms:
+            tables = self._tables(layout)
+            again = tables.rebuilt if layout.saved != "whole" else 0
+            workspaces = (tables.workspace_backward + again).max(axis=0).tolist()
+            self._rooms[key] = [
+                _Room(
+                    self._frame_bytes(end - start, layout.saved),
+                    self._kv_bytes(end) if layout.kv_tier == "device" else 0,
+                    workspace,
+                )
+                for (start, end), workspace in zip(self.bounds(layout), workspaces, strict=True)
+            ]
+        return self._rooms[key]
 
-    def _decisions(self, layout: Layout) -> Decisions:
+    def _tables(self, layout: Layout) -> ByteTables:
         num_layers = self._cost.shape.num_layers
-        mode = mode_of(layout.saved, "device")
-        return Decisions(
+        decisions = Decisions(
             batch_rows=self._cost.batch_rows,
             bounds=self.bounds(layout),
-            layer_modes=uniform_modes(layout.num_chunks, num_layers, mode),
+            layer_modes=uniform_modes(layout.num_chunks, num_layers, KEEP),
             training=True,
             tile_tokens=1,
             kv_tier=layout.kv_tier,
         )
+        return byte_tables(self._cost.shape, decisions, self._cost.profile.kind)
 
     # Bytes of one layer, the lightest.
 
     def _state_bytes(self) -> int:
         """Weights, gradients and optimizer; what stands at the model's ends is left out."""
-        if not self._states:
-            shape = self._cost.shape
-            inner = range(1, shape.num_layers - 1) if shape.num_layers > 2 else range(0)
-            held = [StageWeights.of(shape, range(i, i + 1)) for i in self._kinds if i in inner]
-            self._states = min((w.weights + w.gradients + w.optimizer for w in held), default=0)
+        if self._states is None:
+            self._states, shape = 0, self._cost.shape
+            # A layer of each kind that is not first or last; a kind that is only there counts 0.
+            inner = {shape.alike[i]: i for i in range(1, shape.num_layers - 1)}
+            held = [StageWeights.of(shape, range(i, i + 1)) for i in inner.values()]
+            if len(inner) == len(self._kinds):
+                self._states = min(w.weights + w.gradients + w.optimizer for w in held)
         return self._states
 
     def _kv_bytes(self, tokens: int) -> int:

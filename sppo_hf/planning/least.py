@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions, LayerModes
-from sppo_hf.planning.memory import HOST_SLAB_BYTES, estimate
+from sppo_hf.planning.linear_program import LayerKinds
+from sppo_hf.planning.lowering import estimate
+from sppo_hf.planning.memory import HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.modes import AWAY_TIERS, TIERS, FrameMode, Saved, Tier, mode_of
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.programme import Budgets, LayerKinds
-from sppo_hf.planning.streams import KVStreams
 
 # With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
 _FEW_FRAMES = 16
@@ -64,10 +64,10 @@ def over_budget(predicted: MemoryEstimate, budgets: Budgets) -> Iterator[FirstLi
     """Yields the tiers whose peak is over its budget, the device first."""
     for tier in TIERS:
         budget = budgets.of(tier)
-        moment = predicted.peak(tier)
-        missing = 0 if budget is None else moment.tier(tier).total - budget
+        missing = 0 if budget is None else predicted.peak_bytes(tier) - budget
         if missing > 0:
-            yield FirstLimit(tier=tier, missing_bytes=missing, moment=moment.name)
+            moment = predicted.peak(tier).name
+            yield FirstLimit(tier=tier, missing_bytes=missing, moment=moment)
 
 
 def least_memory(
@@ -183,9 +183,7 @@ def with_lookahead(
 
 def looking_ahead(cost: StageCost, decisions: Decisions, frame_bytes: int) -> Decisions:
     """Lets so many bytes of frames be on their way, and one layer's streamed gradient sums."""
-    streams = KVStreams(decisions, cost)
-    last = decisions.num_chunks - 1
-    sums = max(streams.backward_out(layer, last) for layer in LayerKinds.of(cost).representative)
+    sums = int(byte_tables(cost.shape, decisions, cost.profile.kind).kv_out_backward[:, -1].max())
     leave_bytes = frame_bytes + sums
     # With nothing to move, the engine's own rule, whose bounds are never reached.
     return replace(decisions, leave_bytes=leave_bytes or None, fetch_bytes=frame_bytes or None)

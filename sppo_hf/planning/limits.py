@@ -9,10 +9,10 @@ from sppo_hf.planning.choices import HOLES, DeviceFacts, leaves_holes, named_bud
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.modes import FrameMode, Tier
-from sppo_hf.planning.moments import MemoryEstimate
-from sppo_hf.planning.programme import Budgets
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import FirstLimit, over_budget
+from sppo_hf.rules import format_bytes
 
 _FULL = 0.8
 """Share of the device's budget from which on more of it would change a plan."""
@@ -30,8 +30,8 @@ def limit_text(limit: FirstLimit, budgets: Budgets, total_tokens: int) -> str:
     }
     return (
         f"{limit.tier} memory cannot hold rows of {total_tokens:,} tokens under any allowed "
-        f"plan: at least {need:,} bytes ({need / 2**30:.2f} GiB) at the {limit.moment}, "
-        f"{have:,} bytes ({have / 2**30:.2f} GiB) in the budget, {limit.missing_bytes:,} bytes "
+        f"plan: at least {need:,} bytes ({format_bytes(need)}) at the {limit.moment}, "
+        f"{have:,} bytes ({format_bytes(have)}) in the budget, {limit.missing_bytes:,} bytes "
         f"missing. {remedies[limit.tier]}"
     )
 
@@ -99,10 +99,21 @@ def limit_warnings(
         have = budgets.of(over.tier) or 0
         total = have + over.missing_bytes
         yield (
-            f"predicted {over.tier} peak {total / 2**30:.1f} GiB is over the "
-            f"{have / 2**30:.1f} GiB there are ({_largest_cause(predicted, over.tier)}); "
+            f"predicted {over.tier} peak {format_bytes(total)} is over the "
+            f"{format_bytes(have)} there are ({_largest_cause(predicted, over.tier)}); "
             + _remedy(modes, over.tier)
         )
+
+
+def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
+    """Says which of a plan's numbers hang on installed kernels: what scans take."""
+    scans = sum(layer.scans for layer in shape.layers)
+    if not scans:
+        return ()
+    return (
+        f"{scans} of {shape.num_layers} layers are recurrent: the FLOPs and saved bytes of their "
+        "scans are those of Transformers' torch code; kernels save less",
+    )
 
 
 def hole_warnings(
@@ -121,7 +132,7 @@ def hole_warnings(
 
 def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
     cause, size = max(predicted.peak(tier).tier(tier).items(), key=lambda item: item[1])
-    return f"most of it {cause}, {size / 2**30:.1f} GiB"
+    return f"most of it {cause}, {format_bytes(size)}"
 
 
 def _remedy(modes: set[FrameMode], tier: Tier) -> str:

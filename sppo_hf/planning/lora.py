@@ -33,6 +33,10 @@ class LoraShape:
     """Bytes of one adapter element. PEFT makes adapters of a 16-bit model float32
     (`autocast_adapter_dtype`)."""
 
+    autocast: bool = False
+    """Whether autocast narrows the adapters' products to the model's dtype. Activations are cast up
+    to the adapters' dtype and down again, and the narrow copy is what stays."""
+
     dropout: float = 0.0
     """LoRA's own dropout; above zero its mask and what it lets through are saved too."""
 

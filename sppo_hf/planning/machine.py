@@ -99,6 +99,18 @@ def expand_segments(variables: MutableMapping[str, str]) -> bool:
     return True
 
 
+def connect_all_streams(variables: MutableMapping[str, str]) -> None:
+    """Asks CUDA for as many work queues as it has, unless it was told a number.
+
+    It has 8 by default, which compute, two copy streams and NCCL's streams of a pipeline share:
+    what waits in one of them then holds up what comes behind it from another stream.
+
+    Args:
+        variables: of the environment; CUDA reads them when a process first uses it.
+    """
+    variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def forget_expanded_segments(variables: MutableMapping[str, str]) -> None:
     """Undoes `expand_segments`, where the allocator turned out not to follow."""
     del variables[_ALLOCATOR_VARIABLES[0]]

@@ -35,7 +35,7 @@ THIN = 8
 
 Thin products are computed again rather than kept."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 _Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
 
@@ -83,7 +83,7 @@ class LayerProfile:
     """Elements of one value head."""
 
     window: int | None
-    """Keys a query sees, its own included; None sees all before it."""
+    """Keys a query sees at most, its own included; None sees all before it."""
 
     mlp_width: int
     """Intermediate elements one token produces, over its active and shared experts."""
@@ -98,7 +98,8 @@ class LayerProfile:
     """Matrix products of backward that give the gradient of a trained weight."""
 
     skeleton_recompute_flops: int
-    """Matrix products that run again in backward if only the skeleton was kept."""
+    """Matrix products that run again in backward if only the skeleton was kept: the thin ones, and
+    those that a saved value depends on (`model/products.py`, "needless products")."""
 
     products_recompute_flops: int
     """Those that run again if the thick products were kept: the thin ones."""
@@ -112,11 +113,26 @@ class LayerProfile:
     whole_bytes: int
     """All that autograd saves, without keys, values and what is the same in all layers."""
 
+    largest_bytes: int
+    """Of the largest tensor that is saved, in whatever mode."""
+
     total_weights: int
     """Parameters of the layer, all experts counted; adapters left out."""
 
     adapter_weights: int = 0
     """Parameters of the layer's adapters."""
+
+    adapted_mlp_width: int = 0
+    """Widest product of an adapter inside the MLP, which frozen intermediates are added to."""
+
+    borrows_keys: bool = False
+    """Keys and values are an earlier layer's, in whose store they are (Gemma 3n, Gemma 4)."""
+
+    state_bytes: int = 0
+    """States that a recurrent or convolutional mixer hands to the next chunk, of one row."""
+
+    scans: bool = False
+    """A mixer runs a recurrence over the tokens; otherwise its only states are a convolution's."""
 
     @property
     def attention_flops_per_key(self) -> int:
@@ -125,7 +141,9 @@ class LayerProfile:
 
     @property
     def kv_elements(self) -> int:
-        """Key and value elements of one token."""
+        """Key and value elements of one token; 0 where another layer keeps them."""
+        if self.borrows_keys:
+            return 0
         return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
 
     @property
@@ -164,6 +182,10 @@ class ModelProfile:
 
     outer_adapter_weights: int = 0
     """Parameters of adapters outside the decoder layers."""
+
+    encoder_weights: int = 0
+    """Of the outer weights, those of encoders of images and sound, which no text gives gradients.
+    """
 
 
 Tracer = Callable[[Any, Training], ModelProfile]

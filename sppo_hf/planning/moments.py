@@ -1,19 +1,125 @@
-"""MemoryEstimate: what all tiers hold at each moment of a step, and when each holds most.
+"""MemoryEstimate: what all tiers hold at every point of a step, by cause, and when each holds most.
 
-Knows nothing of models, plans or how the figures come about.
+A step is a row of points: the computations of a device in their order. A `Level` is one cause's
+bytes on one tier over these; all of an estimate is read off such levels, and so are the changes
+that a simulator adds up. Knows nothing of models, plans or how the figures come about.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from sppo_hf.planning.modes import Tier
-from sppo_hf.planning.tier_bytes import TierBytes
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo_hf.planning.causes import Cause, TierBytes
+from sppo_hf.planning.modes import TIERS, Tier
+
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier."""
+
+    device: int | None
+    host: int | None
+    disk: int | None = 0
+
+    def of(self, tier: Tier) -> int | None:
+        """Returns the bytes of a tier."""
+        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+
+
+class Level(NamedTuple):
+    """Bytes of one cause on one tier over the points of a step."""
+
+    before: int
+    """Before the first point."""
+
+    during: Bytes
+    """[points] While each point runs."""
+
+    after: Bytes
+    """[points] From the end of each point to the begin of the next; nowhere more than before."""
+
+
+Levels = Mapping[Tier, Mapping[Cause, Level]]
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """The computations of a step, in order: chunk by chunk and layer by layer, forward and back.
+
+    The head and the loss of a chunk stand behind its layers, as layer `num_layers`.
+    """
+
+    num_chunks: int
+    """Chunks."""
+
+    num_layers: int
+    """Layers of each."""
+
+    training: bool
+    """Whether a backward follows."""
+
+    @property
+    def num_forward(self) -> int:
+        """Points of the forward."""
+        return self.num_chunks * (self.num_layers + 1)
+
+    @property
+    def count(self) -> int:
+        """All points."""
+        return self.num_forward + self.training * self.num_chunks * self.num_layers
+
+    def forward(self, chunk: int, layer: int) -> int:
+        """Returns where a forward, or a chunk's head, stands."""
+        return chunk * (self.num_layers + 1) + layer
+
+    def backward(self, chunk: int, layer: int) -> int:
+        """Returns where a backward stands."""
+        later = self.num_chunks - 1 - chunk
+        return self.num_forward + later * self.num_layers + self.num_layers - 1 - layer
+
+    def lay(self, forward: Any, head: Any, backward: Any) -> NDArray[Any]:
+        """Lays quantities out over the points.
+
+        Args:
+            forward: [chunks, layers] or a number: of forwards.
+            head: [chunks] or a number: of heads.
+            backward: [chunks, layers] or a number: of backwards.
+        """
+        chunks, layers = self.num_chunks, self.num_layers
+        kind = np.result_type(forward, head, backward)
+        laid = np.empty(self.count, dtype=np.float64 if kind.kind == "f" else np.int64)
+        ahead = laid[: self.num_forward].reshape(chunks, layers + 1)
+        ahead[:, :layers] = forward
+        ahead[:, layers] = head
+        if self.training:
+            laid[self.num_forward :].reshape(chunks, layers)[::-1, ::-1] = backward
+        return laid
+
+    def name(self, at: int) -> tuple[str, int]:
+        """Returns what a point is in words, and its chunk."""
+        if at < self.num_forward:
+            chunk, layer = divmod(at, self.num_layers + 1)
+            what = "loss" if layer == self.num_layers else "forward"
+        else:
+            later, above = divmod(at - self.num_forward, self.num_layers)
+            chunk, layer = self.num_chunks - 1 - later, self.num_layers - 1 - above
+            what = f"backward of layer {layer}"
+            if above == 0 or layer == 0:
+                what = "start of backward" if above == 0 else "end of backward"
+        return f"{what} of chunk {chunk + 1} of {self.num_chunks}", chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What all tiers hold at one moment of a step."""
+    """What all tiers hold at one point of a step."""
 
     name: str
     """In words: "start of backward of chunk 8 of 8"."""
@@ -21,30 +127,74 @@ class Moment:
     chunk: int
     """Index of the running chunk."""
 
-    device: TierBytes
-    """On the accelerator; in ordinary memory when the CPU computes."""
-
-    host: TierBytes
-    """In host memory, offloaded."""
-
-    disk: TierBytes
-    """In files."""
+    held: Mapping[Tier, TierBytes]
+    """Bytes by tier and cause, without causes of none."""
 
     def tier(self, tier: Tier) -> TierBytes:
         """Returns the bytes of one tier."""
-        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+        return self.held[tier]
+
+    @property
+    def device(self) -> TierBytes:
+        """On the accelerator; in ordinary memory when the CPU computes."""
+        return self.held["device"]
+
+    @property
+    def host(self) -> TierBytes:
+        """In host memory, offloaded."""
+        return self.held["host"]
+
+    @property
+    def disk(self) -> TierBytes:
+        """In files."""
+        return self.held["disk"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Predicted bytes per tier over a step."""
 
-    moments: tuple[Moment, ...]
-    """In the order of time."""
+    def __init__(
+        self, points: Points, standing: Mapping[Tier, Mapping[Cause, int]], levels: Levels
+    ) -> None:
+        """Prepare to be asked.
+
+        Args:
+            points: of the step.
+            standing: what is there all along.
+            levels: what comes and goes.
+        """
+        self._points = points
+        self._standing = standing
+        self._levels = levels
+        self._peaks: dict[Tier, Moment] = {}
+
+    def total(self, tier: Tier) -> Bytes:
+        """Returns a tier's bytes at every point: [points]."""
+        total = np.full(self._points.count, sum(self._standing[tier].values()), dtype=np.int64)
+        for level in self._levels[tier].values():
+            total += level.during
+        return total
+
+    def peak_bytes(self, *tiers: Tier) -> int:
+        """Returns the most bytes of some tiers together at any point."""
+        return int(np.sum([self.total(tier) for tier in tiers], axis=0).max())
 
     def peak(self, tier: Tier) -> Moment:
         """Returns the moment at which a tier holds most; the first of equal ones."""
-        return max(self.moments, key=lambda moment: moment.tier(tier).total)
+        if tier not in self._peaks:
+            self._peaks[tier] = self._moment(int(self.total(tier).argmax()))
+        return self._peaks[tier]
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The end of each chunk's forward, then begin and end of each one's backward."""
+        points = self._points
+        last = points.num_layers - 1
+        shown = [points.forward(chunk, last + 1) for chunk in range(points.num_chunks)]
+        if points.training:
+            for chunk in range(points.num_chunks - 1, -1, -1):
+                shown += [points.backward(chunk, layer) for layer in dict.fromkeys((last, 0))]
+        return tuple(map(self._moment, shown))
 
     @property
     def device(self) -> TierBytes:
@@ -65,3 +215,13 @@ class MemoryEstimate:
     def moment(self) -> str:
         """When the device's peak is reached, in words."""
         return self.peak("device").name
+
+    def _moment(self, at: int) -> Moment:
+        held: dict[Tier, TierBytes] = {}
+        for tier in TIERS:
+            found = dict(self._standing[tier])
+            for cause, level in self._levels[tier].items():
+                found[cause] = found.get(cause, 0) + int(level.during[at])
+            held[tier] = TierBytes((cause, size) for cause, size in found.items() if size)
+        name, chunk = self._points.name(at)
+        return Moment(name=name, chunk=chunk, held=held)

@@ -102,12 +102,44 @@ def chunk_bounds(
 
     Raises:
         ConfigError: `chunk_lengths` do not sum to `total_tokens`, or there are more chunks than
-            tokens.
+            tokens, or one of a single token where `lengthened` forbids it.
     """
-    partition = partition_of(config, stages=stages)
     assert total_tokens >= 1, f"a sequence has at least one token, got {total_tokens}"
+    bounds = _cut(config, shape, total_tokens, device_kind=device_kind, stages=stages)
+    return bounds if config.chunk_lengths is not None else lengthened(bounds, shape)
+
+
+def lengthened(bounds: Bounds, shape: ModelShape) -> Bounds:
+    """Moves the starts of chunks of one token back by one where the model carries states.
+
+    A single token with a state before it is a step of generation to such models' code, which
+    computes no gradients there; the first chunk has no state before it.
+
+    Raises:
+        ConfigError: there are more chunks than that leaves tokens for.
+    """
+    if not shape.has_states:
+        return bounds
+    starts = [start for start, _ in bounds]
+    end = bounds[-1][1]
+    for index in range(len(starts) - 1, 0, -1):
+        starts[index] = min(starts[index], end - 2)
+        end = starts[index]
+    if end < 1:
+        raise ConfigError(
+            f"{bounds[-1][1]:,} tokens in {len(bounds)} chunks: this model's layers carry a state, "
+            "so chunks behind the first have at least 2 tokens. Set fewer chunks (num_chunks, or a "
+            "larger chunk_tokens)."
+        )
+    return _pairs([*starts[1:], bounds[-1][1]])
+
+
+def _cut(
+    config: SPPOConfig, shape: ModelShape, total_tokens: int, *, device_kind: str, stages: int
+) -> Bounds:
+    partition = partition_of(config, stages=stages)
     if config.chunk_lengths is not None:
-        return _explicit_bounds(config.chunk_lengths, total_tokens)
+        return _explicit_bounds(config.chunk_lengths, total_tokens, shape)
     if config.chunk_tokens is not None:
         ends = [*range(config.chunk_tokens, total_tokens, config.chunk_tokens), total_tokens]
         return _pairs(ends)
@@ -232,13 +264,19 @@ def rounding_tokens(total_tokens: int, num_chunks: int) -> int:
     return 16 if mean_tokens >= 256 else 1
 
 
-def _explicit_bounds(lengths: tuple[int, ...], total_tokens: int) -> Bounds:
+def _explicit_bounds(lengths: tuple[int, ...], total_tokens: int, shape: ModelShape) -> Bounds:
     if sum(lengths) != total_tokens:
         raise ConfigError(
             f"chunk_lengths sum to {sum(lengths):,} tokens ({len(lengths)} chunks), but the rows "
             f"of this batch are {total_tokens:,} tokens long. Both must be equal: pad or pack "
             f"every batch to {sum(lengths):,} tokens, or set chunk_tokens=<tokens> or num_chunks, "
             "which follow each batch's length (evaluation batches included)."
+        )
+    if shape.has_states and 1 in lengths[1:]:
+        raise ConfigError(
+            f"chunk_lengths={lengths}: chunk {lengths.index(1, 1)} has one token. Allowed behind "
+            "the first chunk are 2 tokens or more: this model's layers carry a state, and a single "
+            "token with a state is a step of generation to their code. Lengthen it by a token."
         )
     return _pairs(list(accumulate(lengths)))
 

@@ -18,16 +18,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import CAUSES, CONTEXT_BYTES, MemoryModel
-from sppo_hf.planning.modes import Saved, mode_of
+from sppo_hf.planning.lowering import Lifetime, kv_lifetimes
+from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
+from sppo_hf.planning.modes import KEEP, SAVED, Saved
+from sppo_hf.planning.moments import Bytes
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.planning.portions import kv_block_tokens, loss_tile_tokens
 from sppo_hf.planning.stages import StageWeights, balanced_stages
-from sppo_hf.planning.streams import KVStreams
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change
@@ -120,9 +125,7 @@ class PipelineCost:
 
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
-        # Copies differ between like stages where their ratios do.
-        stage = action.stage if action.kind in ("D", "H") else self._alike[action.stage]
-        key = (action.kind, stage, action.unit % len(self.bounds))
+        key = (action.kind, action.stage, action.unit % len(self.bounds))
         if key not in self._seconds:
             self._seconds[key] = self._timed(*key)
         return self._seconds[key]
@@ -142,19 +145,16 @@ class PipelineCost:
         """Yields what every rank holds all through the step."""
         for rank in sorted(set(self.stage_ranks)):
             device = f"{rank}.device"
-            yield Change(device, "reserve", CONTEXT_BYTES[self.cost.profile.kind])
+            yield Change(device, Cause.RESERVE, CONTEXT_BYTES[self.cost.profile.kind])
         for stage, rank in enumerate(self.stage_ranks):
             held = StageWeights.of(self.cost.shape, self.stages[stage])
-            yield Change(f"{rank}.device", "weights", held.weights)
-            yield Change(f"{rank}.device", "gradients", held.gradients)
-            yield Change(f"{rank}.device", "optimizer", held.optimizer)
+            yield Change(f"{rank}.device", Cause.WEIGHTS, held.weights)
+            yield Change(f"{rank}.device", Cause.GRADIENTS, held.gradients)
+            yield Change(f"{rank}.device", Cause.OPTIMIZER, held.optimizer)
 
     def frame_bytes(self, stage: int, chunk: int) -> int:
         """Returns what is saved of a chunk in all layers of a stage."""
-        tokens = self._tokens(chunk)
-        return sum(
-            self.cost.frame_bytes(i, tokens, self.saved) for i in self._of(self._alike[stage])
-        )
+        return int(self._frames[stage, chunk])
 
     def message_bytes(self, chunk: int) -> int:
         """Returns the bytes that pass between stages for a chunk, each way."""
@@ -176,48 +176,36 @@ class PipelineCost:
         if kind == "H":
             size = self._leaving_bytes(stage, chunk) + self._beside("H", stage, chunk)
             return self.cost.h2d_seconds(size, both=True)
-        if kind == "F":
-            return max(self._forward_seconds(stage, chunk), self._stream_seconds("F", stage, chunk))
-        if kind == "W":
-            return self._weight_seconds(stage, chunk)
-        if kind in ("B", "I"):
-            seconds = self._backward_seconds(stage, chunk)
-            seconds -= self._weight_seconds(stage, chunk) if kind == "I" else 0.0
-            return max(seconds, self._stream_seconds("B", stage, chunk))
-        return 0.0
-
-    def _forward_seconds(self, stage: int, chunk: int) -> float:
-        seconds = sum(self.cost.forward_seconds(i, *self.bounds[chunk]) for i in self._of(stage))
-        if stage == len(self.stages) - 1:
-            seconds += self.cost.head_seconds(self._tokens(chunk))
+        seconds = float(self._compute[kind][stage, chunk]) if kind in self._compute else 0.0
+        if kind in ("F", "B", "I"):
+            come, leave = self._streamed_bytes("F" if kind == "F" else "B", stage, chunk)
+            # How long the links are busy with K/V and their gradient sums of a unit.
+            come_seconds = self.cost.h2d_seconds(come, both=True)
+            seconds = max(seconds, come_seconds, self.cost.d2h_seconds(leave, both=True))
         return seconds
 
-    def _backward_seconds(self, stage: int, chunk: int) -> float:
-        cost, tokens = self.cost, self._tokens(chunk)
-        return sum(
-            cost.backward_seconds(i, *self.bounds[chunk])
-            + cost.recompute_seconds(i, tokens, self.saved)
-            for i in self._of(stage)
-        )
-
-    def _weight_seconds(self, stage: int, chunk: int) -> float:
-        return sum(self.cost.weight_seconds(i, self._tokens(chunk)) for i in self._of(stage))
-
-    def _stream_seconds(self, kind: Kind, stage: int, chunk: int) -> float:
-        """How long the links are busy with K/V and their gradient sums of a unit."""
-        come, leave = self._streamed_bytes(kind, stage, chunk)
-        return max(self.cost.h2d_seconds(come, both=True), self.cost.d2h_seconds(leave, both=True))
+    @cached_property
+    def _compute(self) -> dict[Kind, NDArray[np.float64]]:
+        """[stages, chunks] Seconds of each kind's units: those of a stage's layers, added up."""
+        work, counts = self.cost.unit_seconds(self.bounds), self._counts
+        forward = counts @ work.forward
+        forward[-1] += work.head
+        backward = counts @ (work.backward + work.recompute[:, SAVED.index(self.saved)])
+        weight = counts @ work.weight
+        return {"F": forward, "B": backward, "I": backward - weight, "W": weight}
 
     def _streamed_bytes(self, kind: Kind, stage: int, chunk: int) -> tuple[int, int]:
         """K/V and gradient sums of a unit that come to the device, and that leave it."""
-        streams, layers = self._streams, self._of(stage)
-        if not streams.active:
-            return 0, 0
-        if kind == "F":
-            come, leave = streams.forward_in, streams.forward_out
-        else:
-            come, leave = streams.backward_in, streams.backward_out
-        return sum(come(i, chunk) for i in layers), sum(leave(i, chunk) for i in layers)
+        come, leave = self._streamed[kind]
+        return int(come[stage, chunk]), int(leave[stage, chunk])
+
+    @cached_property
+    def _streamed(self) -> dict[Kind, tuple[Bytes, Bytes]]:
+        tables, counts = self._tables, self._counts
+        return {
+            "F": (counts @ tables.kv_in_forward, counts @ tables.kv_out_forward),
+            "B": (counts @ tables.kv_in_backward, counts @ tables.kv_out_backward),
+        }
 
     def _beside(self, kind: Kind, stage: int, chunk: int) -> int:
         """Bytes of K/V that a frame's copy shares its link with; see the note on K/V."""
@@ -227,41 +215,29 @@ class PipelineCost:
             return forward + backward
         return forward if out else backward
 
-    def _of(self, stage: int) -> range:
-        return self.stages[stage]
-
-    def _tokens(self, chunk: int) -> int:
-        start, end = self.bounds[chunk]
-        return end - start
-
     # -- bytes ---------------------------------------------------------------------------------
 
     def _ratios_of(self, offload: OffloadRule) -> tuple[tuple[float, ...], ...]:
         if offload == "none":
             return ()
-        chunks = range(len(self.bounds))
         if offload == "full":
-            return ((1.0,) * len(chunks),) * len(self.stages)
-        by_kind: dict[int, tuple[float, ...]] = {}
-        for stage in sorted(set(self._alike)):
-            room = sum(self._forward_seconds(stage, chunk) for chunk in chunks)
-            room /= self.cost.d2h_seconds(1.0, both=True)
-            # What K/V leave of the link while forwards run.
-            room -= sum(self._streamed_bytes("F", stage, chunk)[1] for chunk in chunks)
-            sizes = [self.frame_bytes(stage, chunk) for chunk in chunks]
-            by_kind[stage] = sppo_ratios(sizes, max(0.0, room) / len(chunks))
-        return tuple(by_kind[stage] for stage in self._alike)
+            return ((1.0,) * len(self.bounds),) * len(self.stages)
+        room = self._compute["F"].sum(axis=1) / self.cost.d2h_seconds(1.0, both=True)
+        # What K/V leave of the link while forwards run.
+        room -= self._streamed["F"][1].sum(axis=1)
+        return tuple(
+            sppo_ratios(sizes, max(0.0, most) / len(sizes))
+            for sizes, most in zip(self._frames.tolist(), room.tolist(), strict=True)
+        )
 
     def _changed(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         device = f"{self.stage_ranks[stage]}.device"
         host = f"{self.stage_ranks[stage]}.host"
-        cause = CAUSES[self.saved]
+        cause = OF_SAVED[self.saved]
         if kind == "F":
             yield Change(device, cause, self.frame_bytes(stage, chunk))
-            yield from self._passing(device, stage, chunk, "forward")
-        elif kind in ("B", "I"):
-            yield from self._passing(device, stage, chunk, "start of backward")
         if kind in ("F", "B", "I"):
+            yield from self._passing(device, kind, stage, chunk)
             yield from self._kv_changed(kind, stage, chunk)
         yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
@@ -281,31 +257,32 @@ class PipelineCost:
     def _kv_changed(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         """K/V and their gradient sums, where they wait and while they pass the device."""
         device, waits = (f"{self.stage_ranks[stage]}.{t}" for t in ("device", self.kv_tier))
-        start, end = self.bounds[chunk]
-        layers = self._of(self._alike[stage])
-        own = sum(self.cost.kv_bytes(i, end - start) for i in layers)
         if self.kv_tier != "device":
-            passing = self._memory.stream_bytes(chunk, backward=kind != "F")
-            for cause, size in zip(("kv", "dkv"), passing, strict=True):
-                yield Change(device, cause, size)
-                yield Change(device, cause, -size, "end")
-        if kind == "F":
-            yield Change(waits, "kv", own)
-            return
-        if chunk == len(self.bounds) - 1:
-            # The first chunk to run back writes the gradient sums of all chunks before it.
-            yield Change(waits, "dkv", sum(self.cost.dkv_bytes(i, start) for i in layers))
-        else:
-            sums = sum(self.cost.dkv_bytes(i, end - start) for i in layers)
-            yield Change(waits, "dkv", -sums, "end")
-        yield Change(waits, "kv", -own, "end")
+            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
+            streamed = {Cause.KV: forward, Cause.DKV: 0}
+            if kind != "F":
+                streamed = {Cause.KV: backward, Cause.DKV: sums}
+            yield from _during(device, streamed)
+        for cause, forward, backward, given in self._lifetimes:
+            taken = forward if kind == "F" else backward
+            yield Change(waits, cause, int(taken[stage, chunk]))
+            if kind != "F":
+                yield Change(waits, cause, -int(given[stage, chunk]), "end")
+
+    @cached_property
+    def _lifetimes(self) -> tuple[Lifetime, ...]:
+        """[stages, chunks] Those of the one lowering, added up over the layers of each stage."""
+        return tuple(
+            Lifetime(cause, *(self._counts @ sizes for sizes in tables))
+            for cause, *tables in kv_lifetimes(self._tables)
+        )
 
     def _transferred(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         """Buffers of what passes between ranks: one till it is sent, the other till it is used.
 
         What a forward received becomes part of its frame; what a backward received ends with it.
         """
-        cause, size = "messages", self.message_bytes(chunk)
+        cause, size = Cause.MESSAGES, self.message_bytes(chunk)
         back = kind in ("B", "I", "SEND_B")
         target, source = (stage - 1, stage + 1) if back else (stage + 1, stage - 1)
         here = f"{self.stage_ranks[stage]}.device"
@@ -322,32 +299,33 @@ class PipelineCost:
         inside = 0 <= other < len(self.stages)
         return inside and self.stage_ranks[stage] != self.stage_ranks[other]
 
-    def _passing(self, device: str, stage: int, chunk: int, phase: str) -> Iterator[Change]:
+    def _passing(self, device: str, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         """Temporaries of the running layer and, on the last stage, of the loss."""
-        memory = self._memory
-        mode = mode_of(self.saved, "device")
-        sizes = {"workspace": memory.workspace_bytes(chunk, phase, frozenset({mode}))}
-        if stage == len(self.stages) - 1 and phase == "forward":
+        tables = self._tables
+        table = tables.workspace_forward if kind == "F" else tables.workspace_backward
+        size = int(table[:, chunk].max())
+        if kind != "F" and self.saved != "whole":
+            size = int((table + tables.rebuilt)[:, chunk].max())
+        sizes = {Cause.WORKSPACE: size}
+        if stage == len(self.stages) - 1 and kind == "F":
             # Layers and loss do not run at once.
-            sizes["logits_tile"] = max(0, memory.logits_bytes(chunk) - sizes["workspace"])
-        for cause, size in sizes.items():
-            yield Change(device, cause, size)
-            yield Change(device, cause, -size, "end")
+            sizes[Cause.LOGITS_TILE] = max(0, int(tables.logits[chunk]) - size)
+        yield from _during(device, sizes)
 
     @cached_property
-    def _alike(self) -> tuple[int, ...]:
-        """For each stage the first one that costs and saves the same."""
-        kinds, last = self.cost.shape.alike, len(self.stages) - 1
-        first: dict[object, int] = {}
-        return tuple(
-            first.setdefault((tuple(kinds[i] for i in layers), stage == last), stage)
-            for stage, layers in enumerate(self.stages)
-        )
+    def _counts(self) -> Bytes:
+        """[stages, kinds] Layers of each kind on each stage."""
+        kind_of, kinds = self._tables.kind_of, len(self._tables.kinds)
+        return np.array([np.bincount(kind_of[list(s)], minlength=kinds) for s in self.stages])
+
+    @cached_property
+    def _frames(self) -> Bytes:
+        """[stages, chunks] What is saved."""
+        return self._counts @ self._tables.saved[:, SAVED.index(self.saved)]
 
     @cached_property
     def _decisions(self) -> Decisions:
         shape, kind = self.cost.shape, self.cost.profile.kind
-        mode = mode_of(self.saved, "device")
         block = 0
         if self.kv_tier != "device":
             block = kv_block_tokens(
@@ -360,7 +338,7 @@ class PipelineCost:
         return Decisions(
             batch_rows=self.cost.batch_rows,
             bounds=self.bounds,
-            layer_modes=uniform_modes(len(self.bounds), shape.num_layers, mode),
+            layer_modes=uniform_modes(len(self.bounds), shape.num_layers, KEEP),
             training=True,
             tile_tokens=loss_tile_tokens(shape, device_kind=kind),
             kv_tier=self.kv_tier,
@@ -368,9 +346,12 @@ class PipelineCost:
         )
 
     @cached_property
-    def _memory(self) -> MemoryModel:
-        return MemoryModel(self.cost.shape, self._decisions, self.cost.profile.kind)
+    def _tables(self) -> ByteTables:
+        return byte_tables(self.cost.shape, self._decisions, self.cost.profile.kind)
 
-    @cached_property
-    def _streams(self) -> KVStreams:
-        return KVStreams(self._decisions, self.cost)
+
+def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:
+    """Yields bytes that are there while an action runs."""
+    for cause, size in sizes.items():
+        yield Change(device, cause, size)
+        yield Change(device, cause, -size, "end")

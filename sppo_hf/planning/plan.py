@@ -26,13 +26,14 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.limits import (
     check_named_budgets,
     check_standing_bytes,
+    estimate_warnings,
     hole_warnings,
     limit_text,
     limit_warnings,
 )
-from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.lowering import estimate
 from sppo_hf.planning.modes import KEEP, Tier, mode_of
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
     Bounds,
@@ -42,7 +43,6 @@ from sppo_hf.planning.partition import (
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.prediction import Prediction, predict
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import (
@@ -199,6 +199,7 @@ def make_plan(
         warnings=(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
             *hole_warnings(config, device, predicted, budgets),
+            *estimate_warnings(shape),
         ),
     )
 

@@ -41,7 +41,7 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "estimated": profile is None or profile.estimated,
         "peak_by_cause": {
             tier: {
-                cause: size for cause, size in answer.estimate.peak(tier).tier(tier).items() if size
+                str(cause): size for cause, size in answer.estimate.peak(tier).tier(tier).shown()
             }
             for tier in TIERS
         },

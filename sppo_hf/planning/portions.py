@@ -51,6 +51,8 @@ def kv_block_tokens(
     most_bytes = _KV_BLOCK_BYTES[device_kind]
     if device_bytes is not None:
         most_bytes = min(most_bytes, device_bytes // 64)
+    if not layer_bytes:
+        return total_tokens  # no layer has attention
     tokens = most_bytes // layer_bytes
     rounded = tokens // _KV_BLOCK_MULTIPLE_TOKENS * _KV_BLOCK_MULTIPLE_TOKENS
     return min(total_tokens, max(_KV_BLOCK_MULTIPLE_TOKENS, rounded))
@@ -61,8 +63,8 @@ def passing_bytes(
 ) -> int:
     """Returns the least staging memory with which a copy and a disk transfer overlap.
 
-    Two tensors of the largest kind that frames or K/V have: both halves of an MLP's first product
-    in one, fused queries, keys and values, or the float32 sums of a block's key gradients.
+    Two tensors of the largest kind that frames or K/V have: what a layer saves, keys and values of
+    a chunk in one, or the float32 sums of a block's key gradients.
 
     Args:
         shape: the model.
@@ -70,14 +72,9 @@ def passing_bytes(
         batch_rows: rows that go through together.
         block_tokens: tokens of a block of K/V; 0 where K/V do not pass.
     """
-    size = max(shape.dtype_bytes, shape.parameter_bytes or 0)
     per_token = max(
-        max(
-            size * (2 * x.mlp_width),
-            size * (x.q_elements + x.kv_elements),
-            max(size, FLOAT32_BYTES) * x.hidden_size,
-        )
-        for x in shape.layers
+        max(layer.largest_bytes, shape.kv_bytes_per_token(index))
+        for index, layer in enumerate(shape.layers)
     )
     sums = max(shape.dkv_bytes_per_token(i) for i in range(len(shape.layers)))
     return 2 * batch_rows * max(chunk_tokens * per_token, max(block_tokens, 0) * sums)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops
-from sppo_hf.planning.stage import COMPUTE, D2H, H2D, READ, WRITE
-from sppo_hf.planning.streams import KVStreams
+from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, READ, WRITE, lower
 from sppo_hf.schedule.timeline import Timeline
 
 
@@ -54,7 +53,7 @@ class Prediction:
     """Compute standing still for copies and disk."""
 
     bound_seconds: float
-    """Duration of the programme's optimum over fractional layers; 0 where it was not asked."""
+    """Duration of the program's optimum over fractional layers; 0 where it was not asked."""
 
     tokens_per_second: float
     """Of all rows."""
@@ -89,7 +88,7 @@ def predict(
     model_flops = flops(cost.shape, decisions.batch_rows, decisions.total_tokens)
     step_seconds = timeline.end_seconds
     peak = peak_flops(cost.profile.name)
-    d2h_bytes, h2d_bytes = _copied_bytes(decisions, cost)
+    d2h_bytes, h2d_bytes = lower(decisions, cost).copied_bytes
     return Prediction(
         policy=policy,
         step_seconds=step_seconds,
@@ -102,25 +101,6 @@ def predict(
         d2h_bytes=d2h_bytes,
         h2d_bytes=h2d_bytes,
     )
-
-
-def _copied_bytes(decisions: Decisions, cost: StageCost) -> tuple[int, int]:
-    """(to the host, to the device) over a step."""
-    streams = KVStreams(decisions, cost)
-    out = back = 0
-    for chunk, length in enumerate(decisions.chunk_lengths):
-        for layer in range(decisions.num_layers):
-            out += streams.forward_out(layer, chunk)
-            back += streams.forward_in(layer, chunk)
-            if not decisions.training:
-                continue
-            out += streams.backward_out(layer, chunk)
-            back += streams.backward_in(layer, chunk)
-            mode = decisions.mode(layer, chunk)
-            if mode.offload:
-                size = cost.frame_bytes(layer, length, mode.saved)
-                out, back = out + size, back + size
-    return out, back
 
 
 def _by_chunk(decisions: Decisions, timeline: Timeline) -> tuple[ChunkPrediction, ...]:

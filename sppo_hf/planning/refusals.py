@@ -13,15 +13,23 @@ from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.reader import family, find_int, text_config
 from sppo_hf.rules import refuse, show
 
-RECURRENT = frozenset(
-    (
-        "bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba "
-        "kimi_linear mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-        "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 "
-        "zaya"
-    ).split()
+_MAMBA1 = (
+    "its recurrent layers (Mamba) begin every call with a state of zeros: the code of their scan "
+    "takes none from the chunk before"
 )
-"""Families that carry a state from token to token beside keys and values."""
+IGNORES_STATE = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA1),
+}
+"""Families whose code writes states into a cache but does not go on from them, and why."""
+
+OWN_STATE = (
+    "it carries a state from token to token that its code does not hand over in a cache of "
+    "convolutional and recurrent states, so it cannot go from chunk to chunk"
+)
+"""Why other recurrent families are refused."""
+
+OWN_STATE_FAMILIES = frozenset(("minimax", "recurrent_gemma", "rwkv", "xlstm"))
+"""Families of which this is known."""
 
 OWN_ATTENTION = frozenset(
     (
@@ -46,38 +54,46 @@ OTHER_FAMILIES = {
     ),
     **dict.fromkeys(("diffllama", "longcat_flash"), "one of its decoder layers attends twice"),
     **dict.fromkeys(
-        ("mllama", "mllama_text_model"), "its class names no base model beside the head"
+        ("deepseek_v4", "qwen4_exp", "qwen4_exp_text"),
+        "an indexer or a compressor chooses the keys that its layers see",
     ),
     "doge": "its own code reads its attention mask, and there is none while chunks run",
-    "gemma3n_text": "a tiny random gemma3n_text model was not exact when it was tried",
 }
 """Families that are refused for a reason of their own, and the reason."""
 
-MULTIMODAL_FIELDS = (
-    *("text_config", "vision_config", "audio_config", "vq_config", "codec_config"),
-    *("thinker_config", "perceiver_config", "protein_encoder_config"),
-)
-"""Configurations inside another one that say that text is not all a model reads."""
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Entries of `layer_types` that are softmax attention over earlier keys: all of them, a window, or
+those of the query's own block."""
 
-LOADED_AS_TEXT = frozenset("dots3_note emu3 llama4 mllama qwen3_5 qwen3_5_moe qwen4_exp".split())
-"""Types with such a configuration of which AutoModelForCausalLM loads the text decoder alone."""
 
-READS_TEXT = frozenset(("gemma4_assistant", "gemma4_unified_assistant", "phi4_multimodal"))
-"""Types with such a configuration whose class is one decoder, like any other without images."""
+def indexer_reason(text: object) -> str | None:
+    """Why sparse attention whose keys an indexer chooses (DeepSeek V3.2, GLM 5) is refused.
 
-TEXT_DECODERS = frozenset(
-    (
-        "aria_text deepseek_v3 exaone4 gemma gemma3_text gemma4_text gemma4_unified_text granite "
-        "hyperclovax llama ministral ministral3 mistral persimmon qwen2 qwen3"
-    ).split()
-)
-"""Types of text decoders that are exact as causal language models of their own.
+    Within `index_topk` tokens it would choose all keys; but its scores of all pairs, and the mask
+    that it makes of them, are the family's own code, which computes with whole masks. A length at
+    which it chooses at all needs the indexer's keys of all chunks before.
 
-Cohere 2 is not among them: inside a multimodal model its logits are not scaled.
-"""
+    Args:
+        text: the decoder's config.
+    """
+    for field in ("index_topk", "index_topk_blocks", "indexer_budget"):
+        value = getattr(text, field, None)
+        if isinstance(value, int) and value > 0:
+            return (
+                f"an indexer of its own chooses the keys that a query reads ({field}={value}) by "
+                "scores against all earlier tokens, and computes with its whole attention mask"
+            )
+    return None
 
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Entries of `layer_types` that are softmax attention over all earlier keys or a window of them."""
+
+STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "mamba"})
+"""Those that carry a recurrent or convolutional state; "mamba" is what older files say."""
+
+WITHOUT_ATTENTION = STATE_LAYER_TYPES | {"moe", "mlp"}
+"""Those without keys and values: also layers that are an MLP alone."""
+
+LAYER_TYPES = ATTENTION_LAYER_TYPES | WITHOUT_ATTENTION | {"hybrid", "hybrid_sliding"}
+"""Those that may be exact: also layers with attention and a state, and those of an MLP alone."""
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "head_dim"),
@@ -97,8 +113,6 @@ def check_config(config: object) -> None:
     """
     for name in _SIZES:
         find_int(text_config(config), name)
-    if family(config) not in LOADED_AS_TEXT:
-        refuse_multimodal(config, f"Models of type {family(config)!r}")
     reason = _reason(config)
     if reason is not None:
         raise UnsupportedModelError(
@@ -106,47 +120,6 @@ def check_config(config: object) -> None:
             f"trained chunk by chunk: {reason}. Train it without sppo_hf, or choose a family from "
             "the README's table (run `sppo check MODEL` to test one)."
         )
-
-
-def is_multimodal(config: object) -> bool:
-    """Whether a model with this very config has encoders of images or sound beside its decoder."""
-    if getattr(config, "is_encoder_decoder", False) is True or family(config) in READS_TEXT:
-        return False
-    return any(getattr(config, field, None) is not None for field in MULTIMODAL_FIELDS)
-
-
-def refuse_multimodal(config: object, name: str) -> None:
-    """Refuses a multimodal model, and says how to train its text decoder alone if that works.
-
-    Args:
-        config: as for `check_config`.
-        name: the model, for the message.
-
-    Raises:
-        UnsupportedModelError: it is multimodal.
-    """
-    if not is_multimodal(config):
-        return
-    text = family(text_config(config))
-    if text in TEXT_DECODERS:
-        remedy = (
-            f"Remedy: train the text decoder ({text}) alone, which is exact on batches of text and "
-            "shares the weights of the model that you loaded:\n"
-            "    with torch.device('meta'):\n"
-            "        text = AutoModelForCausalLM.from_config(model.config.get_text_config())\n"
-            "    text.model, text.lm_head = model.get_decoder(), model.get_output_embeddings()\n"
-            "text.save_pretrained(folder) writes a text-only checkpoint, which "
-            "AutoModelForCausalLM and `sppo estimate` read."
-        )
-    else:
-        remedy = (
-            "Its text decoder cannot be taken out for sppo_hf. Remedy: start from a text-only "
-            "checkpoint of a family in the README's table, or train without sppo_hf."
-        )
-    raise UnsupportedModelError(
-        f"{name} cannot be trained chunk by chunk: multimodal, with images or sound beside text, "
-        f"which is not supported. {remedy}"
-    )
 
 
 def _reason(config: object) -> str | None:
@@ -159,16 +132,19 @@ def _reason(config: object) -> str | None:
     names = {
         kind if isinstance(kind, str) else show(kind) for kind in cast("list[object]", layer_types)
     }
-    foreign = sorted(names - ATTENTION_LAYER_TYPES)
+    foreign = sorted(names - LAYER_TYPES)
     if getattr(config, "is_encoder_decoder", False) is True:
         return "it is an encoder-decoder; only decoder-only models run chunk by chunk"
-    if families & RECURRENT:
-        return "it has recurrent layers, whose state would have to be carried between chunks"
+    if known := next((IGNORES_STATE[name] for name in families if name in IGNORES_STATE), None):
+        return known
+    indexed = indexer_reason(text)
+    if foreign and indexed:
+        return indexed
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))
-        return f"it has layers of type {seen}; only softmax attention is exact"
+        return f"it has layers of type {seen}, which are not known to be exact"
+    if families & OWN_STATE_FAMILIES:
+        return OWN_STATE
     if families & OWN_ATTENTION:
         return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
-    if find_int(text, "num_kv_shared_layers", least=0):
-        return "some of its layers read the keys of another layer (num_kv_shared_layers)"
     return next((OTHER_FAMILIES[name] for name in families if name in OTHER_FAMILIES), None)

@@ -1,4 +1,4 @@
-"""The plan as one table, and the way bytes and tokens are written everywhere.
+"""The plan as one table, and the way tokens and seconds are written everywhere.
 
 Knows how a Plan reads to a person; decides nothing. Uses rich and prints nothing by itself.
 """
@@ -13,42 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.planning.chunk_groups import group_chunks
-from sppo_hf.planning.moments import MemoryEstimate
+from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.programme import Budgets
+from sppo_hf.rules import format_bytes
 
-_CAUSES = {
-    "weights": ("weights", ""),
-    "lora": ("adapters", ""),
-    "gradients": ("gradients", ""),
-    "optimizer": ("optimizer", "assumed: AdamW, two float32 states"),
-    "kv": ("K/V", ""),
-    "dkv": ("dK/dV", "float32 accumulators"),
-    "frames": ("frames", "all that backward needs"),
-    "products": ("products", "layer inputs, attention and matrix products"),
-    "skeletons": ("skeletons", "layer inputs, attention outputs"),
-    "hidden": ("hidden", "at the final norm and the loss, embeddings"),
-    "logits_tile": ("logits", "of one tile of the loss"),
-    "workspace": ("workspace", "the running layer's temporaries"),
-    "copies": ("copies", "on their way between tiers"),
-    "slabs": ("slabs", "rest of the host slabs"),
-    "reserve": ("reserve", "device context, fragmentation"),
-}
 _MOST_LENGTHS_SHOWN = 6
 _MOST_GROUPS_SHOWN = 6
-
-
-def format_bytes(size_bytes: int) -> str:
-    """Writes bytes with a binary unit and three digits: "512 B", "1.50 KiB", "12.3 GiB"."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    size = float(size_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 999.5 or unit == "TiB":
-            break
-    decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{size:.{decimals}f} {unit}"
 
 
 def format_tokens(tokens: int) -> str:
@@ -217,7 +187,5 @@ def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> 
         if budget_bytes is not None:
             size += f" of {format_bytes(budget_bytes)}"
         table.add_row(f"{tier} memory", size, note)
-        for cause, size_bytes in amounts.items():
-            if size_bytes:
-                name, explanation = _CAUSES[cause]
-                table.add_row(f"  {name}", f"  {format_bytes(size_bytes)}", explanation)
+        for cause, size_bytes in amounts.shown():
+            table.add_row(f"  {cause.label}", f"  {format_bytes(size_bytes)}", cause.meaning)

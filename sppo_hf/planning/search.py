@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import compute_seconds
 from sppo_hf.planning.modes import KEEP
-from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds
+from sppo_hf.planning.moments import Budgets
+from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds, lengthened
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.solve import (
     Choices,
     FirstLimit,
     Solution,
-    compute_seconds,
     solve,
 )
 
@@ -26,7 +26,7 @@ TARGET_TOKENS = (2048, 4096, 8192, 16_384)
 """Chunk lengths that are tried, in tokens: below, kernels starve; above, chunks only cost memory
 (SPPO, section 6: "2K to 16K")."""
 
-# More chunks than this make the programme slow and no plan better.
+# More chunks than this make the program slow and no plan better.
 _MOST_CHUNKS = 256
 # Of the ways to cut, those with the least compute are solved until so many fit.
 _PLANS_COMPARED = 2
@@ -135,6 +135,7 @@ def chunk_cuts(
             bounds = cut(target)
         else:
             bounds = auto_bounds(prefix, total_tokens, target_tokens=target, partition=partition)
+        bounds = lengthened(bounds, cost.shape)
         if bounds not in seen:
             seen.add(bounds)
             yield bounds

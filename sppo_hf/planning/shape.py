@@ -85,6 +85,9 @@ class ModelShape:
         if total_parameters is None:
             weights = profile.outer_weights + sum(layer.total_weights for layer in profile.layers)
             total_parameters = weights + adapters
+            if trainable_parameters is None and lora is None:
+                # No batch of text gives encoders gradients.
+                trainable_parameters = total_parameters - profile.encoder_weights
         if trainable_parameters is None:
             trainable_parameters = total_parameters if lora is None else adapters
         if weight_bytes is None:
@@ -186,9 +189,10 @@ class ModelShape:
     def recompute_flops_per_token(self, layer: int, saved: Saved) -> int:
         """FLOPs of the matrix products that backward runs again, for one token.
 
-        Recomputation stops at the last value that autograd saves. From a skeleton that is all but
-        the last product (where no norm stands behind it); with the products kept it is the few that
-        cost less than their output's bytes; attention is never among them.
+        Recomputation stops at the last value that autograd saves and leaves out what serves none:
+        keys and values, a frozen product beside an adapter, the last product where no norm stands
+        behind it. With the products kept it is the few that cost less than their output's bytes;
+        attention is never among them.
         """
         if saved == "whole":
             return 0
@@ -248,6 +252,36 @@ class ModelShape:
         if saved == "whole":
             return work.whole_bytes
         return work.products_bytes if saved == "products" else work.skeleton_bytes
+
+    def state_bytes(self, layer: int) -> int:
+        """States that one row of a chunk is given by the chunk before, which its frame holds."""
+        return self.layers[layer].state_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer carries a state from chunk to chunk."""
+        return any(layer.state_bytes for layer in self.layers)
+
+    def cast_bytes(self, layer: int) -> int:
+        """Casts of all weights of a layer: 0 unless autocast makes them narrower."""
+        casts = self._parameter_bytes > self.dtype_bytes
+        return self.work(layer).total_weights * self.dtype_bytes if casts else 0
+
+    @property
+    def cached_cast_bytes(self) -> int:
+        """Casts that autocast keeps until forward ends: of trained weights, layers' and head's.
+
+        Those of frozen weights live as long as their product; the embedding's rows are not cast.
+        """
+        if self.lora is not None or self._parameter_bytes <= self.dtype_bytes:
+            return 0
+        layers = sum(map(self.cast_bytes, range(self.num_layers)))
+        head = self.vocab_size * self.hidden_size * self.dtype_bytes
+        return int(self.trainable_fraction * (layers + head))
+
+    @property
+    def _parameter_bytes(self) -> int:
+        return self.dtype_bytes if self.parameter_bytes is None else self.parameter_bytes
 
     def _backward_flops(self, work: LayerProfile) -> int:
         weights = work.weight_gradient_flops

@@ -1,6 +1,6 @@
 """The solver: of all plans for given bounds, the fastest that fits, or the first limit that breaks.
 
-The linear programme says how many layers of each chunk get which mode; counts are rounded to whole
+The linear program says how many layers of each chunk get which mode; counts are rounded to whole
 layers, the estimate is checked against every budget, and the simulator has the last word. The fixed
 policies are candidates like any other, so the answer is never worse, in its own simulation, than
 any of them that fits.
@@ -8,7 +8,6 @@ any of them that fits.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,13 +23,14 @@ from sppo_hf.planning.least import (
     over_budget,
     with_lookahead,
 )
-from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix
+from sppo_hf.planning.lowering import compute_seconds, estimate, lower
+from sppo_hf.planning.memory import FRAGMENTATION
 from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
-from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
 from sppo_hf.planning.shape import ModelShape
-from sppo_hf.planning.stage import lower
 from sppo_hf.schedule.timeline import Timeline
 
 _ATTEMPTS = 4
@@ -53,7 +53,7 @@ class Solution:
     """Which candidate won: "solver", or a fixed policy by name."""
 
     bound_seconds: float
-    """The linear programme's optimum over fractional layers; 0 where there is none."""
+    """The linear program's optimum over fractional layers; 0 where there is none."""
 
     @property
     def step_seconds(self) -> float:
@@ -124,24 +124,6 @@ def play(
         policy=policy,
         bound_seconds=bound_seconds,
     )
-
-
-def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
-    """Returns the seconds of all compute of a step, waiting left out."""
-    total = 0.0
-    groups: dict[int, list[int]] = {}
-    for layer, like in enumerate(cost.shape.alike):
-        groups.setdefault(like, []).append(layer)
-    for (start, end), modes in zip(decisions.bounds, decisions.layer_modes, strict=True):
-        total += cost.head_seconds(end - start, training=decisions.training)
-        for layer, members in groups.items():
-            total += len(members) * cost.forward_seconds(layer, start, end)
-            if decisions.training:
-                total += len(members) * cost.backward_seconds(layer, start, end)
-                counts: Counter[Saved] = Counter(modes[i].saved for i in members)
-                for saved, count in counts.items():
-                    total += count * cost.recompute_seconds(layer, end - start, saved)
-    return total
 
 
 def with_kv(
@@ -237,7 +219,7 @@ def _mixed(
         shaped = looking_ahead(cost, base, ahead)
         tight, bound = budgets, float("inf")
         for _ in range(_ATTEMPTS):
-            mix = Programme(shaped, cost, tight, modes, device_kind=device_kind).solve()
+            mix = LinearProgram(shaped, cost, tight, modes, device_kind=device_kind).solve()
             if mix is None:
                 break
             bound = min(bound, mix.seconds)
@@ -302,8 +284,8 @@ def _settled(
         return looking_ahead(cost, decisions, most)
     decisions = looking_ahead(cost, decisions, least)
     peak = estimate(cost.shape, decisions, device_kind=device_kind).device.total
-    # A little less than all of it: the reserve grows with what is held.
-    spare = int(0.9 * (budgets.device - peak))
+    # The reserve grows with what is held.
+    spare = int((budgets.device - peak) / (1.0 + FRAGMENTATION[device_kind]))
     return looking_ahead(cost, decisions, min(most, least + max(0, spare)))
 
 
@@ -311,7 +293,7 @@ def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
     """Budgets lowered by what rounding broke them by, and a little more."""
     lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
 
-    def of(tier: str) -> int | None:
+    def of(tier: Tier) -> int | None:
         budget = budgets.of(tier)
         return None if budget is None else budget - lowered.get(tier, 0)
 

@@ -10,15 +10,16 @@ import math
 from dataclasses import replace
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import (
     Bounds,
     PrefixCost,
     balanced_bounds,
     chunk_bounds,
     even_bounds,
+    lengthened,
     partition_of,
 )
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.shape import ModelShape
 
 # Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the
@@ -58,8 +59,8 @@ def pipeline_bounds(
         return bounds
     number = min(wanted, most)
     if partition_of(config, stages=stages) == "even":
-        return even_bounds(total_tokens, number)
-    return balanced_bounds(PrefixCost.of(shape), total_tokens, number)
+        return lengthened(even_bounds(total_tokens, number), shape)
+    return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, number), shape)
 
 
 def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:

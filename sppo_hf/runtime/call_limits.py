@@ -38,6 +38,12 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
             f"{name} computes its loss outside the standard one for causal language models, "
             "which a pipeline cannot take apart. Train it with pp_size=1."
         )
+    if getattr(parts.text_config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{name}: config.output_router_logits=True adds a loss of the routers of all layers, "
+            f"which in a pipeline are on {config.pp_size} ranks. Set "
+            "model.config.output_router_logits = False, or train it with pp_size=1."
+        )
     if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
         raise ConfigError(
             "inputs_embeds that need a gradient would get it before the loss's backward, from "

@@ -107,8 +107,7 @@ class Executor:
         )
 
     def _place(self, action: Action) -> tuple[int, int, int]:
-        micro_batch, chunk = divmod(action.unit, self._schedule.num_chunks)
-        return action.stage, micro_batch, chunk
+        return action.stage, self._schedule.micro_batch(action), self._schedule.chunk(action)
 
     def _forward(self, action: Action) -> None:
         received = self._take("RECV_F", action) if action.stage > 0 else None

@@ -19,7 +19,8 @@ from sppo_hf.attention.backends.select import BACKENDS, find_backend, select_bac
 from sppo_hf.attention.backends.verify import find_mismatch
 from sppo_hf.attention.backends.workload import Workload
 from sppo_hf.planning.machine import host_memory_bytes
-from sppo_hf.planning.report import format_bytes, format_seconds
+from sppo_hf.planning.report import format_seconds
+from sppo_hf.rules import format_bytes
 from sppo_hf.runtime.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)

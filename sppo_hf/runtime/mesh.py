@@ -58,6 +58,13 @@ class PipelineMesh:
         """Whether this rank begins its pipeline."""
         return self.pp_rank == 0
 
+    def allow_seconds(self, seconds: float) -> None:
+        """Let operations from now on wait for so long, in all groups but the one for storage."""
+        groups = (self.pipeline, self.control, self.replicas, self.replicas_control, self.ends)
+        for group in (*groups, *self.links.values()):
+            if group is not None:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
     def world_rank(self, pp_rank: int) -> int:
         """The rank, of all, of a rank of this pipeline."""
         return self.dp_rank * self.pp_size + pp_rank

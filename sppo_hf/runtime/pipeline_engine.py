@@ -50,7 +50,7 @@ from sppo_hf.runtime.stage_plans import BatchPlans, StagePlans
 from sppo_hf.runtime.step_watch import StepWatch
 from sppo_hf.runtime.token_outputs import TokenCall
 from sppo_hf.runtime.transport import Transport
-from sppo_hf.runtime.watchdog import Watchdog, is_broken_connection
+from sppo_hf.runtime.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
 from sppo_hf.schedule.generate import Size
 
 # B batch rows, C tokens of a chunk, D model width.
@@ -125,6 +125,7 @@ class PipelineEngine(Engine):
         self._activity = ""
         """The part of a step that runs, numbered: "in forward pass 3"."""
         self._size_checked = False
+        self._allowed_seconds = float(config.pp_timeout_seconds + GROUP_MARGIN_SECONDS)
         self._units: StageUnits | None = None
         self._hook_ends()
 
@@ -308,6 +309,7 @@ class PipelineEngine(Engine):
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
+        self._allow_step(plans)
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         step = step_schedule(
             self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
@@ -318,6 +320,17 @@ class PipelineEngine(Engine):
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
             self._size_checked = True
         return Prepared(rows, plans, bounds, step, reduces)
+
+    def _allow_step(self, plans: BatchPlans) -> None:
+        """Let messages wait for as long as a step may take, which may be hours.
+
+        NCCL counts a message's time from when it is asked for; a stage asks ahead, and waits while
+        the pipeline fills. Lost ranks are the watchdog's affair, which asks for signs of life.
+        """
+        seconds = 2 * plans.longest_step_seconds(self.mesh.pp_size)
+        if seconds > self._allowed_seconds:
+            self._allowed_seconds = seconds
+            self.mesh.allow_seconds(seconds)
 
     # -- one step ----------------------------------------------------------------------------
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sppo_hf.model.facts import device_facts, dtype_name
+from sppo_hf.model.facts import device_facts, dtype_name, leave_to_driver
 from sppo_hf.planning.choices import read_budgets
+from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.stage_plan import pipeline_bounds, stage_shape
 from sppo_hf.runtime.agreement import first_rank_says
-from sppo_hf.runtime.schedules import schedule_name
-from sppo_hf.schedule.formulas import peak_units
-from sppo_hf.schedule.generate import Size
+from sppo_hf.runtime.schedules import schedule_name, step_schedule
 
 if TYPE_CHECKING:
     from sppo_hf.runtime.pipeline_engine import PipelineEngine
@@ -33,6 +32,16 @@ class BatchPlans:
     """Of hidden states between stages: the embedding's."""
     by_stage: dict[int, Plan]
     """Of each stage of this rank."""
+    micro_batches: int = 1
+
+    def longest_step_seconds(self, ranks: int) -> float:
+        """Predicted seconds if `ranks` ranks, all as fast as this one, ran one after the other.
+
+        What a message waits for is at most that. 0 where the device's speed is unknown.
+        """
+        predictions = [plan.prediction for plan in self.by_stage.values()]
+        stages = sum(one.step_seconds for one in predictions if one is not None)
+        return ranks * self.micro_batches * stages
 
 
 class StagePlans:
@@ -64,7 +73,7 @@ class StagePlans:
         if key not in self._made:
             bounds, dtype = self._shared[shape]
             plans = self._make(rows, total_tokens, device, micro_batches, training, bounds)
-            self._made[key] = BatchPlans(bounds, dtype, plans)
+            self._made[key] = BatchPlans(bounds, dtype, plans, micro_batches)
         return self._made[key]
 
     def _share(
@@ -102,6 +111,8 @@ class StagePlans:
         alive = self._alive(micro_batches, len(bounds)) if training else 1.0
         backend, reason = engine.plans.describe_backends(whole, device)
         facts = device_facts(device, config)
+        if config.device_memory is None:
+            leave_to_driver(device, CONTEXT_BYTES["cuda"])
         plans = {}
         for stage in cut.own:
             plans[stage] = make_plan(
@@ -141,6 +152,6 @@ class StagePlans:
     def _alive(self, micro_batches: int, chunks: int) -> float:
         """Micro-batches that each stage of this rank has alive at most, in whole ones."""
         config = self._engine.config
-        size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-        units = peak_units(schedule_name(config), size)[self._engine.mesh.pp_rank]
+        made = step_schedule(config, micro_batches, chunks, forward_only=False, reduce=False)
+        units = made.schedule.live_units[self._engine.mesh.pp_rank]
         return max(1.0, units / chunks / config.pp_virtual_stages)

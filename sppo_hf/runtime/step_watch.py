@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.observer import StepRecord
-from sppo_hf.model.watch import moved
 from sppo_hf.planning.flops import forward_flops, step_flops
 from sppo_hf.runtime.schedules import StepSchedule
 from sppo_hf.schedule.actions import Action
@@ -69,7 +68,6 @@ class StepWatch:
         flops = step_flops if training else forward_flops
         forwards = [done for done in executed if done.action.kind == "F"]
         forward = sum(done.end_seconds - done.start_seconds for done in forwards)
-        stats = engine.take_stats()
         engine.observer.on_record(
             StepRecord(
                 tokens=tokens * (mesh.pp_rank + 1) // mesh.pp_size
@@ -80,7 +78,7 @@ class StepWatch:
                 / mesh.pp_size,
                 forward_seconds=forward,
                 backward_seconds=time.perf_counter() - self._began - forward,
-                **moved(stats),
+                offload=engine.take_stats(),
                 planned_seconds=None,
                 num_chunks=self._step.schedule.num_chunks,
                 training=training,

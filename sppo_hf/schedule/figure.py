@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.schedule import bars
-from sppo_hf.schedule.actions import KIND_NAMES, Kind
+from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
 from sppo_hf.schedule.pipeline import alive_units, bubble_fraction
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import Timeline
@@ -205,7 +205,8 @@ def draw_compute(
 
 
 def _numbered(schedule: Schedule, unit: int) -> str:
-    micro_batch, chunk = divmod(unit, schedule.num_chunks)
+    action = Action("F", 0, unit)
+    micro_batch, chunk = schedule.micro_batch(action), schedule.chunk(action)
     return str(micro_batch) if schedule.num_chunks == 1 else f"{micro_batch}.{chunk}"
 
 

@@ -8,7 +8,8 @@ ranks, micro-batches, chunks per micro-batch and virtual stages per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sppo_hf.errors import ScheduleError
@@ -31,10 +32,20 @@ class Size(NamedTuple):
     num_virtual: int = 1
     """V: stages of each rank; stage s is on rank `s % num_ranks`."""
 
+    chunks: tuple[int, ...] = ()
+    """Chunks of each micro-batch where they differ; `num_chunks` is then the most of them."""
+
+    @classmethod
+    def uneven(cls, num_ranks: int, chunks: Sequence[int], num_virtual: int = 1) -> Size:
+        """Returns the size of a step whose micro-batches have so many chunks each."""
+        most = max(chunks, default=0)
+        uneven = tuple(chunks) if len(set(chunks)) > 1 else ()
+        return cls(num_ranks, len(chunks), most, num_virtual, uneven)
+
     @property
     def num_units(self) -> int:
         """Units that each stage carries out."""
-        return self.num_micro_batches * self.num_chunks
+        return sum(self.chunks) if self.chunks else self.num_micro_batches * self.num_chunks
 
 
 def gpipe(size: Size) -> Schedule:
@@ -45,7 +56,7 @@ def gpipe(size: Size) -> Schedule:
             (*_of_stage("F", rank, units), *_of_stage("B", rank, reverse))
             for rank in range(size.num_ranks)
         ),
-        size.num_chunks,
+        size.chunks or size.num_chunks,
     )
 
 
@@ -62,7 +73,7 @@ def one_forward_one_backward(size: Size) -> Schedule:
         warm_up = min(size.num_ranks - rank - 1, size.num_micro_batches) * size.num_chunks
         forwards, backwards = _of_stage("F", rank, units), _of_stage("B", rank, reverse)
         ranks.append(_alternate(forwards, backwards, warm_up, run=size.num_chunks))
-    return Schedule(tuple(ranks), size.num_chunks)
+    return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
 def seq1f1b(size: Size) -> Schedule:
@@ -79,7 +90,7 @@ def seq1f1b(size: Size) -> Schedule:
             )
             for rank in range(size.num_ranks)
         ),
-        size.num_chunks,
+        size.chunks or size.num_chunks,
     )
 
 
@@ -102,7 +113,7 @@ def zb_seq1f1b(size: Size) -> Schedule:
                 order += late[max(inputs - rank, 0) : max(inputs - rank + 1, 0)]
                 inputs += 1
         ranks.append((*order, *late[max(inputs - rank, 0) :]))
-    return Schedule(tuple(ranks), size.num_chunks)
+    return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
 def interleaved_seq1f1b(size: Size) -> Schedule:
@@ -128,7 +139,7 @@ def interleaved_seq1f1b(size: Size) -> Schedule:
         warm_up = (size.num_virtual - 1) * longest + 2 * (size.num_ranks - rank - 1)
         warm_up = min(warm_up + size.num_chunks - 1, len(forwards))
         ranks.append(_alternate(forwards, backwards, warm_up))
-    return Schedule(tuple(ranks), size.num_chunks)
+    return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
 GENERATORS: dict[str, Callable[[Size], Schedule]] = {
@@ -144,19 +155,31 @@ INTERLEAVED = frozenset({"interleaved_seq1f1b"})
 """Names of those that put several stages on a rank."""
 
 
+EVEN = INTERLEAVED | {"1f1b"}
+"""Names of those that need as many chunks in each micro-batch."""
+
+
 def generate(name: str, size: Size) -> Schedule:
     """Returns the schedule of that name and size.
 
     Raises:
         ScheduleError: there is no such schedule, a number is below one, or several stages per rank
-            are asked of a schedule that has one.
+            or uneven micro-batches are asked of a schedule that has none.
     """
     if name not in GENERATORS:
         raise ScheduleError(
             f"There is no schedule {name!r}. Allowed: {', '.join(GENERATORS)}. Remedy: name one of "
             "these."
         )
-    for what, number in zip(("ranks", "micro-batches", "chunks", "virtual"), size, strict=True):
+    if size.chunks and name in EVEN:
+        raise ScheduleError(
+            f"Schedule {name!r} takes turns by whole micro-batches, and was asked for with "
+            f"micro-batches of {min(size.chunks)} to {size.num_chunks} chunks. Allowed: as many "
+            "chunks in each. Remedy: 'seq1f1b', which takes turns by chunks."
+        )
+    shortest = min(size.chunks, default=size.num_chunks)
+    numbers = (size.num_ranks, size.num_micro_batches, shortest, size.num_virtual)
+    for what, number in zip(("ranks", "micro-batches", "chunks", "virtual"), numbers, strict=True):
         if number < 1:
             raise ScheduleError(
                 f"Schedule {name!r} was asked for with {what} = {number}. Allowed: 1 or more. "
@@ -171,17 +194,28 @@ def generate(name: str, size: Size) -> Schedule:
     return GENERATORS[name](size)
 
 
+@lru_cache(maxsize=4096)
+def begun_units(name: str, size: Size) -> tuple[int, ...]:
+    """Returns `generate(name, size).begun_units`; made once for each size, and few bytes.
+
+    Raises:
+        ScheduleError: as `generate`.
+    """
+    return generate(name, size).begun_units
+
+
 def _warm_up(size: Size, rank: int) -> int:
     return min(size.num_ranks - rank - 2 + size.num_chunks, size.num_units)
 
 
 def _orders(size: Size, micro_batches: range | None = None) -> tuple[list[int], list[int]]:
     """Units in forward order, and in backward order: each micro-batch's chunks last to first."""
-    chunks = range(size.num_chunks)
-    picked = range(size.num_micro_batches) if micro_batches is None else micro_batches
+    counts = size.chunks or (size.num_chunks,) * size.num_micro_batches
+    units = [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+    picked = units if micro_batches is None else units[micro_batches.start : micro_batches.stop]
     return (
-        [m * size.num_chunks + chunk for m in picked for chunk in chunks],
-        [m * size.num_chunks + chunk for m in picked for chunk in reversed(chunks)],
+        [unit for chunks in picked for unit in chunks],
+        [unit for chunks in picked for unit in reversed(chunks)],
     )
 
 

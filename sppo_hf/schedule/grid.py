@@ -30,7 +30,8 @@ def format_schedule(schedule: Schedule) -> str:
     """Returns the text form; `parse_schedule` is its exact inverse."""
     ranks = [[str(action) for action in rank] for rank in schedule.ranks]
     steps = range(max(map(len, ranks), default=0))
-    return f"chunks {schedule.num_chunks}\n" + _table(ranks, steps)
+    chunks = schedule.chunks if isinstance(schedule.chunks, tuple) else (schedule.chunks,)
+    return " ".join(("chunks", *map(str, chunks))) + "\n" + _table(ranks, steps)
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -44,10 +45,11 @@ def parse_schedule(text: str) -> Schedule:
     """
     lines = text.splitlines()
     head = lines[0].split() if lines else []
-    if len(head) != 2 or head[0] != "chunks" or not head[1].isdecimal() or int(head[1]) < 1:
+    counts = [int(word) for word in head[1:] if word.isdecimal()]
+    if head[:1] != ["chunks"] or not counts or len(counts) < len(head) - 1 or min(counts) < 1:
         raise ScheduleError(
             f"Line 1 of a schedule's text is {lines[0] if lines else ''!r}. Allowed: 'chunks N' "
-            "with the number of chunks of a micro-batch, 1 or more."
+            "with the number of chunks of a micro-batch, 1 or more; or one number for each of them."
         )
     names = lines[1].split() if len(lines) > 1 else []
     num_ranks = (len(names) - 1) // 2
@@ -67,7 +69,7 @@ def parse_schedule(text: str) -> Schedule:
         for rank, cell in zip(ranks, cells, strict=True):
             if cell != NOTHING:
                 rank.append(_parsed(cell, number))
-    return Schedule(tuple(map(tuple, ranks)), int(head[1]))
+    return Schedule(tuple(map(tuple, ranks)), counts[0] if len(counts) == 1 else tuple(counts))
 
 
 def show_marked(schedule: Schedule, marks: Collection[tuple[int, int]]) -> str:

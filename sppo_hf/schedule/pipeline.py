@@ -8,12 +8,16 @@ knows nothing of models. Costs two to three microseconds per action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change, simulate_positions
 from sppo_hf.schedule.timeline import Timeline
 from sppo_hf.schedule.waits import COMPUTE, Waits
+
+_SAME = 1e-9
+"""Periods that differ by no more than this share are the same, rounded differently."""
 
 
 def simulate_pipeline(
@@ -47,11 +51,47 @@ def simulate_pipeline(
     waits = Waits(schedule)
     return simulate_positions(
         waits.lanes,
-        seconds=seconds,
-        needs=waits.needs.__getitem__,
+        seconds=[seconds(action) for lane in waits.lanes.values() for action in lane],
+        needs=waits.needs,
         changes=changes,
         standing=standing,
     )
+
+
+def period_seconds(
+    schedule: Schedule, timeline: Timeline, *, warm_up: int, every: int = 1
+) -> float | None:
+    """Returns how much longer a step takes with `every` micro-batches more, where that shows.
+
+    It shows where every stage does the same at the same distance twice in a row: then the middle of
+    the step repeats itself, and more micro-batches of the same lengths only repeat it more often.
+    They take this time each, and no byte more at once.
+
+    Args:
+        schedule: what ran, `warm_up + 2 * every + 1` micro-batches at least.
+        timeline: when it ran.
+        warm_up: micro-batches whose forwards the first rank has begun, whole or in part, when its
+            first backward begins.
+        every: micro-batches that pass together; their number in the schedule is a multiple.
+
+    Returns:
+        Seconds; None where stages still drift apart.
+    """
+    chunks, count = schedule.num_chunks, schedule.num_micro_batches
+    # The last three groups whose backwards run while forwards still begin.
+    last = count - warm_up - 1
+    groups = range(last - 2 * every, last + 1, every)
+    assert groups[0] >= 0, "too few micro-batches to repeat anything"
+    last_of: Kind = "W" if any(action.kind == "W" for action in schedule.ranks[0]) else "B"
+    looked_at: tuple[tuple[Kind, int], ...] = (("F", warm_up), (last_of, 0))
+    found: list[float] = []
+    for stage in range(schedule.num_stages):
+        for kind, ahead in looked_at:
+            first = [Action(kind, stage, (group + ahead) * chunks) for group in groups]
+            ends = [timeline.span(action).end_seconds for action in first]
+            found += (later - earlier for earlier, later in pairwise(ends))
+    least, most = min(found), max(found)
+    return most if most - least <= _SAME * most else None
 
 
 def fixed_seconds(

@@ -6,12 +6,14 @@ it takes (`pipeline`) or how it is written down (`grid`, `torch_csv`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, takewhile
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.actions import Action, Kind
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -19,15 +21,26 @@ from sppo_hf.schedule.actions import Action
 class Schedule:
     """What every rank does, in order.
 
-    A unit is `micro-batch * num_chunks + chunk`. A stage belongs to the one rank that has its
-    actions; a rank may hold several stages ("virtual" ones).
+    Units are the chunks of the first micro-batch, then those of the second, and so on: where all
+    have as many chunks, a unit is `micro-batch * num_chunks + chunk`. A stage belongs to the one
+    rank that has its actions; a rank may hold several stages ("virtual" ones).
     """
 
     ranks: tuple[tuple[Action, ...], ...]
     """The actions of each rank."""
 
-    num_chunks: int = 1
-    """Chunks of each micro-batch."""
+    chunks: int | tuple[int, ...] = 1
+    """Chunks of every micro-batch, or of the first, the second and so on where they differ."""
+
+    def __post_init__(self) -> None:
+        """Write equal numbers of chunks in one way."""
+        if isinstance(self.chunks, tuple) and len(set(self.chunks)) == 1:
+            object.__setattr__(self, "chunks", self.chunks[0])
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a micro-batch; of the longest one where they differ."""
+        return self.chunks if isinstance(self.chunks, int) else max(self.chunks, default=1)
 
     @property
     def num_ranks(self) -> int:
@@ -47,7 +60,17 @@ class Schedule:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches; the last one counts even where chunks of it are missing."""
-        return -(-self.num_units // self.num_chunks)
+        return len(self.first_units) - 1
+
+    @cached_property
+    def first_units(self) -> tuple[int, ...]:
+        """The first unit of each micro-batch, and at the end the one that a next would begin with.
+
+        Where all have as many chunks there are as many micro-batches as there are units for.
+        """
+        if isinstance(self.chunks, tuple):
+            return tuple(accumulate(self.chunks, initial=0))
+        return tuple(range(0, self.num_units + self.chunks, self.chunks))
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -72,18 +95,45 @@ class Schedule:
             )
         return tuple(found[stage] for stage in sorted(found))
 
+    @cached_property
+    def live_units(self) -> tuple[int, ...]:
+        """The most units whose activations each rank holds at once, if none leaves the device.
+
+        A unit lives from its forward to the end of its backward (of its weight gradient where
+        backward is split; of its forward where there is none). A rank computes in the order of its
+        list, so this follows from the list alone, whatever actions take.
+        """
+        kinds = {action.kind for rank in self.ranks for action in rank}
+        last: Kind = "W" if "W" in kinds else "B" if "B" in kinds else "F"
+        return tuple(max(_live(rank, last), default=0) for rank in self.ranks)
+
+    @cached_property
+    def begun_units(self) -> tuple[int, ...]:
+        """Forwards of each rank before its first backward."""
+        backwards = ("B", "I")
+        return tuple(
+            sum(a.kind == "F" for a in takewhile(lambda a: a.kind not in backwards, rank))
+            for rank in self.ranks
+        )
+
     def chunk(self, action: Action) -> int:
         """Returns the chunk of an action's unit."""
-        return action.unit % self.num_chunks
+        return action.unit - self.first_units[self.micro_batch(action)]
 
     def micro_batch(self, action: Action) -> int:
         """Returns the micro-batch of an action's unit."""
-        return action.unit // self.num_chunks
+        if isinstance(self.chunks, int):
+            return action.unit // self.chunks
+        return bisect_right(self.first_units, action.unit) - 1
+
+    def ends_micro_batch(self, action: Action) -> bool:
+        """Returns whether an action's unit is the last chunk of its micro-batch."""
+        return action.unit + 1 == self.first_units[self.micro_batch(action) + 1]
 
     def keep(self, wanted: Callable[[Action], bool]) -> Schedule:
         """Returns the schedule with only those actions that are wanted."""
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
-        return Schedule(ranks, self.num_chunks)
+        return Schedule(ranks, self.chunks)
 
     def texts(self) -> list[list[str]]:
         """Returns each rank's actions as text."""
@@ -104,3 +154,14 @@ class Schedule:
         from sppo_hf.schedule.grid import parse_schedule
 
         return parse_schedule(text)
+
+
+def _live(actions: Iterable[Action], last: Kind) -> Iterator[int]:
+    """Yields the units alive as each forward begins; they die with an action of kind `last`."""
+    alive = 0
+    for action in actions:
+        if action.kind == "F":
+            alive += 1
+            yield alive
+        if action.kind == last:
+            alive -= 1

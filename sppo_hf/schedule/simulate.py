@@ -62,23 +62,22 @@ def simulate(
     """
     run = _prepared(lanes)
     find, nowhere = run.positions.get, len(run.actions)
-
-    def needs(position: int) -> Sequence[int]:
+    needs: list[list[int]] = []
+    for position, action in enumerate(run.actions):
         found: list[int] = []
-        for other in after(run.actions[position]):
+        for other in after(action):
             found.append(find(other, nowhere))
             if found[-1] == nowhere:
                 run.absent.setdefault(position, other)
-        return found
-
-    return _finish(run, lanes, seconds, needs, changes, standing)
+        needs.append(found)
+    return _finish(run, lanes, list(map(seconds, run.actions)), needs, changes, standing)
 
 
 def simulate_positions(
     lanes: Mapping[str, Sequence[Action]],
     *,
-    seconds: Callable[[Action], float],
-    needs: Callable[[int], Sequence[int]],
+    seconds: Sequence[float],
+    needs: Sequence[Sequence[int]],
     changes: Callable[[Action], Iterable[Change]] | None = None,
     standing: Iterable[Change] = (),
 ) -> Timeline:
@@ -86,9 +85,9 @@ def simulate_positions(
 
     Args:
         lanes: as there.
-        seconds: as there.
-        needs: the positions of what must be done before the action at a position, which is its
-            place when all lanes are written one after the other.
+        seconds: how long the action at each position takes; a position is an action's place when
+            all lanes are written one after the other.
+        needs: the positions of what must be done before it.
         changes: as there.
         standing: as there.
 
@@ -119,8 +118,8 @@ def _prepared(lanes: Mapping[str, Sequence[Action]]) -> _Run:
 def _finish(
     run: _Run,
     lanes: Mapping[str, Sequence[Action]],
-    seconds: Callable[[Action], float],
-    needs: Callable[[int], Sequence[int]],
+    seconds: Sequence[float],
+    needs: Sequence[Sequence[int]],
     changes: Callable[[Action], Iterable[Change]] | None,
     standing: Iterable[Change],
 ) -> Timeline:
@@ -165,9 +164,7 @@ class _Run:
         self.absent: dict[int, Action] = {}
         """By position: what it needs and no lane has."""
 
-    def play(
-        self, seconds: Callable[[Action], float], needs: Callable[[int], Sequence[int]]
-    ) -> None:
+    def play(self, seconds: Sequence[float], needs: Sequence[Sequence[int]]) -> None:
         """Runs each lane as far as it comes, and again once what stopped it is done.
 
         Each action is looked at once, and once more for each dependency that stopped its lane; no
@@ -175,8 +172,6 @@ class _Run:
         """
         actions, ends, starts = self.actions, self.ends, self.starts
         next_positions = [held.start for held in self.ranges]
-        # What a lane's next action needs, so that it is asked once even if the lane waits.
-        pending: list[Sequence[int] | None] = [None] * len(self.ranges)
         waiting: dict[int, list[int]] = {}
         runnable = list(reversed(range(len(self.ranges))))
         while runnable:
@@ -184,30 +179,27 @@ class _Run:
             self.blocked.pop(lane, None)
             first, stop = self.ranges[lane].start, self.ranges[lane].stop
             free = ends[next_positions[lane] - 1] if next_positions[lane] > first else 0.0
-            needed = pending[lane]
             for position in range(next_positions[lane], stop):
-                needed = needs(position) if needed is None else needed
                 ready, latest = 0.0, -1
-                for found in needed:
+                for found in needs[position]:
                     end = ends[found]
                     if end < 0.0:
                         absent = found == len(actions)
                         other = self.absent[position] if absent else actions[found]
                         self.blocked[lane] = (position, other)
                         waiting.setdefault(found, []).append(lane)
-                        next_positions[lane], pending[lane] = position, needed
+                        next_positions[lane] = position
                         break
                     if end > ready:
                         ready, latest = end, found
                 else:
                     start = ready if ready > free else free
-                    took_seconds = seconds(actions[position])
+                    took_seconds = seconds[position]
                     if not 0.0 <= took_seconds < inf:
                         raise ScheduleError(_bad_duration(actions[position], took_seconds))
                     free = start + took_seconds
                     starts[position], ends[position] = start, free
                     self.readies[position], self.latest[position] = ready, latest
-                    needed = None
                     if position in waiting:
                         runnable.extend(waiting.pop(position))
                     continue

@@ -97,13 +97,14 @@ class _Check:
                 self._fail(action, self._where[action], wrong, "all of a stage on one rank")
         # Refuses gaps in the numbers of stages.
         self._ranks = self._schedule.stage_ranks
-        if self._schedule.num_units % self._schedule.num_chunks:
+        first = self._schedule.first_units
+        if self._schedule.num_units not in (first[-1], 0):
             last = max(self._where, key=lambda action: action.unit)
             self._fail(
                 last,
                 self._where[last],
                 f"is of the highest unit, so that there are {self._schedule.num_units} units",
-                f"a multiple of {self._schedule.num_chunks}, the chunks of a micro-batch",
+                f"{first[-1]}, so that {len(first) - 1} micro-batches have all their chunks",
             )
 
     def order(self, rank: int) -> None:
@@ -172,7 +173,7 @@ class _Check:
         """Checks that no ranks wait for each other."""
         waits = Waits(self._schedule)
         try:
-            simulate_positions(waits.lanes, seconds=lambda _: 0.0, needs=waits.needs.__getitem__)
+            simulate_positions(waits.lanes, seconds=[0.0] * len(waits.needs), needs=waits.needs)
         except DeadlockError as error:
             lines = [
                 f"  {self._place(action)}: {action} waits for {other}, {self._place(other)}"
@@ -201,7 +202,7 @@ class _Check:
         if self._other_half(action) in self._done:
             yield _Fault("comes beside another backward of its unit", "B, or I and W")
         yield from self._listed(Action("F", stage, unit), "its forward")
-        if self._schedule.chunk(action) + 1 < self._schedule.num_chunks:
+        if not self._schedule.ends_micro_batch(action):
             behind = self._backward_of(stage, unit + 1)
             what = "which completes the gradients of its keys and values (chunks run in reverse)"
             yield from self._listed(behind, what)

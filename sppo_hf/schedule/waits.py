@@ -15,7 +15,8 @@ and one frame is on its way out while a unit computes, no more: the unit after n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
@@ -48,11 +49,12 @@ class Waits:
         """Actions by lane."""
         self._stage_ranks = schedule.stage_ranks
         self._num_units = schedule.num_units
-        self._num_chunks = schedule.num_chunks
-        self._gates: dict[Action, Action] = {}
-        """By action beside compute: the compute that it is listed after."""
-        self._left: dict[Action, Action] = {}
-        """By compute: the last copy out that must have ended."""
+        first = frozenset(schedule.first_units)
+        self._first = [unit in first for unit in range(self._num_units + 1)]
+        """By unit: whether a micro-batch begins with it, and so the one before it ends another."""
+        self._places: dict[str, list[int]] = {}
+        """By lane, for each of its actions, a place on another lane of its rank: for compute, of
+        the copy out that must have ended; for what runs beside, of the compute listed before."""
         for rank, actions in enumerate(schedule.ranks):
             self._sort(rank, actions)
         self._actions = [action for lane in self.lanes.values() for action in lane]
@@ -65,26 +67,50 @@ class Waits:
             self._at[kind][stage * self._num_units + unit] = position
         # Whole or split, it is a backward's first part that others wait for.
         self._at_backward = list(map(max, self._of("B"), self._of("I")))
-        self.needs: list[list[int]] = [self._needs(action) for action in self._actions]
+        self._waited = self._positions()
+        self.needs: list[list[int]] = [
+            self._needs(position, action) for position, action in enumerate(self._actions)
+        ]
         """By position: the positions of what must be done before."""
         if any(_NOWHERE in needed for needed in self.needs):
             raise ScheduleError(self._missing())
 
     def _sort(self, rank: int, actions: Sequence[Action]) -> None:
-        compute = self.lanes.setdefault(f"{rank}{COMPUTE}", [])
-        left = newly_left = None
+        compute, computed = self._lane_of(f"{rank}{COMPUTE}")
+        lanes: dict[tuple[Kind, int], tuple[list[Action], list[int]]] = {}
+        copies, left, newly_left = 0, _NOWHERE, _NOWHERE
         for action in actions:
-            if action.kind in COMPUTE_KINDS:
-                if left is not None:
-                    self._left[action] = left
-                left = newly_left
+            kind = action.kind
+            if kind in COMPUTE_KINDS:
                 compute.append(action)
+                computed.append(left)
+                left = newly_left
                 continue
-            if compute:
-                self._gates[action] = compute[-1]
-            if action.kind == "D":
-                newly_left = action
-            self.lanes.setdefault(f"{rank}.{self._lane(action)}", []).append(action)
+            key = (kind, action.stage)
+            if key not in lanes:
+                lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
+            lane, places = lanes[key]
+            lane.append(action)
+            places.append(len(compute) - 1)
+            if kind == "D":
+                newly_left = copies
+                copies += 1
+
+    def _lane_of(self, name: str) -> tuple[list[Action], list[int]]:
+        return self.lanes.setdefault(name, []), self._places.setdefault(name, [])
+
+    def _positions(self) -> list[int]:
+        """By position: that of the action whose place is noted, or nowhere."""
+        starts = dict(
+            zip(self.lanes, accumulate(map(len, self.lanes.values()), initial=0), strict=False)
+        )
+        found: list[int] = []
+        for name, places in self._places.items():
+            rank = name.partition(".")[0]
+            other = f"{rank}.{_BESIDE['D']}" if name.endswith(COMPUTE) else f"{rank}{COMPUTE}"
+            start = starts.get(other, 0)
+            found += [start + place if place >= 0 else _NOWHERE for place in places]
+        return found
 
     def _lane(self, action: Action) -> str:
         kind, stage = action.kind, action.stage
@@ -106,61 +132,54 @@ class Waits:
     def _of(self, kind: Kind) -> list[int]:
         return self._at.get(kind, self._nothing)
 
-    def _needs(self, action: Action) -> list[int]:
+    def _needs(self, position: int, action: Action) -> list[int]:
         kind, stage, unit, _, _ = action
         num_units, at = self._num_units, self._at
         here = stage * num_units + unit
+        waited = self._waited[position]
         if kind == "F":
             needed: list[int] = []
             if stage:
                 received = at["RECV_F"][here] if "RECV_F" in at else _NOWHERE
                 needed.append(at["F"][here - num_units] if received < 0 else received)
-            if unit % self._num_chunks:
+            if not self._first[unit]:
                 needed.append(at["F"][here - 1])
         elif kind == "B" or kind == "I":
             needed = [self._of("F")[here]]
             if stage + 1 < len(self._stage_ranks):
                 received = at["RECV_B"][here] if "RECV_B" in at else _NOWHERE
                 needed.append(self._at_backward[here + num_units] if received < 0 else received)
-            if (unit + 1) % self._num_chunks and unit + 1 < num_units:
+            if not self._first[unit + 1] and unit + 1 < num_units:
                 needed.append(self._at_backward[here + 1])
             if "D" in at and at["D"][here] >= 0:
                 needed.append(self._of("H")[here])
         else:
-            return [self._of_needed(other) for other in self._others(action)]
-        if action in self._left:
-            needed.append(self._of_needed(self._left[action]))
+            needed = [] if waited < 0 else [waited]
+            self._add_others(needed, kind, here)
+            return needed
+        if waited >= 0:
+            needed.append(waited)
         return needed
 
-    def _others(self, action: Action) -> Iterator[Action]:
-        """What actions other than forward and backward need."""
-        kind, stage, unit, _, _ = action
-        if action in self._gates:
-            yield self._gates[action]
-        if action in self._left:
-            yield self._left[action]
-        if kind == "W":
-            yield Action("I", stage, unit)
-        elif kind in ("D", "SEND_F", "R"):
-            yield Action("F", stage, unit)
-        elif kind == "H":
-            yield Action("D", stage, unit)
-        elif kind == "RECV_F":
-            yield Action("SEND_F", stage - 1, unit)
+    def _add_others(self, needed: list[int], kind: Kind, here: int) -> None:
+        """What actions other than forward and backward need, besides what they are listed after."""
+        if kind == "RECV_F":
+            needed.append(self._of("SEND_F")[here - self._num_units])
         elif kind == "RECV_B":
-            yield Action("SEND_B", stage + 1, unit)
-        if kind == "SEND_B":
-            split = self._of("B")[stage * self._num_units + unit] < 0
-            yield Action("I" if split else "B", stage, unit)
+            needed.append(self._of("SEND_B")[here + self._num_units])
+        elif kind == "W":
+            needed.append(self._of("I")[here])
+        elif kind == "H":
+            needed.append(self._of("D")[here])
+        elif kind in ("D", "SEND_F", "R"):
+            needed.append(self._of("F")[here])
+        elif kind == "SEND_B":
+            needed.append(self._at_backward[here])
         if kind in ("SEND_F", "SEND_B"):
-            other = Action(
-                "RECV_F" if kind == "SEND_F" else "RECV_B", stage + _PEERS[kind][1], unit
-            )
-            if self._of_needed(other) >= 0 and other in self._gates:
-                yield self._gates[other]
-
-    def _of_needed(self, action: Action) -> int:
-        return self._of(action.kind)[action.stage * self._num_units + action.unit]
+            step = _PEERS[kind][1] * self._num_units
+            receive = self._of("RECV_F" if kind == "SEND_F" else "RECV_B")[here + step]
+            if receive >= 0 and self._waited[receive] >= 0:
+                needed.append(self._waited[receive])
 
     def _missing(self) -> str:
         """Says what is needed and not there."""

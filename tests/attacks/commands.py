@@ -22,7 +22,7 @@ from sppo_hf.planning.profile_json import profile_to_dict
 from sppo_hf.planning.profile_store import shipped_profiles
 from sppo_hf.schedule.generate import GENERATORS
 from tests.attacks.outcomes import Case, Outcome, answered_in_process
-from tests.cli.configs import LLAMA_8B, TINY
+from tests.cli.configs import LLAMA_8B, LLAMA_70B, TINY
 
 _NUMBERS = (
     *("0", "1", "2", "3", "-1", "-0", "7", "64", "1000", "65536", "1000000000", "1" + "0" * 30),
@@ -87,6 +87,11 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "--partition": ("flops", "even", "ramp", "x"),
     "--dtype": ("bfloat16", "float32", "float8", ""),
 }
+_CLUSTER: dict[str, tuple[str, ...]] = {
+    "--gpus": ("2", "8", "24", "32", "64", "80", "128", "512", "65536"),
+    "--rows": ("1", "2", "7", "16", "64", "96", "256", "1048576"),
+    "--seq-len": ("8K", "100000", "128K", "512K", "1M", "4M", "16M"),
+}
 _SIMULATE: dict[str, tuple[str, ...]] = {
     "--schedule": (*GENERATORS, "x", ""),
     "--stages": _NUMBERS,
@@ -117,6 +122,7 @@ def cases(count: int, seed: int) -> Iterator[Case]:
         _estimate,
         _estimate,
         _plan,
+        _plan_cluster,
         _simulate,
         _simulate,
         _simulate_model,
@@ -135,6 +141,15 @@ def _plan(chosen: random.Random) -> list[str]:
     words = ["plan", "config", "--seq-len", "4096", *_some(chosen, _OPTIONS)]
     policy = ("--policy", chosen.choice(("auto", "none", "full", "sppo", "x")))
     return [*words, *(policy if chosen.random() < 0.3 else ()), "--json"]
+
+
+def _plan_cluster(chosen: random.Random) -> list[str]:
+    """Layouts over many devices: sizes that are large but make sense, and now and then nonsense."""
+    words = ["plan", chosen.choice(("config", "llama-3.1-8b", "llama-70b", "qwen3-4b"))]
+    for name, numbers in _CLUSTER.items():
+        words += [name, chosen.choice(numbers if chosen.random() < 0.9 else _NUMBERS)]
+    odd = {"--gpus-per-node": _NUMBERS, "--link": _SIZES, **_OPTIONS}
+    return [*words, *(_some(chosen, odd) if chosen.random() < 0.3 else ()), "--json"]
 
 
 def _simulate(chosen: random.Random) -> list[str]:
@@ -244,6 +259,8 @@ def _fill(folder: Path) -> None:
     """What the paths of this module name."""
     (folder / "config").mkdir()
     (folder / "config" / "config.json").write_text(json.dumps(TINY))
+    (folder / "llama-70b").mkdir()
+    (folder / "llama-70b" / "config.json").write_text(json.dumps(LLAMA_70B))
     (folder / "x.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 10**12}))
     os.mkfifo(folder / "pipe")
     (folder / "folder").mkdir()

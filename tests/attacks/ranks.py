@@ -35,7 +35,7 @@ def cases(count: int, seed: int) -> Iterator[Case]:
     faults, phases, layouts = list(FAULTS), list(PHASES), list(LAYOUTS)
     for items in (faults, phases, layouts):
         draw.shuffle(items)
-    with Nursery("tests.attacks.failing_training") as nursery:
+    with Nursery() as nursery:
         for number in range(count):
             phase = phases[number % len(phases)]
             fault = faults[(number + number // len(phases)) % len(faults)]
@@ -52,7 +52,8 @@ def _case(nursery: Nursery, layout: str, rank: int, fault: str, phase: str) -> C
     def attempt() -> tuple[Outcome, str]:
         limit = LIMIT_SECONDS.get(fault, LIMIT_OF_OTHERS)
         with tempfile.TemporaryDirectory() as folder:
-            ended = nursery.launch(job, ranks=ranks, folder=Path(folder), limit=limit)
+            module = "tests.attacks.failing_training"
+            ended = nursery.launch(module, job, ranks=ranks, folder=Path(folder), limit=limit)
         return judge(ended, rank, phase, fault, limit)
 
     return Case(f"ranks: {layout}, rank {rank}, {fault} in {phase}", attempt)

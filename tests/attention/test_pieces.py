@@ -3,15 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sppo_hf.attention.blocks import cut_blocks
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces, side_by_side
 
 
-def _visible(spans: RowSpans, query: int, key: int, window: int | None) -> bool:
+def _visible(spans: RowSpans, query: int, key: int, window: int | None, local: int | None) -> bool:
     if key > query or key >= spans.valid_tokens:
         return False
     if window is not None and key <= query - window:
         return False
-    start = max(s for s, _ in spans.documents if s <= query)
+    # Padding belongs to the last document that has real tokens.
+    start = max(s for s, _ in spans.documents if s <= min(query, spans.valid_tokens))
+    if local is not None and (query - start) // local != (key - start) // local:
+        return False
     return key >= start
 
 
@@ -29,14 +33,16 @@ def _problems(draw):
             rows.append(RowSpans(((0, total),), draw(st.integers(0, total))))
     start = draw(st.integers(0, total - 1))
     end = draw(st.integers(start + 1, total))
-    return tuple(rows), start, end, draw(st.one_of(st.none(), st.integers(1, total + 2)))
+    window = draw(st.one_of(st.none(), st.integers(1, total + 2)))
+    local = draw(st.one_of(st.none(), st.integers(1, total + 2)))
+    return tuple(rows), start, end, window, local
 
 
 @given(_problems())
 def test_pieces_cover_exactly_what_is_visible(problem):
-    rows, start, end, window = problem
+    rows, start, end, window, local = problem
     covered: dict[tuple[int, int, int], int] = {}
-    for piece in chunk_pieces(start, end, rows, window=window):
+    for piece in chunk_pieces(start, end, rows, window=window, local=local):
         assert start <= piece.q_start < piece.q_end <= end
         assert piece.k_start < piece.k_end
         for row in range(len(rows)) if piece.row is None else [piece.row]:
@@ -50,7 +56,7 @@ def test_pieces_cover_exactly_what_is_visible(problem):
         for row, spans in enumerate(rows)
         for query in range(start, end)
         for key in range(end)
-        if _visible(spans, query, key, window)
+        if _visible(spans, query, key, window, local)
     }
     assert covered == expected
 
@@ -66,6 +72,22 @@ def test_plain_rows_are_one_piece_cut_at_the_window():
     )
 
 
+def test_plain_rows_are_cut_where_blocks_end_and_read_no_key_before_them():
+    pieces = chunk_pieces(5, 15, None, window=None, local=7)
+    assert [(p.q_start, p.q_end, p.k_start, p.k_end) for p in pieces] == [
+        (5, 7, 0, 7),
+        (7, 14, 7, 14),
+        (14, 15, 14, 15),
+    ]
+
+
+def test_chunks_of_earlier_blocks_are_not_brought_back():
+    bounds = ((0, 4), (4, 8), (8, 12), (12, 16))
+    pieces = chunk_pieces(12, 16, None, window=None, local=10)
+    (block,) = cut_blocks(bounds, pieces, block_tokens=16)
+    assert (block.chunks, block.start, block.end) == (range(2, 4), 8, 16)
+
+
 def test_rows_that_are_alike_share_one_piece():
     spans = RowSpans(((0, 4), (4, 9)), 9)
     assert all(piece.row is None for piece in chunk_pieces(0, 9, (spans, spans), window=None))
@@ -73,8 +95,8 @@ def test_rows_that_are_alike_share_one_piece():
 
 @given(_problems())
 def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
-    rows, start, end, window = problem
-    pieces = chunk_pieces(start, end, rows, window=window)
+    rows, start, end, window, local = problem
+    pieces = chunk_pieces(start, end, rows, window=window, local=local)
     runs = list(side_by_side(pieces))
     assert tuple(piece for run in runs for piece in run) == pieces
     for run in runs:

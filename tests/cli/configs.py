@@ -9,6 +9,15 @@ from sppo_hf.planning.config_file import read_fields
 LLAMA_8B: dict[str, Any] = read_fields("llama-3.1-8b")
 """A model whose profile is shipped."""
 
+LLAMA_70B: dict[str, Any] = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+"""Likewise of Llama-3.1-70B."""
+
 TINY: dict[str, Any] = {
     **LLAMA_8B,
     "head_dim": 16,

@@ -172,14 +172,13 @@ def test_a_model_that_fails_in_chunks_alone_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("source", ["type", "folder"])
-def test_of_a_multimodal_model_the_text_decoder_is_checked(source: str, tmp_path: Path) -> None:
+def test_a_multimodal_model_is_checked_whole(source: str, tmp_path: Path) -> None:
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     name = "gemma3" if source == "type" else str(tmp_path)
     code, result = _json(name)
     assert code == 0, result
-    assert result["model_class"] == "Gemma3ForCausalLM"
-    assert result["note"].startswith("the text decoder of gemma3 alone (gemma3_text)")
-    assert "multimodal, and refused in training" in result["note"]
+    assert result["model_class"] == "Gemma3ForConditionalGeneration"
+    assert not result["note"]
     assert result["num_parameters"] < 100_000
 
 
@@ -196,3 +195,16 @@ def test_help_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_list_names_what_is_exact_and_what_is_refused() -> None:
+    code, out, _ = _check("--list")
+    assert code == 0
+    assert "soft caps, mixed windows" in out, "gemma2"
+    assert "its attention bypasses" in out, "falcon"
+
+
+def test_neither_a_model_nor_the_list() -> None:
+    code, _, err = _check()
+    assert code == 2
+    assert "--list" in err

@@ -1,6 +1,6 @@
-"""A job that test_checkpoints.py starts once per rank: runs of the Trainer that save and resume.
+"""A job of test_checkpoints.py for each rank: runs of the Trainer that save and resume.
 
-    python checkpoint_ranks.py '{"folder": "...", "runs": [{"name": "a", "kind": "trainer", ...}]}'
+    {"runs": [{"name": "a", "kind": "trainer", ...}]}
 
 Rank 0 writes what a run has seen to `<name>.json`. `make_trainer` also serves runs in one process.
 """
@@ -145,9 +145,8 @@ def forget_plugin() -> None:
     GradientState._reset_state()
 
 
-def main() -> None:
-    """Run the job that the command line holds as JSON."""
-    job = json.loads(sys.argv[1])
+def main(job: dict[str, Any]) -> None:
+    """Run a job."""
     torch.set_num_threads(1)
     folder = Path(job["folder"])
     for run in job["runs"]:
@@ -159,7 +158,3 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

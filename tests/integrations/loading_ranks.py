@@ -1,8 +1,6 @@
-"""A job that test_load_model.py starts once per rank: load own stages, train a step, compare.
+"""A job of test_load_model.py for each rank: load own stages, train a step, compare.
 
-    python loading_ranks.py FOLDER
-
-FOLDER holds a checkpoint per family. Every rank loads the whole model as well, plainly, and
+`folder` holds a checkpoint per family. Every rank loads the whole model as well, plainly, and
 compares loss and gradients of its stages with it.
 """
 
@@ -110,9 +108,9 @@ def freed_share() -> float:
     return (before - psutil.Process().memory_info().rss) / others
 
 
-def main() -> None:
+def main(job: dict[str, Any]) -> None:
     """Run all comparisons; every rank writes what it saw."""
-    folder = Path(sys.argv[1])
+    folder = Path(job["folder"])
     torch.set_num_threads(1)
     seen = {
         "plain": compare(folder, "llama"),
@@ -127,7 +125,3 @@ def main() -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

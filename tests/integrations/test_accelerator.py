@@ -183,9 +183,11 @@ def test_a_call_of_the_base_model_between_steps_only_warns():
     with pytest.warns(UserWarning, match=r"LlamaModel is called directly.*not chunked"):
         model.model(input_ids=ids)
     model.eval()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        model.model(input_ids=ids)
+        ours = model.model(input_ids=ids).last_hidden_state
+        theirs = make_model().model(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_unwrapping_takes_off_mixed_precision_and_keeps_the_conversion():

@@ -19,14 +19,12 @@ from tests.integrations.training import make_model
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEAR = 1e-4
-SCRIPT = Path(__file__).with_name("checkpoint_ranks.py")
 TWO = {"pp_size": 2, "num_chunks": 3}
 FOUR = {"pp_size": 4, "num_chunks": 3}
 
 
 def launch(folder: Path, ranks: int, runs: list[dict]) -> dict[str, dict]:
-    job = {"folder": str(folder), "runs": runs}
-    run_ranks([str(SCRIPT), json.dumps(job)], ranks, folder)
+    run_ranks("tests.integrations.checkpoint_ranks", {"runs": runs}, ranks, folder)
     return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in runs}
 
 

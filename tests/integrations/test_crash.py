@@ -1,17 +1,15 @@
 """A rank of a pipeline is killed in the middle of training: all end, and training goes on later."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from sppo_hf.runtime.checkpoint_marks import what_is_torn
-from tests.integrations.launch import environment, free_port, run_job
+from tests.integrations.launch import run_job
+from tests.runtime.nursery import Ended, shared_nursery
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -21,51 +19,36 @@ SETTINGS = {"pp_size": 2, "num_chunks": 3, "pp_timeout_seconds": TIMEOUT_SECONDS
 ARGUMENTS = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
 
 
-def _kill_one_rank_in_training(folder: Path) -> tuple[list[int | None], list[str], float]:
+def _kill_one_rank_in_training(folder: Path) -> Ended:
     """Train without end on two ranks, and kill the second when the fourth step is saved."""
     folder.mkdir()
     arguments = {**ARGUMENTS, "max_steps": 100_000, "save_strategy": "steps", "save_steps": 4}
-    job = {"kind": "ddp", "rows": 4, "settings": SETTINGS, "arguments": arguments}
-    job |= {"folder": str(folder), "out": str(folder / "never.json")}
-    script, port = Path(__file__).with_name("two_ranks.py"), free_port()
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), json.dumps(job)],
-            env=environment(rank, 2, port),
-            cwd=folder,
-            stdout=logs[rank].open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
+    job = {"kind": "ddp", "rows": 4, "rank": 1, "settings": SETTINGS, "arguments": arguments}
+    job |= {"out": str(folder / "never.json")}
+
+    def kill_later(numbers: list[int]) -> None:
         saved, deadline = folder / "checkpoint-4", time.monotonic() + 90
         while time.monotonic() < deadline:
             if (saved / "trainer_state.json").exists() and what_is_torn(saved) is None:
                 break
             time.sleep(0.02)
-        os.kill(processes[1].pid, signal.SIGKILL)
-        killed_at = time.monotonic()
-        while any(p.poll() is None for p in processes) and time.monotonic() < killed_at + 60:
-            time.sleep(0.05)
-        seconds = time.monotonic() - killed_at
-        return [p.poll() for p in processes], [log.read_text() for log in logs], seconds
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        (folder / "reached").touch()
+        os.kill(numbers[1], signal.SIGKILL)
+
+    module = "tests.integrations.two_ranks"
+    return shared_nursery().launch(module, job, ranks=2, folder=folder, started=kill_later)
 
 
 def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_path):
-    codes, logs, seconds = _kill_one_rank_in_training(tmp_path / "run")
-    assert codes[1] == -signal.SIGKILL
-    assert codes[0] not in (None, 0), logs[0][-2000:]
-    assert seconds < TIMEOUT_SECONDS
-    assert "lost rank 1, last seen " in logs[0]
-    assert "its process ended without an error" in logs[0]
-    assert "lost rank 0" not in logs[0]
-    assert "rank 0 failed" not in logs[0]
+    ended = _kill_one_rank_in_training(tmp_path / "run")
+    log = ended.logs[0]
+    assert ended.codes[1] == -signal.SIGKILL
+    assert ended.codes[0] not in (None, 0), log[-2000:]
+    assert ended.seconds < TIMEOUT_SECONDS
+    assert "lost rank 1, last seen " in log
+    assert "its process ended without an error" in log
+    assert "lost rank 0" not in log
+    assert "rank 0 failed" not in log
 
     last = max(
         int(path.name.partition("-")[2])

@@ -17,7 +17,7 @@ def _series(result: dict, name: str) -> list[float]:
     return [entry[name] for entry in result["history"] if name in entry]
 
 
-def _compare(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
+def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
     for name in names:
         expected = _series(plain, name)
         assert expected
@@ -42,7 +42,7 @@ def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
     ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"] == "DistributedDataParallel"
-    _compare(ours, plain, ("loss", "grad_norm", "eval_loss"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
     entry = next(entry for entry in ours["history"] if "loss" in entry)
     # Both ranks carry rows of the same length, so together they do twice what one does.
     one = entry["sppo/tokens_per_second_per_device"]
@@ -69,7 +69,7 @@ def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
-    _compare(ours, plain, ("loss", "grad_norm"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @pytest.mark.slow

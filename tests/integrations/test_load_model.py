@@ -1,7 +1,6 @@
 """`SPPOPlugin.load_model`: plain without a pipeline, own stages in one, exact from there on."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def test_loaded_stages_train_as_the_whole_model(tmp_path):
     for name, changes in CHECKPOINTS.items():
         family = name.removesuffix("-deep")
         build_tiny_model(family, **changes).save_pretrained(tmp_path / name)
-    run_ranks([str(Path(__file__).with_name("loading_ranks.py")), str(tmp_path)], 2, tmp_path)
+    run_ranks("tests.integrations.loading_ranks", {}, 2, tmp_path)
     first, second = (json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2))
     for case in first["seen"]:
         ours = [rank["seen"][case] for rank in (first, second)]

@@ -1,12 +1,26 @@
 """The arithmetic of the numbers in the log."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
 from sppo_hf.integrations.metrics import StepMeter, summary
 from sppo_hf.model.observer import StepRecord
+from sppo_hf.offload.stats import OffloadStats
+
+_OFFLOAD = {field.name for field in fields(OffloadStats)}
+MOVED = {
+    "stall_seconds": 0.5,
+    "d2h_bytes": 10,
+    "h2d_bytes": 20,
+    "pinned_bytes": 7,
+    "fragmentation": 0.25,
+}
 
 
-def _record(**changes: object) -> StepRecord:
+def _record(**changes: Any) -> StepRecord:
+    offload = {name: changes.pop(name) for name in _OFFLOAD & changes.keys()}
     values = {
         "tokens": 100,
         "batch_rows": 1,
@@ -14,17 +28,10 @@ def _record(**changes: object) -> StepRecord:
         "model_flops": 3e12,
         "forward_seconds": 1.0,
         "backward_seconds": 2.0,
-        "stall_seconds": 0.5,
-        "d2h_bytes": 10,
-        "h2d_bytes": 20,
-        "disk_write_bytes": 0,
-        "disk_read_bytes": 0,
-        "spilled_bytes": 0,
-        "pinned_bytes": 7,
-        "host_fragmentation": 0.25,
         "planned_seconds": None,
         "num_chunks": 4,
         "training": True,
+        "offload": OffloadStats(**MOVED | offload),
     }
     return StepRecord(**{**values, **changes})
 

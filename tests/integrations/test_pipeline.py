@@ -22,7 +22,7 @@ def _series(result: dict, name: str) -> list[float]:
     return [entry[name] for entry in result["history"] if name in entry]
 
 
-def _compare(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
+def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
     for name in names:
         expected = _series(plain, name)
         assert expected
@@ -62,11 +62,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_fifty_steps_by_the_trainer_and_thirty_of_them_on_another_layout(tmp_path: Path, plain):
     """On two ranks from the start; from its checkpoint at 20 on two replicas of two ranks."""
     two = run_job({**FIFTY, "settings": PIPELINE, "rows": 4}, 2, tmp_path / "two")
-    _compare(two, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
+    _assert_same_run(two, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
     job = {**FIFTY, "settings": PIPELINE, "rows": 2}
     resume = str(tmp_path / "two" / "checkpoint-20")
     four = run_job({**job, "resume": resume}, 4, tmp_path / "resumed")
-    _compare(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
+    _assert_same_run(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_fifty_steps_by_the_trainer_and_thirty_of_them_on_another_layout(tmp_pat
 @pytest.mark.timeout(240)
 def test_fifty_steps_on_two_replicas(tmp_path: Path, plain):
     four = run_job({**FIFTY, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
-    _compare(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
+    _assert_same_run(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_settings_by_the_trainer(tmp_path: Path, settings, arguments, lora):
     job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 4}
     ours = run_job({**job, "settings": {**PIPELINE, **settings}}, 2, tmp_path / "two")
     plain = run_job(job, 1, tmp_path / "one")
-    _compare(ours, plain, ("loss", "grad_norm", "eval_loss"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_raw_loop(tmp_path: Path):
     job = {"kind": "raw"}
     ours = run_job({**job, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
-    _compare(ours, plain, ("loss", "grad_norm"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @pytest.mark.process

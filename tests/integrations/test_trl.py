@@ -2,7 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -194,9 +193,8 @@ def in_pipeline(tmp_path_factory) -> list[dict]:
         for run in (*TRAINED.values(), *OTHERS)
     ]
     out = folder / "result.json"
-    job = {"runs": runs, "folder": str(folder), "out": str(out)}
-    script = Path(__file__).with_name("trl_ranks.py")
-    run_ranks([str(script), json.dumps(job)], 2, folder, timeout_seconds=180)
+    job = {"runs": runs, "out": str(out)}
+    run_ranks("tests.integrations.trl_ranks", job, 2, folder, timeout_seconds=180)
     return json.loads(out.read_text())
 
 

@@ -1,6 +1,6 @@
-"""A job that test_trl.py starts once per rank: a trainer of TRL on a tiny Llama, seen from rank 0.
+"""A job of test_trl.py for each rank: a trainer of TRL on a tiny Llama, seen from rank 0.
 
-    python trl_ranks.py '{"runs": [{"trainer": "sft", "settings": {"pp_size": 2}, ...}], ...}'
+    {"runs": [{"trainer": "sft", "settings": {"pp_size": 2}, ...}], "out": "result.json"}
 
 Each run trains anew, so that one launch serves several. `settings` are SPPO's (left out: no SPPO),
 `arguments` those of the trainer's config. The trainer "calls" makes losses of its own instead.
@@ -197,9 +197,8 @@ def call(run: dict[str, Any], plugin: SPPOPlugin) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Run the job that the command line holds as JSON."""
-    job = json.loads(sys.argv[1])
+def main(job: dict[str, Any]) -> None:
+    """Run a job."""
     warnings.simplefilter("ignore")
     results = []
     for run in job["runs"]:
@@ -221,7 +220,3 @@ def main() -> None:
     sys.stderr.flush()
     # See two_ranks.py: nothing is left to shut down in order.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

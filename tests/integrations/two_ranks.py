@@ -1,6 +1,6 @@
-"""A job that test_distributed.py starts once per rank: train the tiny Llama, write what was seen.
+"""A job of test_distributed.py and others: each rank trains the tiny Llama, one writes what it saw.
 
-    python two_ranks.py '{"kind": "ddp", "settings": {...}, "rows": 2, "out": "a.json", ...}'
+    run_job({"kind": "ddp", "settings": {...}, "rows": 2}, ranks=2, folder=tmp_path)
 
 Kinds: "ddp" trains by the Trainer (through a pipeline if the settings say so), "fsdp2" and "raw" by
 an Accelerate loop, "refusals" collects what is refused, "scaler" lets one stage overflow,
@@ -247,9 +247,8 @@ def predict_with_and_without(job: dict[str, Any], plugin: SPPOPlugin | None) -> 
     return seen
 
 
-def main() -> None:
-    """Run the job that the command line holds as JSON."""
-    job = json.loads(sys.argv[1])
+def main(job: dict[str, Any]) -> None:
+    """Run a job."""
     settings = job.get("settings")
     plugin = None if settings is None else SPPOPlugin({"show_plan": False, **settings})
     train = {
@@ -271,7 +270,3 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

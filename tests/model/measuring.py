@@ -7,6 +7,7 @@ equal by chance. Imported only by tests that need torch and Transformers.
 from __future__ import annotations
 
 import contextlib
+import unittest.mock
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from sppo_hf.model.convert import convert
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import tiny_config
 from sppo_hf.model.tiny_families import FAMILIES
+from sppo_hf.offload.casts import WeightCasts
 
 TOKENS = 61
 """A prime, so that memory whose size is divisible by it grows with the tokens."""
@@ -137,7 +139,9 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
     for module in model.modules():
         if "Rotary" in type(module).__name__:
             handles.append(module.register_forward_hook(lambda *args: tables.extend(args[-1])))
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    # Under autocast a kept frame has hooks of its own, which see what these would see.
+    without_casts = unittest.mock.patch.object(WeightCasts, "of", return_value=None)
+    with without_casts, saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = run(model)
     for handle in handles:
         handle.remove()

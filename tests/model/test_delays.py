@@ -46,7 +46,7 @@ def _steps(model, batch, device, around):
     return results
 
 
-def check(monkeypatch, family, device, copier, around, seed):
+def assert_exact(monkeypatch, family, device, copier, around, seed):
     """Random modes and K/V on the host, against the model whose frames stay where they are."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -73,10 +73,10 @@ def check(monkeypatch, family, device, copier, around, seed):
     get_engine(model).close()
 
 
-def _on_the_fake_device(monkeypatch, family, seed):
+def _assert_exact_on_the_fake_device(monkeypatch, family, seed):
     device = OperatingDevice(lambda stream, num_bytes: 0.5)
     runtime = delayed_fake(device, seed)
-    check(
+    assert_exact(
         monkeypatch,
         family,
         torch.device("cpu"),
@@ -92,7 +92,7 @@ def _on_the_fake_device(monkeypatch, family, seed):
     ("family", "seed"), [("llama", 0), ("llama", 1), ("llama", 2), ("gpt_oss", 3)]
 )
 def test_no_operation_races_on_the_fake_device(monkeypatch, family, seed):
-    _on_the_fake_device(monkeypatch, family, seed)
+    _assert_exact_on_the_fake_device(monkeypatch, family, seed)
 
 
 @pytest.mark.parametrize("broken", ["wait", "ordered"])
@@ -100,7 +100,7 @@ def test_the_fake_device_sees_a_broken_order(monkeypatch, broken):
     mutants = {"wait": lambda self: None, "ordered": property(lambda self: True)}
     monkeypatch.setattr(StreamTicket, broken, mutants[broken])
     with pytest.raises(RaceError):
-        _on_the_fake_device(monkeypatch, "llama", 0)
+        _assert_exact_on_the_fake_device(monkeypatch, "llama", 0)
 
 
 @pytest.mark.gpu
@@ -109,7 +109,7 @@ def test_the_fake_device_sees_a_broken_order(monkeypatch, broken):
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_results_are_right_on_cuda(monkeypatch, family, seed, own_streams):
     runtime = delayed_cuda(seed)
-    check(
+    assert_exact(
         monkeypatch,
         family,
         torch.device("cuda"),

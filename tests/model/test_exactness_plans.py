@@ -100,7 +100,7 @@ def test_many_plans_are_exact(
 ) -> None:
     folder = tmp_path_factory.mktemp(family)
 
-    @settings(max_examples=20)
+    @settings(max_examples=12)
     @given(drawn=DECISIONS)
     def check(drawn: dict[str, Any]) -> None:
         _check(family, lora, folder, drawn)

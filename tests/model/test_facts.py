@@ -109,3 +109,17 @@ def test_what_the_environment_says_of_the_allocator_stays(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
     facts.use_expandable_segments(GPU)
     assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+
+
+def test_the_cache_leaves_a_part_of_a_gpu_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[float, object]] = []
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, 80 * gib))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *args: said.append(args)
+    )
+    facts.leave_to_driver(torch.device("cpu"), 2 * gib)
+    assert not said
+    gpu = torch.device("cuda", 0)
+    facts.leave_to_driver(gpu, 2 * gib)
+    assert said == [(78 / 80, gpu)]

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.model.adapters import quiet_peft
 from sppo_hf.model.facts import model_shape
 from sppo_hf.model.structure import find_parts
-from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
 from sppo_hf.planning.lora import LoraShape
 
 pytestmark = pytest.mark.fake
@@ -50,3 +52,26 @@ def test_under_autocast_products_are_narrower_than_weights() -> None:
         shape = model_shape(parts)
     assert (shape.dtype_bytes, shape.parameter_bytes) == (2, 4)
     assert shape.kv_bytes_per_token(0) * 2 == model_shape(parts).kv_bytes_per_token(0)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_autocast_keeps_as_many_bytes_of_casts_as_are_counted(adapters: bool) -> None:
+    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    model = add_lora(model) if adapters else model
+
+    weights: list[tuple[StorageWeakRef, int]] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter):
+                weights.append((StorageWeakRef(result.untyped_storage()), result.nbytes))
+            return result
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        shape = model_shape(find_parts(model))
+        with Casts():
+            model(**make_batch(tokens=7))
+        kept = sum(size for reference, size in weights if not reference.expired())
+    kept -= 0 if shape.lora is None else shape.lora_bytes // 2  # too small to be counted
+    assert kept == pytest.approx(shape.cached_cast_bytes, rel=0.01), "norms are counted, not cast"

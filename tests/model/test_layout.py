@@ -118,3 +118,11 @@ def test_offsets_that_do_not_fit_are_refused(offsets):
 def test_other_masks_are_refused(mask, message):
     with pytest.raises(ConfigError, match=message):
         _read(attention_mask=mask)
+
+
+def test_where_blocks_are_counted_documents_behind_others_begin_at_zero():
+    shifted = torch.tensor([[0, 1, 2, 5, 6, 7]])
+    assert _read(batch_rows=1, position_ids=shifted).rows is not None
+    assert _read(batch_rows=1, position_ids=torch.tensor([[4, 5, 0, 1, 2, 3]]), blocks=True).rows
+    with pytest.raises(ConfigError, match=r"begins at position 5.*restart at 0"):
+        _read(batch_rows=1, position_ids=shifted, blocks=True)

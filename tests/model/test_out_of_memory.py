@@ -25,6 +25,7 @@ from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.tiny import build_tiny_model
 from sppo_hf.offload.lanes import HostCopier
 from sppo_hf.offload.pool import HostPool
+from sppo_hf.planning.plan import Plan
 
 TOKENS = 48
 
@@ -36,13 +37,15 @@ class Fault:
     at: int = -1
     calls: int = 0
     raised: bool = False
+    kind: type[RuntimeError] = torch.OutOfMemoryError
+    words: str = "CUDA out of memory. As injected"
 
     def __call__(self) -> None:
         """Count a call."""
         self.calls += 1
         if self.calls == self.at:
             self.raised = True
-            raise torch.OutOfMemoryError("CUDA out of memory. As injected")
+            raise self.kind(self.words)
 
     def arm(self, at: int) -> None:
         """Raise at the `at`-th call from now, the first being 1."""
@@ -252,6 +255,86 @@ def test_evaluation_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids, labels=ids).loss, expected)
     assert_clean(model)
+
+
+# -- a first forward is planned anew, once -------------------------------------------------------
+
+BUDGET = 64 * 2**20
+
+
+class Plans(StepObserver):
+    """Notes the device budgets of the plans that are shown."""
+
+    def __init__(self) -> None:
+        self.budgets: list[int | None] = []
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        self.budgets.append(plan.budgets.device)
+
+
+def budgeted(dropout: float = 0.0) -> tuple[torch.nn.Module, Plans, Tensor]:
+    """A model with a device budget, its plans and a batch."""
+    torch.manual_seed(0)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(dropout))
+    plans = Plans()
+    settings = {"num_chunks": 4, "show_plan": False, "offload": "full", "min_offload_size": 1}
+    convert(model, SPPOConfig(device_memory=BUDGET, **settings), observer=plans)
+    torch.manual_seed(1)
+    return model, plans, torch.randint(0, 97, (2, TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory. As injected"),
+        (RuntimeError, "CUDA ran out of memory outside PyTorch's allocator. As injected"),
+        (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ],
+    ids=["allocator", "driver", "cudnn"],
+)
+def test_a_first_forward_is_run_again_with_less_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError], words: str
+) -> None:
+    model, plans, ids = budgeted(dropout=0.3)
+    expected = step(model, ids)
+    model, plans, ids = budgeted(dropout=0.3)
+    fault = Fault(kind=kind, words=words)
+    PLACES["attention"](monkeypatch, model, fault)
+    fault.arm(5)
+    with no_collector(), pytest.warns(UserWarning, match="memory ran out in the first forward"):
+        ours = step(model, ids)
+    assert fault.raised
+    assert plans.budgets == [BUDGET, int(0.95 * BUDGET)]
+    assert_equal(ours, expected)  # dropout's draws are those of the first try
+    assert_clean(model)
+
+
+def test_only_the_first_forward_is_run_again_and_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, plans, ids = budgeted()
+    fault = Fault()
+    PLACES["attention"](monkeypatch, model, fault)
+    fault.arm(5)
+    with pytest.warns(UserWarning, match="memory ran out"):
+        step(model, ids)
+    fault.arm(5)
+    failing_step(model, ids)  # a forward under this plan has come to its end before
+    fault.arm(5)
+    failing_step(model, ids[:, :40])  # another plan, but that was the second time
+    assert plans.budgets == [BUDGET, int(0.95 * BUDGET), int(0.95 * BUDGET)]
+
+
+def test_other_errors_are_no_reason_to_plan_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plans, ids = budgeted()
+    fault = Fault(kind=RuntimeError, words="shapes do not fit")
+    PLACES["attention"](monkeypatch, model, fault)
+    fault.arm(5)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        step(model, ids)
+    assert plans.budgets == [BUDGET]
 
 
 # -- where memory really runs out ----------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_gradients_that_are_there_are_planned_for():
     for _ in range(3):
         _step(model)
     assert [plan.accumulates for plan in seen] == [False, True], "once, however often"
-    once, twice = (plan.estimate.moments[-1].device.gradients for plan in seen)
+    once, twice = (plan.estimate.moments[-1].device["gradients"] for plan in seen)
     assert twice == 2 * once > 0
     model.zero_grad(set_to_none=True)
     _step(model)
@@ -64,7 +64,7 @@ def test_few_gradients_change_no_plan():
     for _ in range(2):
         _step(model)
     (plan,) = seen
-    assert plan.estimate.moments[-1].device.gradients < 0.01 * plan.estimate.device.total
+    assert plan.estimate.moments[-1].device["gradients"] < 0.01 * plan.estimate.device.total
 
 
 def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.MonkeyPatch):

@@ -35,14 +35,14 @@ def _quantise(module, bits=4):
     {"recompute": "none", "offload": "full", "min_offload_size": 1},
 ])  # fmt: skip
 def test_adapters_get_the_gradients_of_the_unmodified_model(settings):
-    _compare(_quantised_model(), **settings)
+    _assert_same_gradients(_quantised_model(), **settings)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_adapters_get_them_too_where_products_are_kept(monkeypatch, bits, tier):
     force_modes(monkeypatch, lambda chunk, layer: mode_of("products", tier))
-    _compare(_quantised_model(bits), min_offload_size=1)
+    _assert_same_gradients(_quantised_model(bits), min_offload_size=1)
 
 
 def _quantised_model(bits=4):
@@ -51,7 +51,7 @@ def _quantised_model(bits=4):
     return add_lora(model).train()
 
 
-def _compare(model, **settings):
+def _assert_same_gradients(model, **settings):
     ids = torch.randint(0, 97, (2, 23), generator=torch.Generator().manual_seed(0))
 
     def gradients(model):

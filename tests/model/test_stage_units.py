@@ -33,7 +33,8 @@ from sppo_hf.runtime.pipeline_engine import PipelineEngine, Prepared
 TOKENS = 23
 LENGTHS = (1, 9, 6, 7)
 CHUNKS = len(LENGTHS)
-FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe")
+STATES = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
+FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe", *STATES)
 
 
 @pytest.fixture(autouse=True)

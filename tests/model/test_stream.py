@@ -53,6 +53,7 @@ def _assert_exact(model, batch, *, accumulation=1, **settings):
 # -- exact, whatever else happens ----------------------------------------------------------------
 
 FAMILIES = ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "phi3"]
+FAMILIES += ["llama4_text", "gemma4_text-shared-kv", "gemma3n_text"]
 MODES = [("none", "none"), ("none", "full"), ("full", "none"), ("full", "full")]
 
 

@@ -197,6 +197,8 @@ def test_a_relative_folder_is_meant_from_where_the_store_was_made(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     folder.new_file(BLOCK_BYTES).close()
+    assert (tmp_path / "here").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
     folder.remove()
 
 

@@ -189,11 +189,12 @@ def test_closing_frees_all_without_the_clock() -> None:
     device = _slow_device()
     engine = _engine(device)
     handles = [engine.start_offload(device.tensor(torch.rand(100))) for _ in range(3)]
+    assert engine.stats().live_handles == 3
     engine.close()
     assert engine.pool.used_bytes == 0
     device.look_for_freed()
     assert device.device_bytes == 0
-    assert len(handles) == 3
+    del handles  # only now: those who hold them keep nothing alive
 
 
 def test_stats_taken_are_those_since_the_last_time() -> None:
@@ -209,6 +210,8 @@ def test_stats_taken_are_those_since_the_last_time() -> None:
         assert stats.stall_seconds == pytest.approx(2.0)
         assert stats.pinned_bytes == 0
         assert stats.host_bytes == SLAB_BYTES
+        assert stats.host_peak_bytes >= stats.host_used_bytes >= expected
+        assert stats.grown_bytes == (SLAB_BYTES if expected == 400 else 0)
         assert stats.live_handles == 1
         handles.clear()
     assert engine.stats().d2h_bytes == 1200

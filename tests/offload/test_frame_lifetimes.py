@@ -27,7 +27,7 @@ from tests.offload.small_stack import (
 )
 
 
-def _steps_on_the_fake_device() -> None:
+def _assert_steps_do_not_race_on_the_fake_device() -> None:
     # Time stands still for the host: sources are freed by waits of the compute stream alone.
     device = FakeDevice(lambda stream, num_bytes: 5.0)
     engine = OffloadEngine(StreamCopier(device), HostPool(SLAB_BYTES), min_offload_elements=8)
@@ -56,7 +56,7 @@ def _steps_on_the_fake_device() -> None:
 
 
 def test_autograd_on_the_fake_device_never_races() -> None:
-    _steps_on_the_fake_device()
+    _assert_steps_do_not_race_on_the_fake_device()
 
 
 def test_the_fake_device_sees_a_source_freed_under_autograd(
@@ -64,7 +64,7 @@ def test_the_fake_device_sees_a_source_freed_under_autograd(
 ) -> None:
     monkeypatch.setattr(StreamTicket, "ordered", property(lambda self: True))
     with pytest.raises(RaceError):
-        _steps_on_the_fake_device()
+        _assert_steps_do_not_race_on_the_fake_device()
 
 
 def test_two_forwards_before_one_backward() -> None:

@@ -130,7 +130,8 @@ def test_a_change_of_the_compute_stream_keeps_the_order(device: FakeDevice) -> N
         out = copier.start_d2h(source, host)
         back, into = copier.start_h2d(host, out)
         into.wait()
-        device.kernel(reads=[back])
+        device.kernel(reads=[back])  # raises RaceError where one of them did not wait
+    assert torch.equal(back, _bytes())
 
 
 def test_a_wait_for_one_copy_orders_all_before_it_and_none_after(device: FakeDevice) -> None:
@@ -176,7 +177,29 @@ def test_a_copy_that_another_stream_waited_for_is_ordered_for_the_new_one(
     into.wait()
     with device.use_stream(device.new_stream()):
         into.wait()
+        device.kernel(reads=[back])  # raises RaceError where this stream did not wait
+
+
+def test_events_are_used_again(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many round trips each makes the two by which its copies are known, and no others."""
+    made: list[bool] = []
+
+    def new_event(*, timed: bool) -> FakeEvent:
+        made.append(timed)
+        return FakeEvent(device)
+
+    monkeypatch.setattr(device, "new_event", new_event)
+    copier = StreamCopier(device)
+    for _ in range(20):
+        source, host = device.tensor(_bytes(), seconds=3.0), _host()
+        back, into = copier.start_h2d(host, copier.start_d2h(source, host))
+        into.wait()
         device.kernel(reads=[back])
+        device.finish()
+        device.host_clock.update(device.compute.clock)  # as if the host had waited for the step
+    assert made.count(False) == 20 * 2 + 1
+    assert made.count(True) == 2
+    assert copier.stall_seconds() == 20 * 2 * SECONDS
 
 
 def test_stalls_are_counted_as_they_pass(device: FakeDevice) -> None:

@@ -245,10 +245,12 @@ def test_a_step_that_fails_leaves_a_clean_engine(
     except _StepFails:
         if abandons:
             training.engine.abandon()
+    # Values, order and what is left are asserted by each of these.
     training.end()
     training.step(plan)
     training.end()
     training.engine.close()
+    assert training.engine.pool.used_bytes == 0
 
 
 @settings(max_examples=60)
@@ -264,6 +266,7 @@ def test_two_forwards_before_their_backwards(
         training.backward(frames, tape)
     training.end()
     training.engine.close()
+    assert training.engine.pool.used_bytes == 0
 
 
 def test_slow_disk_and_small_staging_only_cost_time() -> None:

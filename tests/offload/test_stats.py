@@ -1,4 +1,4 @@
-"""Numbers since an earlier moment: what only grows is counted from there, all else is as now."""
+"""Numbers since an earlier moment: what only grows is counted from there."""
 
 from dataclasses import fields
 
@@ -22,3 +22,4 @@ def test_what_only_grows_is_counted_from_the_earlier_moment() -> None:
     for number, name in enumerate(names):
         expected = 100 + 3 * number if name in AS_NOW else 100 + 2 * number
         assert getattr(since, name) == expected, name
+    assert (since + before) == now

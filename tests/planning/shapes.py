@@ -28,7 +28,10 @@ def shape_of(
 
 
 def by_hand(config: Any, training: Training) -> ModelProfile:
-    """The profile of a Llama model (a `Tracer`); of LoRA on all linear layers in float32 only."""
+    """The profile of a Llama model (a `Tracer`); of LoRA on all linear layers in float32 only.
+
+    Frames are those without autocast.
+    """
     windows: list[int | None] = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
@@ -74,13 +77,15 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         forward_flops=2 * weights,
         input_gradient_flops=2 * weights,
         weight_gradient_flops=2 * weights,
-        skeleton_recompute_flops=2 * weights - 2 * hidden * width,
+        # Nothing needs keys and values, nor the last product.
+        skeleton_recompute_flops=2 * (weights - hidden * width - 2 * hidden * kv),
         products_recompute_flops=0,
         skeleton_bytes=skeleton,
         products_bytes=products,
         # What the norms scale, and what they give to projections; gate, activated gate, up and
         # their product.
         whole_bytes=both + 4 * hidden * size + 4 * width * size,
+        largest_bytes=max(hidden * wide, width * size),
         total_weights=weights + 2 * hidden,
     )
     if training.lora is None:
@@ -93,12 +98,14 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         input_gradient_flops=2 * (weights + adapters),
         weight_gradient_flops=2 * adapters,
         # All but the last adapter's second factor, which saves what it multiplies first.
-        skeleton_recompute_flops=2 * (weights + adapters - rank * hidden),
+        skeleton_recompute_flops=common.skeleton_recompute_flops + 2 * (adapters - rank * hidden),
         products_recompute_flops=2 * rank * (sum(outputs) - hidden),
         products_bytes=products + 7 * rank * 4,
         # Each adapter: its input in float32, and what the first factor makes of it.
         whole_bytes=both + 3 * width * size + (sum(inputs) + 7 * rank) * 4,
+        largest_bytes=width * 4,
         adapter_weights=adapters,
+        adapted_mlp_width=width * any(map(training.lora.adapts, ("gate_proj", "up_proj"))),
     )
 
 

@@ -7,7 +7,8 @@ from rich.console import Console, RenderableType
 
 from sppo_hf.planning.answer_tables import chunk_table, estimate_table, plan_tables
 from sppo_hf.planning.ask import ask, compare_policies, plan_for
-from sppo_hf.planning.report import format_bytes, format_seconds
+from sppo_hf.planning.report import format_seconds
+from sppo_hf.rules import format_bytes
 from tests.planning.questions import TOO_LONG_TOKENS, answer, question
 
 

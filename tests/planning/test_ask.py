@@ -161,7 +161,7 @@ def test_accumulated_gradients_are_counted() -> None:
     )
     assert once.plan is not None
     assert more.plan is not None
-    last = [answer.estimate.moments[-1].device.gradients for answer in (once, more)]
+    last = [answer.estimate.moments[-1].device["gradients"] for answer in (once, more)]
     assert last[1] == 2 * last[0] > 0
     assert more.max_seq_len < once.max_seq_len
 

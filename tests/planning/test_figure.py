@@ -12,11 +12,11 @@ import pytest
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.figure import draw_plan
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change, simulate
 from sppo_hf.schedule.timeline import Timeline
-from tests.planning.synthetic import GIB, Step, mixed_plan
+from tests.planning.synthetic import GIB, mixed_plan, simulated
 
 matplotlib = pytest.importorskip("matplotlib")
 # Not of the pure tier, which is the standard library's.
@@ -58,7 +58,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     ("ending", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")]
 )
 def test_formats(tmp_path: Path, ending: str, magic: bytes) -> None:
-    path = draw(mixed_plan(2, 2), Step(mixed_plan(2, 2)).simulate(), tmp_path / f"plan{ending}")
+    path = draw(mixed_plan(2, 2), simulated(mixed_plan(2, 2)), tmp_path / f"plan{ending}")
     assert path.read_bytes().startswith(magic)
 
 
@@ -66,7 +66,7 @@ def test_unknown_endings_are_refused(tmp_path: Path) -> None:
     plan = mixed_plan(2, 2)
     for name in ("plan.bmp", "plan"):
         with pytest.raises(ConfigError, match=rf"'{name}'.*\.png, \.svg, \.pdf"):
-            draw(plan, Step(plan).simulate(), tmp_path / name)
+            draw(plan, simulated(plan), tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
@@ -74,21 +74,21 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     plan = mixed_plan(2, 2)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
-        draw(plan, Step(plan).simulate(), tmp_path / "plan.png")
+        draw(plan, simulated(plan), tmp_path / "plan.png")
 
 
 def test_leaves_matplotlibs_settings_alone(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     with_pyplot = "matplotlib.pyplot" in sys.modules
     plan = mixed_plan(2, 2)
-    draw(plan, Step(plan).simulate(), tmp_path / "plan.png")
+    draw(plan, simulated(plan), tmp_path / "plan.png")
     assert dict(matplotlib.rcParams) == before
     assert ("matplotlib.pyplot" in sys.modules) == with_pyplot
 
 
 def test_says_what_it_shows(tmp_path: Path) -> None:
     plan = mixed_plan(8)
-    timeline = Step(plan, copy_slowness=3.0).simulate()
+    timeline = simulated(plan, copy_slowness=3.0)
     said = words_in(draw(plan, timeline, tmp_path / "plan.svg"))
     peak = format_bytes(timeline.peak("device").num_bytes)
     for words in (
@@ -96,9 +96,9 @@ def test_says_what_it_shows(tmp_path: Path) -> None:
         f"{timeline.end_seconds:.3g} seconds a step",
         *("keep", "offload", "disk", "recompute", "recompute+offload"),
         f"device: peak {peak}, over the budget of 80.0 GiB",
-        *("weights", "K/V", "frames", "live chunk", "staging", "budget", "GiB"),
+        *("weights", "K/V", "frames", "workspace", "copies", "budget", "GiB"),
         f"lanes: compute waits {timeline.stall_seconds('compute'):.3g} seconds",
-        *("compute", "D2H", "disk write", "forward", "backward", "host to device", "waits"),
+        *("compute", "d2h", "disk write", "forward", "backward", "host to device", "waits"),
         *("time (seconds)", "position in the sequence (tokens)"),
     ):
         assert words in said, words
@@ -107,7 +107,7 @@ def test_says_what_it_shows(tmp_path: Path) -> None:
 
 def test_a_budget_far_above_is_named_but_not_drawn(tmp_path: Path, drawn: Any) -> None:
     plan = mixed_plan(2, 2)
-    timeline = Step(plan).simulate()
+    timeline = simulated(plan)
     draw(plan, timeline, tmp_path / "plan.png", budgets={"device": 10**15})
     panels = [axes for axes in drawn().axes if axes.get_title(loc="left").startswith("device")]
     assert "(above the panel)" in panels[0].get_title(loc="left")
@@ -116,7 +116,7 @@ def test_a_budget_far_above_is_named_but_not_drawn(tmp_path: Path, drawn: Any) -
 
 def test_time_is_on_one_axis(tmp_path: Path, drawn: Any) -> None:
     plan = mixed_plan(4, 4)
-    timeline = Step(plan).simulate()
+    timeline = simulated(plan)
     draw(plan, timeline, tmp_path / "plan.png")
     _, modes, *panels = drawn().axes
     assert modes.get_xlim() == (0, plan.total_tokens)
@@ -143,7 +143,7 @@ def test_no_words_lie_on_others(
 
     monkeypatch.setattr(Text, "draw", watch)
     plan = mixed_plan(num_chunks, layers)
-    draw(plan, Step(plan, copy_slowness=2.0).simulate(), tmp_path / "plan.png")
+    draw(plan, simulated(plan, copy_slowness=2.0), tmp_path / "plan.png")
     assert len(boxes) > 30
     assert not [
         text.get_text()

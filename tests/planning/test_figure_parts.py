@@ -1,47 +1,58 @@
-"""What the picture of a plan is made of: few bars, stacks that add up, colours of modes."""
+"""What the picture of a plan is made of: few bars, stacks that add up, a colour for every cause."""
 
 import pytest
+from hypothesis import given, settings
 
+from sppo_hf.planning.causes import Cause
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.figure_parts import mode_colour, stack_causes
+from sppo_hf.planning.lowering import lower
 from sppo_hf.planning.modes import ALL_MODES
-from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.bars import FINEST, KIND_COLOURS, join_spans, mixed
-from sppo_hf.schedule.simulate import Change, simulate
-from tests.planning.synthetic import Step, mixed_plan
+from sppo_hf.schedule.bars import FINEST, join_spans
+from sppo_hf.schedule.timeline import Timeline
+from tests.planning.situations import runs
+from tests.planning.synthetic import mixed_plan, simulated
 
 
 def test_a_large_plan_is_few_bars_and_all_its_work() -> None:
-    timeline = Step(mixed_plan(64, 80)).simulate()
+    timeline = simulated(mixed_plan(64, 80))
     for lane in timeline.lanes:
         bars = join_spans(timeline.spans(lane), timeline.end_seconds * FINEST)
         assert len(bars) <= 700
         assert sum(bar.busy_seconds for bar in bars) == pytest.approx(timeline.busy_seconds(lane))
 
 
-def test_a_stack_adds_up_to_the_curve() -> None:
-    timeline = Step(mixed_plan(8)).simulate()
-    for tier in ("device", "host", "disk"):
+@given(run=runs())
+@settings(max_examples=40)
+def test_stacks_add_up_to_the_curves_and_know_every_cause(run: tuple[StageCost, Decisions]) -> None:
+    cost, what = run
+    timeline = lower(what, cost).simulate(with_bytes=True)
+    for tier in timeline.tiers:
         curve = timeline.curve(tier)
         stack = stack_causes(timeline, tier, [at for at, _ in curve])
         assert [
             sum(parts) for parts in zip(*(layer.held_bytes for layer in stack), strict=True)
         ] == [num_bytes for _, num_bytes in curve]
-    device = stack_causes(timeline, "device", [0.0])
-    names = [layer.name for layer in device]
-    assert names == ["weights", "gradients", "K/V", "frames", "live chunk"]
+        assert [layer.name for layer in stack] == [
+            cause.label for cause in Cause if cause in timeline.curves_by_cause(tier)
+        ]
 
 
-def test_a_cause_has_its_tiers_colour_on_every_rank() -> None:
-    timeline = simulate(
-        {"1.compute": [Action("F", 1, 0)]},
-        seconds=lambda _: 1.0,
-        after=lambda _: (),
-        changes=lambda _: [Change("1.host", "frames", 1), Change("1.host", "disk_staging", 1)],
+def test_causes_can_be_told_apart() -> None:
+    for tier in ("device", "3.host"):
+        timeline = _holding_everything(tier)
+        stack = stack_causes(timeline, tier, [0.0])
+        assert len({layer.name for layer in stack}) == len(Cause)
+        assert len({layer.colour for layer in stack}) == len(Cause)
+
+
+def _holding_everything(tier: str) -> Timeline:
+    from sppo_hf.schedule.simulate import Change, simulate
+
+    return simulate(
+        {}, seconds=lambda _: 0.0, after=lambda _: (), standing=[Change(tier, c, 1) for c in Cause]
     )
-    frames, staging = stack_causes(timeline, "1.host", [0.0])
-    assert (frames.name, staging.name) == ("frames", "disk staging")
-    assert frames.colour == KIND_COLOURS["D"]
-    assert staging.colour == mixed(KIND_COLOURS["D"], 0.5)
 
 
 def test_every_mode_has_a_colour_of_its_own() -> None:

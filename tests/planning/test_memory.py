@@ -8,17 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.memory import check_budget, estimate
+from sppo_hf.planning.lowering import StepProgram, estimate
+from sppo_hf.planning.memory import check_budget
+from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.shape import ModelShape
-from sppo_hf.planning.tier_bytes import TierBytes
-from tests.planning.shapes import llama_config, shape_of, tiny_shape
+from tests.planning.shapes import by_hand, llama_config, shape_of, tiny_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))
 # Few parameters train, so that gradients decide no peak.
@@ -52,22 +54,25 @@ def decided(
 
 def test_standing_bytes() -> None:
     both = [estimate(SHAPE, decided(KEEP, training=t)).moments for t in (True, False)]
-    assert [moments[0].device.weights for moments in both] == [SHAPE.weight_bytes] * 2
-    assert [moments[-1].device.gradients for moments in both] == [2000, 0]
-    assert [moments[-1].device.optimizer for moments in both] == [8000, 0]
-    assert both[0][0].device.logits_tile == 64 * 128_256 * (2 + 4 + 4 + 4)
-    assert both[0][-1].device.logits_tile == 0, "the loss has its gradient in forward"
+    assert [moments[0].device["weights"] for moments in both] == [SHAPE.weight_bytes] * 2
+    assert [moments[-1].device["gradients"] for moments in both] == [2000, 0]
+    assert [moments[-1].device["optimizer"] for moments in both] == [8000, 0]
+    assert both[0][0].device["logits_tile"] == 64 * 128_256 * (2 + 4 + 4 + 4)
+    assert both[0][-1].device["logits_tile"] == 0, "the loss has its gradient in forward"
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> None:
     shape = shape_of(llama_config(), dtype_bytes=2)
     what = decided(KEEP, accumulates=accumulates)
-    gradients = [m.device.gradients for m in estimate(shape, what).moments]
+    gradients = [m.device["gradients"] for m in estimate(shape, what).moments]
     before = shape.gradient_bytes if accumulates else 0
     head = 128_256 * 4096 * 4  # summed in float32 while the loss is computed
     batch = before + shape.gradient_bytes
-    assert gradients == [before + head, before + head, before + head, batch, batch, batch]
+    # The last chunk's backward, which comes first, writes them layer by layer.
+    assert gradients[:2] == [before + head] * 2
+    assert gradients[2] == pytest.approx(before + head + (shape.gradient_bytes - head) / 32, abs=1)
+    assert gradients[3:] == [batch] * 3
 
 
 def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
@@ -76,19 +81,19 @@ def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
     moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128)))).moments
     tile = 64 * 128_256 * (2 + 4 + 4 + 4)
     # The head's of the first tile is the sum itself; the embedding's comes chunk by chunk.
-    assert [m.device.logits_tile for m in moments[:2]] == [tile, tile + size]
-    assert [m.device.workspace >= size for m in moments] == [False] * 3 + [True, False, True]
+    assert [m.device["logits_tile"] for m in moments[:2]] == [tile, tile + size]
+    assert [m.device["workspace"] >= size for m in moments] == [False] * 3 + [True, False, True]
     on_cpu = estimate(shape, decided(KEEP, ((0, 64), (64, 128))), device_kind="cpu").moments
-    assert [m.device.workspace >= size for m in on_cpu] == [False] * 5 + [True]
+    assert [m.device["workspace"] >= size for m in on_cpu] == [False] * 5 + [True]
 
 
 def test_kept_frames_peak_where_forward_ends() -> None:
     predicted = predict(KEEP)
     shape = SHAPE
-    assert predicted.moment == "forward of chunk 2 of 2"
-    assert predicted.device.frames == 32 * 1000 * shape.frame_bytes_per_token(0)
-    assert predicted.device.kv == 1000 * shape.kv_bytes_per_token()
-    assert predicted.device.dkv == predicted.device.skeletons == 0
+    assert predicted.moment == "loss of chunk 2 of 2"
+    assert predicted.device["frames"] == 32 * 1000 * shape.frame_bytes_per_token(0)
+    assert predicted.device["kv"] == 1000 * shape.kv_bytes_per_token()
+    assert predicted.device["dkv"] == predicted.device["skeletons"] == 0
     assert predicted.host.total == 0
 
 
@@ -98,10 +103,10 @@ def test_offloaded_skeletons_leave_kv_and_dkv_on_the_device() -> None:
     # Nothing shrinks while the last chunk goes backward, so its end is the peak: by then all
     # layers hold dK/dV of the 500 tokens before it.
     assert predicted.moment == "end of backward of chunk 2 of 2"
-    assert predicted.device.dkv == 500 * shape.dkv_bytes_per_token()
-    assert predicted.device.frames == predicted.device.skeletons == 0
-    assert predicted.host.skeletons == 32 * 1000 * shape.skeleton_bytes_per_token(0)
-    assert predicted.host.frames == 0
+    assert predicted.device["dkv"] == 500 * shape.dkv_bytes_per_token()
+    assert predicted.device["frames"] == predicted.device["skeletons"] == 0
+    assert predicted.host["skeletons"] == 32 * 1000 * shape.skeleton_bytes_per_token(0)
+    assert predicted.host["frames"] == 0
 
 
 def test_modes_order_as_they_should() -> None:
@@ -117,15 +122,15 @@ def test_mixed_modes_split_between_tiers() -> None:
     rows = ((KEEP, OFFLOAD, *[KEEP] * 30), (KEEP,) * 32)
     predicted = estimate(shape, replace(decided(KEEP), layer_modes=rows))
     frame = shape.frame_bytes_per_token(0)
-    assert predicted.host.frames == 600 * frame
-    assert predicted.device.frames == (32 * 1000 - 600) * frame
+    assert predicted.host["frames"] == 600 * frame
+    assert predicted.device["frames"] == (32 * 1000 - 600) * frame
 
 
 def test_evaluation_holds_no_frames() -> None:
     device = predict(KEEP, training=False).device
-    assert device.frames == device.dkv == device.gradients == 0
+    assert device["frames"] == device["dkv"] == device["gradients"] == 0
     assert predict(OFFLOAD, training=False).host.total == 0
-    assert predict(KEEP, training=False).moment == "forward of chunk 2 of 2"
+    assert predict(KEEP, training=False).moment == "loss of chunk 2 of 2"
 
 
 def test_returned_logits_are_counted_whole() -> None:
@@ -134,7 +139,7 @@ def test_returned_logits_are_counted_whole() -> None:
         estimate(
             shape,
             decided(KEEP, ((0, 10),), layers=2, rows=2, tile_tokens=4, return_logits=asked),
-        ).device.logits_tile
+        ).device["logits_tile"]
         for asked in (False, True)
     ]
     assert sizes[1] - sizes[0] == 2 * 10 * 10 * 4
@@ -150,22 +155,14 @@ def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: FrameMode) 
     one, many = predict(mode, bounds), predict(mode, bounds, rows=rows)
     for a, b in zip(one.moments, many.moments, strict=True):
         for cause in ("kv", "dkv", "frames", "skeletons", "workspace", "copies", "hidden"):
-            # In forward the workspace is only what the logits do not cover.
-            if cause != "workspace" or "backward" in a.name:
-                assert getattr(b.device, cause) == rows * getattr(a.device, cause)
+            assert b.device[Cause(cause)] == rows * a.device[Cause(cause)]
     # Slabs, and what passes through to the disk, are as large whatever comes.
     frames = [
-        max(m.host.frames + m.host.products + m.host.skeletons for m in predicted.moments)
+        max(m.host["frames"] + m.host["products"] + m.host["skeletons"] for m in predicted.moments)
         for predicted in (one, many)
     ]
     assert frames[1] == rows * frames[0]
-    assert many.device.weights == one.device.weights
-
-
-def test_total_is_the_sum_of_causes() -> None:
-    tier = TierBytes(weights=1, kv=20, workspace=300)
-    assert tier.total == 321
-    assert dict(tier.items())["kv"] == 20
+    assert many.device["weights"] == one.device["weights"]
 
 
 def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
@@ -177,7 +174,7 @@ def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
         bounds = tuple((start, start + 512) for start in range(0, 64_512, 512))
         moments = estimate(shape, decided(OFFLOAD, bounds, **others), device_kind=kind).moments
         (found,) = [m for m in moments if m.name == "start of backward of chunk 126 of 126"]
-        return found.device.workspace
+        return found.device["workspace"]
 
     expanded = 2 * 32 * 128 * 2
     joined = {kv_heads: 2 * 2 * kv_heads * 128 * 2 for kv_heads in (8, 32)}
@@ -209,4 +206,27 @@ def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
     shape = shape_of(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
     frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
     assert frames[0] < frames[1] == frames[31]
-    assert estimate(shape, decided(KEEP)).device.frames == 1000 * sum(frames)
+    assert estimate(shape, decided(KEEP)).device["frames"] == 1000 * sum(frames)
+
+
+def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
+    shape = ModelShape.from_profile(
+        by_hand(llama_config(), Training(dtype_bytes=2, parameter_bytes=4))
+    )
+    moments = estimate(shape, decided(KEEP)).moments
+    # Half as many bytes again as the float32 weights, but for the embedding's rows and norms.
+    casts = 2 * (shape.total_parameters - 128_256 * 4096 - 4096)
+    assert moments[0].device["weights"] - shape.weight_bytes == casts
+    assert moments[-1].device["weights"] == shape.weight_bytes
+
+
+def test_wide_adapters_compute_beside_what_they_are_added_to() -> None:
+    def workspace(**lora: Any) -> int:
+        shape = shape_of(llama_config(), lora=LoraShape(rank=16, **lora))
+        held = StepProgram(decided(KEEP), shape, "cuda").levels["device"]
+        return int(held[Cause.WORKSPACE].during[0])
+
+    narrow, wide = workspace(dtype_bytes=2), workspace()
+    assert narrow == 600 * 2 * (2 * 14_336 + 2 * 4096)
+    assert wide == narrow + 600 * 3 * 4 * 14_336
+    assert workspace(autocast=True) == workspace(targets=("q_proj",)) == narrow

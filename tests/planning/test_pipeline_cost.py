@@ -6,15 +6,14 @@ import pytest
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import COMPUTE
+from sppo_hf.planning.lowering import lower as lower_stage
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.modes import Saved, mode_of
 from sppo_hf.planning.partition import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
-from sppo_hf.planning.stage import COMPUTE
-from sppo_hf.planning.stage import lower as lower_stage
-from sppo_hf.planning.stage_bytes import StageBytes
 from sppo_hf.planning.stage_plan import stage_shape
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action
@@ -77,7 +76,7 @@ def test_one_rank_is_what_the_planner_simulates(saved: Saved) -> None:
         training=True,
         tile_tokens=loss_tile_tokens(SHAPE, device_kind="cuda"),
     )
-    planned = lower_stage(decisions, COST).simulate(StageBytes(decisions, COST, "cuda"))
+    planned = lower_stage(decisions, COST).simulate(with_bytes=True)
     assert timeline.end_seconds == pytest.approx(planned.end_seconds)
     assert timeline.busy_seconds("0.compute") == pytest.approx(planned.busy_seconds(COMPUTE))
     ours, theirs = timeline.curves_by_cause("0.device"), planned.curves_by_cause("device")

@@ -6,21 +6,26 @@ from typing import Any
 import pytest
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.refusals import OWN_ATTENTION, RECURRENT, check_config
+from sppo_hf.planning.refusals import (
+    IGNORES_STATE,
+    OWN_ATTENTION,
+    OWN_STATE_FAMILIES,
+    check_config,
+)
 from tests.planning.shapes import llama_config
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mamba2"}, "recurrent"),
+        ({"model_type": "mamba"}, "state of zeros"),
+        ({"model_type": "rwkv"}, "does not hand over"),
         ({"model_type": "gptj"}, "AttentionInterface"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"layer_types": ["full_attention", "conv"]}, "layers of type conv"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"layer_types": ["full_attention", "indexed_attention"]}, "layers of type indexed_att"),
         (
-            {"model_type": "qwen3_5", "text_config": SimpleNamespace(model_type="qwen3_5_text")},
-            "recurrent",
+            {"model_type": "qwen4_exp", "text_config": SimpleNamespace(model_type="llama")},
+            "an indexer",
         ),
         ({"model_type": "opt"}, "no list of decoder layers"),
     ],
@@ -33,30 +38,21 @@ def test_refused(changes: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"layer_types": ["sliding_attention", "full_attention"]}, {"num_kv_shared_layers": 0}],
+    [
+        {},
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        {"layer_types": ["linear_attention", "full_attention", "conv", "hybrid"]},
+        {"num_kv_shared_layers": 2},
+        {"model_type": "mamba2"},
+        {"model_type": "qwen3_5", "text_config": SimpleNamespace(model_type="qwen3_5_text")},
+    ],
 )
 def test_accepted(changes: dict[str, Any]) -> None:
     check_config(llama_config(**changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "gemma3", "text_config": SimpleNamespace(model_type="gemma3_text")},
-        {"model_type": "qwen3_vl", "text_config": SimpleNamespace(model_type="qwen3_vl_text")},
-        {"model_type": "idefics", "vision_config": SimpleNamespace()},
-    ],
-)
-def test_multimodal_models_are_refused_with_a_remedy(changes: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match="multimodal") as raised:
-        check_config(llama_config(**changes))
-    message = str(raised.value)
-    assert "Remedy: " in message
-    assert ("get_decoder()" in message) == (changes["model_type"] == "gemma3")
-
-
-@pytest.mark.parametrize("model_type", ["phi4_multimodal", "emu3"])
-def test_types_that_are_loaded_as_text_models_are_accepted(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl", "phi4_multimodal", "emu3"])
+def test_models_with_encoders_are_accepted(model_type: str) -> None:
     inner = SimpleNamespace(model_type="llama")
     check_config(llama_config(model_type=model_type, text_config=inner, vision_config=inner))
 
@@ -67,10 +63,11 @@ def test_names_are_what_transformers_says_of_its_classes() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     # A few of each: importing every family takes half a minute.
-    some = ("mamba", "mamba2", "bloom", "gptj", "llama")
+    some = ("mamba", "mamba2", "rwkv", "bloom", "gptj", "llama")
     for family in some:
         model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
         stateful = bool(getattr(model, "_is_stateful", False))
-        assert stateful == (family in RECURRENT), family
+        known = family in IGNORES_STATE or family in OWN_STATE_FAMILIES or family == "mamba2"
+        assert stateful == known, family
         own = not stateful and not getattr(model, "_supports_attention_backend", False)
         assert own == (family in OWN_ATTENTION), family

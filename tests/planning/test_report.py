@@ -10,13 +10,13 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.report import (
-    format_bytes,
     format_lengths,
     format_seconds,
     format_speed,
     format_tokens,
     render_plan,
 )
+from sppo_hf.rules import format_bytes
 from tests.planning.shapes import llama_config, shape_of
 
 CUDA = DeviceFacts(

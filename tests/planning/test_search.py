@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import (
     TARGET_TOKENS,
     Batch,

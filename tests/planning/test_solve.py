@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.least import least_memory, with_lookahead
-from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.lowering import compute_seconds, estimate
 from sppo_hf.planning.modes import SAVED, TIERS, Tier, mode_of
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import PrefixCost, balanced_bounds
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import (
     Choices,
     FirstLimit,
     Solution,
-    compute_seconds,
     fits,
     fixed_policies,
     over_budget,

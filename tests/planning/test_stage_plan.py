@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds, chunk_bounds
-from sppo_hf.planning.programme import Budgets
 from sppo_hf.planning.stage_plan import pipeline_bounds, shared_budgets, stage_shape
 from tests.planning.shapes import tiny_shape
 

@@ -18,7 +18,7 @@ case "$*" in
     *attention_kernels*) [[ -e $CALLS.kernels-work ]] || exit 3 ;;
     *calibrate*) [[ -e $CALLS.fast ]] || { sleep 61.23 & sleep 61.24; } ;;
     *trace-*) ;;
-    *--trace*) mkdir -p "${@: -1}" && touch "${@: -1}/trace-sppo-auto-256.json.gz" ;;
+    *--profile*) mkdir -p "${@: -1}" && touch "${@: -1}/trace-sppo-auto-256.json.gz" ;;
 esac
 """
 
@@ -50,7 +50,7 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     assert "== kernels: failed (3)" in said
     assert "== calibrate: out of time after" in said
     assert "== trace: ok" in said
-    names = ("collect_env", "-m gpu tests/attention", "attention_kernels", "calibrate", "--trace")
+    names = ("collect_env", "-m gpu tests/attention", "attention_kernels", "calibrate", "--profile")
     order = [next(i for i, call in enumerate(calls) if name in call) for name in names]
     assert order == sorted(order), "kernels first, then one step, then the benchmark"
     measured = [call for call in calls if "/out/bench" in call and "--show" not in call]

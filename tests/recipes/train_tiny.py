@@ -1,8 +1,9 @@
 """A training script that knows nothing of SPPO, for the tests of recipes/configs.
 
-    train_tiny.py FOLDER ROWS_PER_DEVICE
+    train_tiny.py FOLDER ROWS_PER_DEVICE [FAMILY]
 
-Trains an eight-layer Llama for two steps on the CPU; rank 0 writes its log to FOLDER/history.json.
+Trains an eight-layer Llama, or a tiny model of FAMILY, for two steps on the CPU; rank 0 writes its
+log to FOLDER/history.json.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from transformers import Trainer
 
+from sppo_hf.model.tiny import build_tiny_model
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 if __name__ == "__main__":
     folder, rows = Path(sys.argv[1]), int(sys.argv[2])
     args = make_arguments(folder, max_steps=2, per_device_train_batch_size=rows)
-    trainer = Trainer(make_model(num_hidden_layers=8), args, train_dataset=make_rows(32))
+    if len(sys.argv) > 3:
+        model = build_tiny_model(sys.argv[3], dtype=torch.float32)
+    else:
+        model = make_model(num_hidden_layers=8)
+    trainer = Trainer(model, args, train_dataset=make_rows(32))
     trainer.train()
     if args.process_index == 0:
         (folder / "history.json").write_text(json.dumps(trainer.state.log_history))

@@ -1,6 +1,6 @@
-"""A job that test_checkpoint.py starts once per rank: cut models, save them, load what is asked.
+"""A job of test_checkpoint.py for each rank: cut models, save them, load what is asked.
 
-    python checkpoint_ranks.py '{"out": "folder", "tasks": [{"do": "save", "name": ...}, ...]}'
+    {"tasks": [{"do": "save", "name": ...}, ...]}
 
 A task is "save", "load", or "die" (rank 1 does, in the middle of a save), with the `settings` of
 the pipeline. After a "load", each rank writes what it has to `<name>-<pp_size>-<rank>.json`.
@@ -127,18 +127,13 @@ def _die_after(shards: int) -> None:
     checkpoint_weights.write_file = write_or_die
 
 
-def main() -> None:
-    """Run the job that the command line holds as JSON."""
-    job = json.loads(sys.argv[1])
+def main(job: dict[str, Any]) -> None:
+    """Run a job."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for task in job["tasks"]:
-        run(task, Path(job["out"]))
+        run(task, Path(job["folder"]))
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,6 +22,7 @@ from sppo_hf.errors import BudgetError, PipelineError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.tiny import build_tiny_model, make_batch
+from sppo_hf.runtime import pipeline
 from sppo_hf.runtime.pipeline import convert_to_stages
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
@@ -54,6 +55,8 @@ def main(job: dict[str, Any]) -> None:
         num_chunks=5 if mine and job["how"] == "config" else 4,
         pp_timeout_seconds=job["timeout"],
     )
+    # A message between ranks that live times out by itself, so much later than a silent rank.
+    pipeline.GROUP_MARGIN_SECONDS = 3
     model = build_tiny_model("llama", num_hidden_layers=4, dtype=torch.float32)
     convert_to_stages(model, config, observer=Saboteur(job) if mine else StepObserver())
     engine = get_engine(model)

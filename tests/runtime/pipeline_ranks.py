@@ -1,6 +1,4 @@
-"""A job that is started once per rank: tiny models as pipelines against one unmodified process.
-
-    python pipeline_ranks.py job.json
+"""A job for each rank: tiny models as pipelines against one unmodified process.
 
 The job holds `cases` (see `pipeline_cases`), `pp_size` and `out`; rank 0 writes what was found.
 """
@@ -350,9 +348,8 @@ def gathered(mine: Any) -> list[Any]:
     return everyone
 
 
-def main() -> None:
-    """Run the job of the command line."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+def main(job: dict[str, Any]) -> None:
+    """Run a job."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -378,7 +375,3 @@ def main() -> None:
     sys.stderr.flush()
     # See two_ranks.py of the integrations: nothing is left to shut down in order.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -70,11 +70,15 @@ def test_is_let_go_again_even_after_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
     def gone(thread: int, processors: frozenset[int]) -> None:
+        tried.append(thread)
         raise ProcessLookupError
 
     monkeypatch.setattr(os, "sched_setaffinity", gone)
     affinity.run_on(frozenset({0}))
+    assert set(tried) >= {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def test_a_processor_as_device_is_left_alone() -> None:

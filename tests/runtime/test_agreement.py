@@ -22,12 +22,9 @@ def _other_rank_says(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     monkeypatch.setattr(agreement.dist, "all_gather", all_gather)
 
 
-def test_equal_steps_pass(monkeypatch):
+def test_what_differs_is_named(monkeypatch):
     _other_rank_says(monkeypatch, 2, 64)
     agree(MESH, {"rows": 2, "tokens": 64})
-
-
-def test_what_differs_is_named(monkeypatch):
     _other_rank_says(monkeypatch, 2, 48)
     with pytest.raises(PipelineError, match=r"tokens \(48 on rank 1, 64 on rank 0\)") as caught:
         agree(MESH, {"rows": 2, "tokens": 64})

@@ -40,7 +40,7 @@ peft = pytest.importorskip("peft", reason="needs PEFT")
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("checkpoint_ranks.py")
+JOB = "tests.runtime.checkpoint_ranks"
 TWO = {"pp_size": 2}
 INTERLEAVED = {"pp_size": 2, "pp_virtual_stages": 2, "pp_schedule": "interleaved_seq1f1b"}
 MODELS = {
@@ -66,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tasks += [
         {**task, "do": "load", **changed} for task in tasks for changed in (four, {"seed": 5})
     ]
-    run_ranks([str(SCRIPT), json.dumps({"out": str(out), "tasks": tasks})], 4, out)
+    run_ranks(JOB, {"tasks": tasks}, 4, out)
     return out
 
 
@@ -203,7 +203,7 @@ def test_a_save_that_a_rank_did_not_survive_is_torn(tmp_path: Path, shards: int)
         {**task, "do": "die", "name": "checkpoint-2", "shards": shards},
     ]
     with pytest.raises(AssertionError, match="9"):
-        run_ranks([str(SCRIPT), json.dumps({"out": str(tmp_path), "tasks": tasks})], 2, tmp_path)
+        run_ranks(JOB, {"tasks": tasks}, 2, tmp_path)
     torn = tmp_path / "checkpoint-2"
     assert what_is_torn(torn) == "its save did not come to its end"
     assert not list(torn.glob("*.safetensors"))

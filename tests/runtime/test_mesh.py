@@ -5,6 +5,7 @@ See `assert_places` in test_pipeline_exactness.py for those.
 
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import distributed as dist
 from sppo_hf.errors import ConfigError
 from sppo_hf.runtime.mesh import PipelineMesh, check_world, link_options
 from sppo_hf.runtime.pipeline import shared_mesh
+from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.stage_plans import BatchPlans
 
 
 @pytest.mark.parametrize(("pp_size", "world"), [(1, 1), (2, 2), (2, 8), (4, 4), (3, 9)])
@@ -44,6 +47,38 @@ def test_ranks_of_a_pipeline_are_neighbours() -> None:
     mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=cpu, links={}, **groups)
     assert [mesh.world_rank(rank) for rank in range(3)] == [3, 4, 5]
     assert not mesh.is_first
+
+
+def test_messages_may_wait_for_a_step_that_takes_longer_than_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, float] = {}
+
+    def note(timeout: timedelta, group: str) -> None:
+        given[group] = timeout.total_seconds()
+
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", note)
+    groups = {"pipeline": "p", "control": "c", "storage": "s", "ends": None}
+    groups |= {"replicas": None, "replicas_control": None}
+    cpu = torch.device("cpu")
+    mesh = PipelineMesh(
+        pp_size=2, dp_size=1, pp_rank=0, dp_rank=0, device=cpu, links={(0, 1): "l"}, **groups
+    )
+    step = SimpleNamespace(step_seconds=100.0)
+    plans = [SimpleNamespace(prediction=prediction) for prediction in (step, step, None)]
+
+    def allow(engine: Any, stages: int, micro_batches: int) -> None:
+        by_stage: Any = dict(enumerate(plans[:stages]))
+        batch = BatchPlans(((0, 1),), torch.float32, by_stage, micro_batches)
+        PipelineEngine._allow_step(engine, batch)
+
+    engine = SimpleNamespace(mesh=mesh, _allowed_seconds=615.0)
+    allow(engine, 1, 1)
+    assert not given, "two ranks that each need 100 seconds are done within the setting"
+    allow(engine, 3, 2)
+    assert given == dict.fromkeys(("p", "c", "l"), 2 * 2 * 2 * 200.0)
+    allow(engine, 1, 2)
+    assert given["p"] == 1600, "a limit that was allowed is not taken back"
 
 
 def test_a_link_may_occupy_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def assert_formulas(case: Named, costs: formulas.UnitCosts) -> None:
     )
     assert timeline.end_seconds == formulas.step_length(name, size, costs), case
     assert peak_units(schedule, timeline) == formulas.peak_units(name, size), case
+    assert list(schedule.live_units) == formulas.peak_units(name, size), case
     work = size.num_units * size.num_virtual * sum(costs)
     for rank in range(size.num_ranks):
         assert timeline.busy_seconds(f"{rank}.compute") == work, case
@@ -71,11 +72,12 @@ def test_large_sizes_meet_the_formulas(case: Named) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_all_promised_sizes_meet_the_formulas(name: str) -> None:
-    # P <= 16, M <= 16, N <= 32, V <= 4: every P and every kind of N and M, each with all others.
-    chunks = (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32)
-    for case in named_sizes(tuple(range(1, 17)), (1, 2, 3, 4, 5, 8, 11, 16), chunks):
-        if case[0] == name and case[1].num_units * case[1].num_virtual <= 256:
-            assert_formulas(case, EQUAL)
+    # P <= 16, M <= 16, N <= 32, V <= 4: every P and every kind of N and M, in all pairs of two.
+    micro_batches, chunks = (1, 2, 3, 4, 5, 8, 11, 16), (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32)
+    for p, (index, n) in product(range(1, 17), enumerate(chunks)):
+        for case in named_sizes((p,), (micro_batches[(p + index) % 8],), (n,)):
+            if case[0] == name and case[1].num_units * case[1].num_virtual <= 256:
+                assert_formulas(case, EQUAL)
     for p, m, n in product((2, 7, 16), (9, 16), (24, 32)):
         assert_formulas((name, Size(p, m, n, 4 if name in INTERLEAVED else 1)), EQUAL)
 

@@ -134,6 +134,18 @@ def test_alive_units_begin_and_end_with_none(case: Named) -> None:
             assert all(units >= 0 for _, units in curve)
 
 
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_a_list_says_how_many_units_live_whatever_actions_take(case: Named) -> None:
+    schedule = lower(generate(*case))
+    for seconds in (fixed_seconds(1, 2), fixed_seconds(5, 1, weight=0.25, send=0.5)):
+        timeline = simulate_pipeline(schedule, seconds=seconds)
+        assert list(schedule.live_units) == peak_units(schedule, timeline)
+        for rank, begun in enumerate(schedule.begun_units):
+            kinds = [span.action.kind for span in timeline.spans(f"{rank}.compute")]
+            assert set(kinds[:begun]) <= {"F"}
+            assert kinds[begun] != "F"
+
+
 def test_offload_lowers_the_peak() -> None:
     schedule = generate("seq1f1b", Size(4, 2, 16))
     kept = simulate_pipeline(schedule, seconds=fixed_seconds(1, 2))
@@ -148,7 +160,7 @@ def test_forwards_alone_hold_one_unit() -> None:
     schedule = generate("gpipe", Size(2, 3)).keep(lambda action: action.kind == "F")
     timeline = simulate_pipeline(schedule, seconds=fixed_seconds(1, 2))
     assert timeline.end_seconds == 4
-    assert peak_units(schedule, timeline) == [1, 1]
+    assert peak_units(schedule, timeline) == list(schedule.live_units) == [1, 1]
 
 
 def test_bubbles() -> None:

@@ -173,7 +173,7 @@ def one_rank(text: str, num_chunks: int = 1) -> Schedule:
         (one_rank("0F0 0I0 0B0 0W0"), "0B0 (backward) comes beside another backward"),
         (one_rank("0F0 0I0"), "Unit 0 of stage 0 has F and I (rank 0, 2 steps). Allowed: F and B"),
         (one_rank("0F0 0B0 0F1"), "Unit 1 of stage 0 has F "),
-        (one_rank("0F0 0B0", 2), "so that there are 1 units. Allowed: a multiple of 2"),
+        (one_rank("0F0 0B0", 2), "so that there are 1 units. Allowed: 2, so that 1 micro-batches"),
         (one_rank("0D0 0F0 0H0 0B0"), "0D0 (device to host) needs 0F0, what it copies"),
         (one_rank("0F0 0D0 0B0 0H0"), "0B0 (backward) needs 0H0, its frame, which left"),
         (one_rank("0F0 0B0 0D0 0H0"), "0D0 (device to host) comes after 0B0, which used the"),

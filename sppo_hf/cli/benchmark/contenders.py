@@ -22,6 +22,8 @@ BASES: dict[str, str] = {
     TODAY: "the same, whatever kernel scaled_dot_product_attention takes by itself",
     "checkpointing-offload": "the same with offload=True: layer inputs wait in pinned host memory",
     "trl-offload": "TRL's activation offloading around each step, with checkpointing as SFTConfig",
+    "trl-long": "TRL's long-context guide: SFTTrainer, loss in chunks, checkpointing with offload",
+    "unsloth": "Unsloth's FastLanguageModel and its own checkpointing; for adapters",
     "sppo-none": "ours, offload='none'",
     "sppo-full": "ours, offload='full'",
     "sppo-sppo": "ours, offload='sppo'",
@@ -43,6 +45,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 DEFAULTS = (
     *THEIRS,
+    "trl-long",
+    "unsloth",
     TODAY,
     *(name + LIGER for name in THEIRS),
     *(name + TILED for name in EXTRAS[TILED]),
@@ -50,8 +54,8 @@ DEFAULTS = (
     IDEAL,
 )
 
-# Both end in an error on a CPU: one pins memory, the other asks for the accelerator's name.
-_FROM_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload")
+# These end in an error on a CPU: they pin memory, or ask for the accelerator's name.
+_FROM_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload", "trl-long", "unsloth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,11 @@ class Contender:
         return self.base + self.extra
 
     @property
+    def offloads_checkpoints(self) -> bool:
+        """Whether the inputs of checkpointed layers wait in pinned host memory."""
+        return self.base in ("checkpointing-offload", "trl-long")
+
+    @property
     def liger(self) -> bool:
         """Whether Liger's kernels replace the model's own."""
         return self.extra == LIGER
@@ -82,7 +91,7 @@ class Contender:
     @property
     def checkpoints(self) -> bool:
         """Whether it is the Trainer's checkpointing, whatever else there is."""
-        return self.base.startswith(CHECKPOINTING)
+        return self.base.startswith((CHECKPOINTING, "trl-"))
 
     @property
     def offload(self) -> str | None:
@@ -102,9 +111,12 @@ class Contender:
             "liger-kernel": self.liger,
             # Its kernels are Triton's, which comes with PyTorch's builds for GPUs.
             "triton": self.liger,
-            "trl": self.base == "trl-offload",
+            "trl": self.base in ("trl-offload", "trl-long"),
+            "unsloth": self.base == "unsloth",
             "peft": lora,
         }
+        if self.base == "unsloth" and not lora:
+            return "its fast paths are for adapters"
         for package, is_needed in needed.items():
             if is_needed and find_spec(package.replace("-", "_")) is None:
                 return f"{package} is not installed"

@@ -66,7 +66,10 @@ class Benchmark:
     """Measure also what is there."""
 
     trace_folder: Path | None = None
-    """Where traces of ours go; None for none."""
+    """Where traces go; None for none."""
+
+    trace_all: bool = False
+    """Trace every contender, not only ours."""
 
     def measure(self, lengths: Sequence[int]) -> None:
         """Measures every contender at every length, shorter ones first."""
@@ -86,8 +89,8 @@ class Benchmark:
 
     def _job(self, name: str, total_tokens: int) -> Job:
         trace = None
-        if self.trace_folder is not None and parse(name).offload is not None:
-            trace = str(self.trace_folder / f"trace-{name}-{total_tokens}.json.gz")
+        if self.trace_folder is not None and (self.trace_all or parse(name).offload is not None):
+            trace = str(trace_path(self.trace_folder, name, total_tokens))
         return self.base.replace(contender=name, total_tokens=total_tokens, trace=trace)
 
     def _speed(self, job: Job) -> Row:
@@ -208,6 +211,11 @@ class Benchmark:
         row = dataclasses.replace(row, kind=kind, job=job)
         self.file.add(row)
         return row
+
+
+def trace_path(folder: Path, contender: str, total_tokens: int) -> Path:
+    """Where the trace of a contender at a length is."""
+    return folder / f"trace-{contender}-{total_tokens}.json.gz"
 
 
 def _shape(job: Job) -> ModelShape:

@@ -157,7 +157,7 @@ class Measurement:
             "planned_device_bytes": plan.estimate.device.total,
         }
         if self._units.records:
-            pinned = self._units.records[-1].pinned_bytes
+            pinned = self._units.records[-1].offload.pinned_bytes
             found["pinned_bytes"] = max(pinned, numbers.pinned_bytes or 0)
         if numbers.step_seconds:
             found |= {

@@ -15,7 +15,7 @@ from sppo_hf.cli.benchmark.contenders import BASES, DEFAULTS, LIGER, TILED, pars
 from sppo_hf.cli.benchmark.results import Row, best_environment, groups
 from sppo_hf.cli.benchmark.table import describe_job
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.report import format_bytes
+from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +33,8 @@ _COLOURS = {
     "checkpointing-default": "#a6761d",
     "checkpointing-offload": "#e69f00",
     "trl-offload": "#cc79a7",
+    "trl-long": "#8a2e6b",
+    "unsloth": "#66a61e",
     "sppo-none": "#9ecae1",
     "sppo-full": "#6baed6",
     "sppo-sppo": "#3182bd",
@@ -40,7 +42,7 @@ _COLOURS = {
     "ideal": "#009e73",
 }
 _STYLES = {"": "-", LIGER: ":", TILED: "--"}
-_MARKERS = dict(zip(BASES, "osXD^v<>*P", strict=True))
+_MARKERS = dict(zip(BASES, "osXD^phv<>*P", strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.results import Row, Status
-from sppo_hf.planning.machine import expand_segments
+from sppo_hf.planning.machine import connect_all_streams, expand_segments
 
 WORKER = (sys.executable, "-m", "sppo_hf.cli.benchmark.worker")
 
@@ -89,11 +89,12 @@ def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables for a worker.
 
     They show it one GPU (with more, a Trainer splits), and give every contender the allocator that
-    leaves no holes, unless the user has said what he wants.
+    leaves no holes and a queue for each stream, unless the user has said what he wants.
     """
     shown = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     found = {**variables, "CUDA_VISIBLE_DEVICES": shown}
     expand_segments(found)
+    connect_all_streams(found)
     return found
 
 

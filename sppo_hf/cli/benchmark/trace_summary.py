@@ -1,7 +1,7 @@
-"""Where the time of a traced step went: compute, exposed copies, launch gaps, other.
+"""Where the time of a traced step went: kernels by class, exposed copies, launch gaps, other.
 
-Reads the events of a Chrome trace as torch.profiler writes it. Pure functions; knows nothing of
-files, and nothing of how the step came about but the labels that it carries.
+Reads the events of a Chrome trace as torch.profiler writes it. Knows nothing of how the step came
+about but the labels that it carries.
 
 [Note: how a step is divided]
 The step is the event labelled "sppo/step" (the whole trace where there is none), until the device's
@@ -10,12 +10,19 @@ a copy or a fill runs and no kernel does. What is left, the device does nothing:
 the host is at work (or in Python), *other* while the host itself waits in a synchronising call. The
 four add up to the step. In a trace without a device the host's operators are the compute, and what
 lies between them is launch gaps.
+
+Compute is divided once more, by what kernels' names say of their work (`CLASSES`). Where kernels of
+two classes run at once, the time is the first class's, so the classes add up to the compute.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 STEP_LABEL = "sppo/step"
@@ -24,6 +31,23 @@ LABELS = "sppo/"
 _COPIES = ("gpu_memcpy", "gpu_memset")
 _DEVICE = ("kernel", *_COPIES)
 _WAITS = ("Synchronize", "StreamWaitValue", "EventQuery")
+
+REST = "norms, rotary, activations, adds"
+"""Kernels of no class: what is elementwise, and reductions."""
+
+CLASSES: dict[str, re.Pattern[str]] = {
+    name: re.compile(words, re.IGNORECASE)
+    for name, words in {
+        "attention": r"flash|fmha|sdpa|scaled_dot_product|attention|mha_",
+        "loss": r"cross_entropy|log_?softmax|nll_loss",
+        "matrix products": r"gemm|cutlass|cublas|nvjet|xmma|grouped_mm|"
+        r"aten::(b?mm|addb?mm|baddbmm|linear|matmul)$|_mm_kernel|matmul",
+        "messages": r"nccl|c10d",
+        "copies on the device": r"copy|cat|clone|contiguous|memcpy|memset|fill|zero_|transpose",
+        "optimizer": r"adam|multi_tensor|foreach",
+    }.items()
+}
+"""What kernels (on a CPU, operators) do by their names; the first that fits counts."""
 
 Span = tuple[float, float]
 """Start and end, microseconds."""
@@ -64,6 +88,9 @@ class Summary:
     exposed_copy_seconds: float
     launch_gap_seconds: float
     other_seconds: float
+    class_seconds: Mapping[str, float]
+    """Compute by class of kernel, in the order of `CLASSES`, then `REST`; adds up to it."""
+
     gaps: tuple[Gap, ...]
     """The largest, longest first."""
 
@@ -79,6 +106,32 @@ class Summary:
             "other": self.other_seconds,
         }
         return {name: (seconds, seconds / self.step_seconds) for name, seconds in parts.items()}
+
+    def microseconds_per_token(self, tokens: int) -> dict[str, float]:
+        """Returns what each token of the step cost, by class of kernel and kind of gap.
+
+        Args:
+            tokens: that the step trained; the sum is the step's length over it.
+        """
+        parts = dict(self.class_seconds)
+        parts["exposed copies to or from the host"] = self.exposed_copy_seconds
+        parts["launch gaps"] = self.launch_gap_seconds
+        parts["waiting for the device"] = self.other_seconds
+        return {name: 1e6 * seconds / tokens for name, seconds in parts.items()}
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Returns the events of a trace's file, packed or not.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON.
+    """
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        content = gzip.decompress(content)
+    trace = json.loads(content)
+    return trace["traceEvents"] if isinstance(trace, dict) else trace
 
 
 def summarise(events: Iterable[Mapping[str, Any]], *, most_gaps: int = 3) -> Summary:
@@ -116,9 +169,26 @@ def summarise(events: Iterable[Mapping[str, Any]], *, most_gaps: int = 3) -> Sum
         exposed_copy_seconds=_seconds(copying),
         launch_gap_seconds=_seconds(launching),
         other_seconds=_seconds(waiting),
+        class_seconds=_by_class(kernels, compute),
         gaps=tuple(_name(span, step, kinds, kernels, complete) for span in longest),
         on_device=on_device,
     )
+
+
+def _by_class(kernels: Iterable[Mapping[str, Any]], compute: list[Span]) -> dict[str, float]:
+    """Seconds of `compute` by class of kernel."""
+    spans: dict[str, list[Span]] = {name: [] for name in CLASSES}
+    for kernel in kernels:
+        words = str(kernel["name"])
+        name = next((name for name, pattern in CLASSES.items() if pattern.search(words)), None)
+        if name is not None:
+            spans[name].append(_span(kernel))
+    found: dict[str, float] = {}
+    for name, of_class in spans.items():
+        own = _intersect(compute, _union(of_class))
+        found[name] = _seconds(own)
+        compute = _subtract(compute, own)
+    return {**found, REST: _seconds(compute)}
 
 
 def _step(complete: Sequence[Mapping[str, Any]], working: Sequence[Mapping[str, Any]]) -> Span:

@@ -5,6 +5,7 @@ What a user would write, once for every contender; nothing here measures.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers import TrainingArguments as Arguments
 
-from sppo_hf.cli.benchmark.contenders import Contender
+from sppo_hf.cli.benchmark.contenders import Contender, parse
 from sppo_hf.cli.benchmark.ideal import make_ideal
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.kernels import Kernel
@@ -81,6 +82,8 @@ def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
 
     The same seed on the same device gives all contenders the same weights.
     """
+    if parse(job.contender).base == "unsloth":
+        return _unsloth_model(job, config)
     torch.manual_seed(job.seed)
     with torch.device(job.device):
         model = AutoModelForCausalLM.from_config(
@@ -99,6 +102,40 @@ def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
         with quiet_peft():
             model = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
     return model.train()
+
+
+def _unsloth_model(job: Job, config: Any) -> nn.Module:
+    """Makes the model as Unsloth's users do, who load it from a folder.
+
+    Unsloth rewrites Transformers' classes when it is imported, which a worker does here: nobody
+    else is in its process.
+    """
+    from unsloth import FastLanguageModel  # type: ignore[import-not-found]
+
+    torch.manual_seed(job.seed)
+    dtype = getattr(torch, job.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.device(job.device):
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        made.save_pretrained(folder)
+        _tokenizer(config.vocab_size).save_pretrained(folder)
+        del made
+        torch.cuda.empty_cache()
+        model, _ = FastLanguageModel.from_pretrained(
+            model_name=folder, max_seq_length=job.total_tokens, dtype=dtype, load_in_4bit=False
+        )
+    assert job.lora_rank is not None, "without adapters it is skipped"
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=job.lora_rank,
+        lora_alpha=_ALPHA_PER_RANK * job.lora_rank,
+        target_modules=[
+            *("q_proj", "k_proj", "v_proj", "o_proj"),
+            *("gate_proj", "up_proj", "down_proj"),
+        ],
+        use_gradient_checkpointing="unsloth",
+        random_state=job.seed,
+    ).train()
 
 
 def make_trainer(
@@ -129,7 +166,7 @@ def make_trainer(
     if contender.tiled:
         kind = torch.device(job.device).type
         make_ideal(model, tile_tokens=loss_tile_tokens(shape, device_kind=kind))
-    arguments = Arguments(
+    settings: dict[str, Any] = dict(
         output_dir=folder,
         max_steps=num_steps,
         per_device_train_batch_size=1,
@@ -144,11 +181,49 @@ def make_trainer(
         logging_strategy="no",
         save_strategy="no",
         disable_tqdm=True,
-        **_checkpointing(contender),
+        **_checkpointing(contender, device=job.device),
     )
     rows = RandomRows(num_steps, job.total_tokens, vocab_size=shape.vocab_size, seed=job.seed)
+    if contender.base == "trl-long":
+        return _sft_trainer(model, rows, settings, list(callbacks), vocab_size=shape.vocab_size)
     kind = _TRLTrainer if contender.base == "trl-offload" else Trainer
-    return kind(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
+    return kind(
+        model=model, args=Arguments(**settings), train_dataset=rows, callbacks=list(callbacks)
+    )
+
+
+def _sft_trainer(
+    model: Any, rows: RandomRows, settings: dict[str, Any], callbacks: list[Any], *, vocab_size: int
+) -> Trainer:
+    """TRL's own trainer, whose loss is computed in chunks of tokens by default."""
+    from datasets import Dataset as Rows
+    from trl import SFTConfig, SFTTrainer
+
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for index in range(len(rows)):
+        tokens = rows[index]["input_ids"].tolist()
+        columns["input_ids"].append(tokens)
+        columns["labels"].append(tokens)
+    prepared = {"skip_prepare_dataset": True}  # it is tokens already
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**settings, max_length=None, dataset_kwargs=prepared),
+        train_dataset=Rows.from_dict(columns),
+        processing_class=_tokenizer(vocab_size),
+        callbacks=callbacks,
+    )
+
+
+def _tokenizer(vocab_size: int) -> Any:
+    """One that no text ever passes: libraries ask it for its special tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(min(vocab_size, 16))}
+    inner = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="t0", eos_token="t1", pad_token="t2"
+    )
 
 
 def make_plugin(job: Job, contender: Contender, kernel: Kernel) -> SPPOPlugin | None:
@@ -210,13 +285,13 @@ class _TRLTrainer(Trainer):
             return super().training_step(*args, **kwargs)
 
 
-def _checkpointing(contender: Contender) -> dict[str, Any]:
+def _checkpointing(contender: Contender, *, device: str) -> dict[str, Any]:
     """Arguments of the Trainer, under the names that the installed Transformers has."""
-    if not contender.checkpoints and contender.base != "trl-offload":
+    if not contender.checkpoints:
         return {}
     known = {field.name for field in fields(Arguments)}
     word = "activation" if "activation_checkpointing" in known else "gradient"
     settings: dict[str, Any] = {"use_reentrant": False}
-    if contender.base == "checkpointing-offload":
+    if contender.offloads_checkpoints and device != "cpu":
         settings["offload"] = True
     return {f"{word}_checkpointing": True, f"{word}_checkpointing_kwargs": settings}

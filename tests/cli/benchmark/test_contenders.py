@@ -48,11 +48,16 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     installed.add("liger_kernel")
     liger = parse("plain+liger").unavailable(lora=True, device="cuda")
     assert liger == "triton is not installed"
-    assert parse("trl-offload").unavailable(lora=True, device="cuda") == "trl is not installed"
+    for name in ("trl-offload", "trl-long"):
+        assert parse(name).unavailable(lora=True, device="cuda") == "trl is not installed"
+    assert parse("unsloth").unavailable(lora=True, device="cuda") == "unsloth is not installed"
+    installed.add("unsloth")
+    assert parse("unsloth").unavailable(lora=True, device="cuda") is None
+    assert "adapters" in (parse("unsloth").unavailable(lora=False, device="cuda") or "")
     installed.clear()
     assert parse("plain").unavailable(lora=True, device="cuda") == "peft is not installed"
 
 
 def test_who_offloads_needs_something_to_offload_from() -> None:
-    for name in ("checkpointing-offload", "trl-offload+liger"):
-        assert "accelerator" in (parse(name).unavailable(lora=False, device="cpu") or "")
+    for name in ("checkpointing-offload", "trl-offload+liger", "trl-long", "unsloth"):
+        assert "accelerator" in (parse(name).unavailable(lora=True, device="cpu") or "")

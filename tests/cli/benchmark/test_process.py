@@ -154,11 +154,15 @@ def test_errors_are_told_from_what_follows_them(tmp_path: Path) -> None:
 
 def test_one_gpu_is_shown_and_memory_is_mapped_in_pages() -> None:
     shown = worker_environment({"CUDA_VISIBLE_DEVICES": "3,4", "A": "b"})
-    pages = "expandable_segments:True"
-    assert shown == {"CUDA_VISIBLE_DEVICES": "3", "A": "b", "PYTORCH_ALLOC_CONF": pages}
+    given = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
+    assert shown == {"CUDA_VISIBLE_DEVICES": "3", "A": "b", **given}
     assert worker_environment({})["CUDA_VISIBLE_DEVICES"] == "0"
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         own = {name: "max_split_size_mb:64", "CUDA_VISIBLE_DEVICES": "0"}
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         assert worker_environment(own) == own
 
 

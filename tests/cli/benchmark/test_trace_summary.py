@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sppo_hf.cli.benchmark.trace_summary import STEP_LABEL, summarise
+from sppo_hf.cli.benchmark.trace_summary import REST, STEP_LABEL, read_events, summarise
 
 # Microseconds. The host launches; kernels run on stream 7, copies on streams 8 and 9.
 #
@@ -83,6 +84,51 @@ def test_without_a_label_the_trace_is_the_step() -> None:
     summary = summarise(events)
     assert summary.step_seconds == pytest.approx(700e-6)
     assert summary.compute_seconds == pytest.approx(500e-6)
+
+
+def test_kernels_are_told_apart_and_add_up() -> None:
+    names = {
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "matrix products",
+        "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT": "matrix products",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+        "void flash::flash_bwd_dq_dk_dv_loop_kernel<...>": "attention",
+        "ncclDevKernel_SendRecv": "messages",
+        "void at::native::CatArrayBatchedCopy<...>": "copies on the device",
+        "void at::native::cunn_LogSoftMaxForward<...>": "loss",
+        "liger_cross_entropy_kernel": "loss",
+        "void at::native::multi_tensor_apply_kernel<FusedAdam...>": "optimizer",
+        "void at::native::vectorized_elementwise_kernel<4, silu>": REST,
+        "_rms_norm_forward_kernel": REST,
+    }
+    events = [
+        event(name, "kernel", 100 * at, 100 * at + 10 + at, tid=7) for at, name in enumerate(names)
+    ]
+    # A copy of 40 beside a product of 10: only what the product leaves is the copy's.
+    events.append(event("direct_copy_kernel", "kernel", 95, 120, tid=9))
+    summary = summarise(events)
+    expected: dict[str, float] = {}
+    for at, name in enumerate(names.values()):
+        expected[name] = expected.get(name, 0.0) + (10 + at) * 1e-6
+    expected["copies on the device"] += (5 + 9) * 1e-6
+    assert summary.class_seconds == pytest.approx(expected)
+    assert sum(summary.class_seconds.values()) == pytest.approx(summary.compute_seconds)
+    parts = summary.microseconds_per_token(4)
+    assert parts["messages"] == pytest.approx(14 / 4)
+    assert sum(parts.values()) == pytest.approx(1e6 * summary.step_seconds / 4)
+
+
+def test_a_real_trace_of_a_cpu(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    x, weight = torch.rand(300, 200, requires_grad=True), torch.rand(200, 200)
+    with torch.profiler.profile() as profiler, torch.profiler.record_function(STEP_LABEL):
+        (torch.nn.functional.silu(x @ weight) @ weight).sum().backward()
+    path = tmp_path / "trace.json.gz"
+    profiler.export_chrome_trace(str(path))
+    summary = summarise(read_events(path))
+    assert not summary.on_device
+    assert summary.class_seconds["matrix products"] > 0
+    assert summary.class_seconds[REST] > 0
+    assert summary.class_seconds["attention"] == 0
 
 
 def test_a_trace_without_a_device() -> None:

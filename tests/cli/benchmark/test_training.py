@@ -14,6 +14,7 @@ from sppo_hf.cli.benchmark.training import (
     RandomRows,
     build_model,
     make_plugin,
+    make_trainer,
     model_config,
     model_shape,
 )
@@ -63,6 +64,33 @@ def test_rows_are_random_and_repeat() -> None:
     assert torch.equal(rows[1]["labels"], RandomRows(3, 16, vocab_size=50, seed=4)[1]["labels"])
     assert not torch.equal(rows[0]["labels"], rows[1]["labels"])
     assert int(torch.stack([row["labels"] for row in (rows[0], rows[2])]).max()) < 50
+
+
+def test_the_long_context_recipe_of_trl_trains_the_same_rows(tmp_path: Path) -> None:
+    """On a CPU without its offloading. TRL's loss in chunks is the loss."""
+    pytest.importorskip("trl")
+    losses = []
+    for name in ("checkpointing", "trl-long"):
+        job = tiny_job(tmp_path, name)
+        config = model_config(job)
+        model: Any = build_model(job, config, KERNEL)
+        seen: list[float] = []
+        model.register_forward_hook(lambda *args, seen=seen: seen.append(float(args[-1].loss)))
+        trainer = make_trainer(
+            job,
+            model,
+            KERNEL,
+            model_shape(job, config),
+            contender=parse(name),
+            plugin=None,
+            num_steps=2,
+            callbacks=[],
+            folder=str(tmp_path / "out"),
+        )
+        trainer.train()
+        assert type(trainer).__name__ == {"trl-long": "SFTTrainer"}.get(name, "Trainer")
+        losses.append(seen[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_settings_reach_ours(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""The README's table of families: what is exact, what is refused and why, and the exit code."""
+"""The table of families: what is exact, what is refused and why, and the exit code."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,20 @@ from recipes.tools.family_table import Row, main, markdown
 
 
 def test_exact_and_refused_families_get_their_tables(tmp_path: Path) -> None:
-    output = tmp_path / "table.md"
-    assert main(["llama", "mamba", "t5", "--output", str(output)]) == 0
-    text = output.read_text()
+    for path in (family_table.PAGE, family_table.LIST):
+        (tmp_path / path).parent.mkdir(parents=True)
+    assert main(["llama", "falcon", "t5", "--write", "--root", str(tmp_path)]) == 0
+    text = (tmp_path / family_table.PAGE).read_text()
     assert "| llama | GQA | " in text
     assert "e-15 |" in text or "e-16 |" in text or "e-14 |" in text
-    assert "| mamba | it has recurrent layers" in text
+    assert "| falcon | its attention bypasses" in text
     assert "| t5 | model type 't5' has no causal language model" in text
+    listed = json.loads((tmp_path / family_table.LIST).read_text())["families"]
+    assert [(row["name"], row["status"]) for row in listed] == [
+        ("llama", "exact"),
+        ("falcon", "refused"),
+        ("t5", "refused"),
+    ]
 
 
 def test_a_family_that_is_not_exact_fails_the_run(

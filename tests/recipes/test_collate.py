@@ -7,7 +7,7 @@ from sppo_hf.errors import ConfigError
 
 pytest.importorskip("datasets", reason="needs the extra `recipes`")
 
-from sppo_hf.data.collate import RightPaddingCollator
+from recipes.packing import RightPaddingCollator
 
 collate = RightPaddingCollator(pad_token_id=9)
 

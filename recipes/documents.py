@@ -2,7 +2,7 @@
 
 Every source comes back as a `datasets.Dataset` with two text columns, `name` and `text`, one row a
 document, always in the same order. What happens to the text afterwards (tokens, rows, batches) is
-`packing.py`'s and `collate.py`'s business; nothing here knows of tokenizers or models.
+`packing.py`'s business; nothing here knows of tokenizers or models.
 """
 
 from __future__ import annotations

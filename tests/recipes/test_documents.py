@@ -10,7 +10,7 @@ pytest.importorskip("datasets", reason="needs the extra `recipes`")
 
 from datasets import Dataset
 
-from sppo_hf.data.documents import (
+from recipes.documents import (
     installed_packages,
     load_documents,
     local_documents,
@@ -39,7 +39,7 @@ def test_installed_packages_are_one_document_each_with_file_headers():
 
 
 def test_installed_packages_come_in_the_same_order_every_time():
-    first, second = installed_packages(), installed_packages()
+    first, second = load_documents("installed-packages"), installed_packages()
 
     assert first["name"] == second["name"]
     assert first["text"] == second["text"]

@@ -11,7 +11,7 @@ pytest.importorskip("datasets", reason="needs the extra `recipes`")
 
 from datasets import Dataset
 
-from sppo_hf.data.packing import IGNORE_INDEX, pack_documents, spread_rows
+from recipes.packing import IGNORE_INDEX, pack_documents, spread_rows
 
 TOKENIZER = byte_tokenizer()
 END_ID = TOKENIZER.convert_tokens_to_ids(END)

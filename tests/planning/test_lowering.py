@@ -1,4 +1,8 @@
-"""Lowered stages: dependencies by hand, the tape's rule, and laws that hold for any decisions."""
+"""The lowering: dependencies by hand, the tape's rule, bytes, and laws that hold for any decisions.
+
+The estimate and the simulation are two readings of one program, so their peaks are equal; what the
+program itself says is checked by hand and against who could hold what when.
+"""
 
 import weakref
 from collections.abc import Iterable
@@ -8,10 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, mode_of
-from sppo_hf.planning.stage import COMPUTE, D2H, H2D, READ, WRITE, StageLanes, lower
+from sppo_hf.planning.lowering import (
+    COMPUTE,
+    D2H,
+    H2D,
+    READ,
+    WRITE,
+    Lanes,
+    StepProgram,
+    estimate,
+    lower,
+)
+from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, TIERS, mode_of
 from sppo_hf.schedule.actions import Action
 from tests.planning.situations import (
     MIB,
@@ -31,8 +46,12 @@ def text(actions: Iterable[Action]) -> list[str]:
     return [str(action) for action in actions]
 
 
-def after(lanes: StageLanes, action: str) -> set[str]:
-    return set(text(lanes.after[Action.parse(action)]))
+def after(lanes: Lanes, action: str) -> set[str]:
+    return set(text(lanes.after(Action.parse(action))))
+
+
+def lanes_of(what: Decisions, cost: StageCost) -> Lanes:
+    return lower(what, cost).lanes
 
 
 def frame(cost: StageCost, tokens: int = 512) -> int:
@@ -40,29 +59,29 @@ def frame(cost: StageCost, tokens: int = 512) -> int:
 
 
 def test_order_of_units() -> None:
-    lanes = lower(decided(TWO_BY_TWO, layers=2), slow_cost(small_shape(2)))
-    assert text(lanes.lanes[COMPUTE]) == [
+    lanes = lanes_of(decided(TWO_BY_TWO, layers=2), slow_cost(small_shape(2)))
+    assert text(lanes.actions[COMPUTE]) == [
         *("0F0.0", "0F0.1", "0F0.2", "0F1.0", "0F1.1", "0F1.2"),
         *("0B1.1", "0B1.0", "0B0.1", "0B0.0"),
     ]
-    assert not any(lanes.lanes[lane] for lane in (D2H, H2D, WRITE, READ))
-    assert not any(lanes.after.values())
+    assert not any(lanes.actions[lane] for lane in (D2H, H2D, WRITE, READ))
+    assert not any(lanes.needs)
 
 
 def test_evaluation_only_runs_forward() -> None:
     what = replace(decided(TWO_BY_TWO, OFFLOAD, layers=2), training=False)
-    lanes = lower(what, slow_cost(small_shape(2)))
-    assert [action.kind for action in lanes.lanes[COMPUTE]] == ["F"] * 6
-    assert not lanes.lanes[D2H]
+    lanes = lanes_of(what, slow_cost(small_shape(2)))
+    assert [action.kind for action in lanes.actions[COMPUTE]] == ["F"] * 6
+    assert not lanes.actions[D2H]
 
 
 def test_offload_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     one = frame(cost)
     what = decided(TWO_BY_TWO, OFFLOAD, layers=2, leave_bytes=one, fetch_bytes=one)
-    lanes = lower(what, cost)
-    assert text(lanes.lanes[D2H]) == ["0D0.0", "0D0.1", "0D1.0", "0D1.1"]
-    assert text(lanes.lanes[H2D]) == ["0H1.1", "0H1.0", "0H0.1", "0H0.0"]
+    lanes = lanes_of(what, cost)
+    assert text(lanes.actions[D2H]) == ["0D0.0", "0D0.1", "0D1.0", "0D1.1"]
+    assert text(lanes.actions[H2D]) == ["0H1.1", "0H1.0", "0H0.1", "0H0.0"]
     assert after(lanes, "0D0.1") == {"0F0.1"}
     # One frame may wait: when the second has closed, the first must be gone.
     assert after(lanes, "0F0.1") == set()
@@ -81,7 +100,7 @@ def test_offload_by_hand() -> None:
 def test_kept_frames_ask_for_nothing() -> None:
     cost = slow_cost(small_shape(2))
     modes = ((OFFLOAD, OFFLOAD), (KEEP, KEEP))
-    lanes = lower(decided(TWO_BY_TWO, modes, layers=2, fetch_bytes=9 * MIB), cost)
+    lanes = lanes_of(decided(TWO_BY_TWO, modes, layers=2, fetch_bytes=9 * MIB), cost)
     # Nothing enters the tape before the first frame that is on it.
     assert after(lanes, "0H0.1") == {"0B1.0", "0D0.1"}
     assert after(lanes, "0H0.0") == {"0B1.0", "0D0.0"}
@@ -90,7 +109,7 @@ def test_kept_frames_ask_for_nothing() -> None:
 def test_recomputed_frames_ask_for_those_before_them() -> None:
     cost = slow_cost(small_shape(2))
     modes = ((OFFLOAD, OFFLOAD), (KEEP, RECOMPUTE))
-    lanes = lower(decided(TWO_BY_TWO, modes, layers=2), cost)
+    lanes = lanes_of(decided(TWO_BY_TWO, modes, layers=2), cost)
     assert after(lanes, "0H0.1") == {"0F1.2", "0D0.1"}
     assert after(lanes, "0H0.0") == {"0B1.0", "0D0.0"}
 
@@ -99,9 +118,9 @@ def test_disk_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     one = frame(cost)
     what = decided(TWO_BY_TWO, DISK, layers=2, leave_bytes=9 * one, staging_bytes=2 * one)
-    lanes = lower(what, cost)
-    assert text(lanes.lanes[WRITE]) == ["0S0.0", "0S0.1", "0S1.0", "0S1.1"]
-    assert text(lanes.lanes[READ]) == ["0L1.1", "0L1.0", "0L0.1", "0L0.0"]
+    lanes = lanes_of(what, cost)
+    assert text(lanes.actions[WRITE]) == ["0S0.0", "0S0.1", "0S1.0", "0S1.1"]
+    assert text(lanes.actions[READ]) == ["0L1.1", "0L1.0", "0L0.1", "0L0.0"]
     assert after(lanes, "0S0.1") == {"0D0.1"}
     # Two frames fit into staging.
     assert after(lanes, "0D0.1") == {"0F0.1"}
@@ -115,33 +134,32 @@ def test_disk_by_hand() -> None:
 def test_streamed_keys_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     what = decided(TWO_BY_TWO, layers=2, kv_tier="host", kv_block_tokens=1024)
-    lanes = lower(what, cost)
-    assert text(lanes.lanes[D2H]) == [
+    lanes = lanes_of(what, cost)
+    assert text(lanes.actions[D2H]) == [
         *("0O0.0#0", "0O0.1#0", "0O1.0#0", "0O1.1#0"),
         *("0O1.1#1", "0O1.0#1"),  # chunk 0's own sums never leave
     ]
-    assert text(lanes.lanes[H2D]) == [
+    assert text(lanes.actions[H2D]) == [
         *("0K1.0#0", "0K1.1#0"),
         *("0K1.1#1", "0K1.0#1", "0K0.1#1", "0K0.0#1"),
     ]
     assert after(lanes, "0K1.0#0") == {"0F0.1", "0O0.0#0"}
     assert "0K1.0#0" in after(lanes, "0F1.1")
     assert after(lanes, "0K0.1#1") == {"0B1.1", "0O1.1#1"}
-    seconds = lanes.seconds
     forward, last, first = (Action.parse(a) for a in ("0K1.0#0", "0K1.0#1", "0K0.0#1"))
     # K/V of 512 tokens; K/V of all, no sums yet; K/V and float32 sums of 512.
-    assert seconds[last] == pytest.approx(2 * seconds[forward])
-    assert seconds[first] == pytest.approx(3 * seconds[forward])
+    assert lanes.seconds_of(last) == pytest.approx(2 * lanes.seconds_of(forward))
+    assert lanes.seconds_of(first) == pytest.approx(3 * lanes.seconds_of(forward))
     # Sums that leave after the last chunk are those of the tokens before it.
-    out = seconds[Action.parse("0O1.0#1")]
+    out = lanes.seconds_of(Action.parse("0O1.0#1"))
     assert out == pytest.approx(cost.d2h_seconds(cost.dkv_bytes(0, 512), both=True))
 
 
 def test_windows_stream_what_is_seen() -> None:
     cost = slow_cost(small_shape(2, window=100))
     bounds = ((0, 256), (256, 512), (512, 768))
-    lanes = lower(decided(bounds, layers=2, kv_tier="host", kv_block_tokens=768), cost)
-    local, full = (lanes.seconds[Action("K", 0, 2, layer, 0)] for layer in (0, 1))
+    lanes = lanes_of(decided(bounds, layers=2, kv_tier="host", kv_block_tokens=768), cost)
+    local, full = (lanes.seconds_of(Action("K", 0, 2, layer, 0)) for layer in (0, 1))
     assert full == pytest.approx(2 * local)
 
 
@@ -184,7 +202,7 @@ def test_the_look_ahead_is_the_tapes(run: tuple[StageCost, Decisions]) -> None:
 
     cost, what = run
     what = replace(what, kv_tier="device", kv_block_tokens=0)
-    lanes = lower(what, cost)
+    lanes = lanes_of(what, cost)
     mover = _Mover()
     tape = Tape(mover, fetch_bytes=what.fetch_bytes or 0)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
@@ -197,7 +215,7 @@ def test_the_look_ahead_is_the_tapes(run: tuple[StageCost, Decisions]) -> None:
         frames[chunk, layer] = _Frame([_Handle(at, size)] if mode.offload else [])
         tape.record(frames[chunk, layer])  # type: ignore[arg-type]
     asked_in: dict[int, Action | None] = {}
-    previous = lanes.lanes[COMPUTE][len(lanes.lanes[COMPUTE]) - len(order) - 1]
+    previous = lanes.actions[COMPUTE][len(lanes.actions[COMPUTE]) - len(order) - 1]
     for chunk, layer in reversed(order):
         before = len(mover.asked)
         if (chunk, layer) in frames:
@@ -206,9 +224,9 @@ def test_the_look_ahead_is_the_tapes(run: tuple[StageCost, Decisions]) -> None:
             asked_in[frame_at] = previous
         previous = Action("B", 0, chunk, layer)
     expected = [Action("H", 0, *order[at]) for at in asked_in]
-    assert lanes.lanes[H2D] == expected
+    assert lanes.actions[H2D] == expected
     for at, gate in asked_in.items():
-        assert gate in lanes.after[Action("H", 0, *order[at])]
+        assert gate in lanes.after(Action("H", 0, *order[at]))
     assert weakref.ref(tape)() is tape
 
 
@@ -216,7 +234,7 @@ def test_the_look_ahead_is_the_tapes(run: tuple[StageCost, Decisions]) -> None:
 @settings(max_examples=80)
 def test_any_decisions_run_to_their_end(run: tuple[StageCost, Decisions]) -> None:
     cost, what = run
-    lanes = lower(what, cost)
+    lanes = lanes_of(what, cost)
     timeline = lanes.simulate()  # raises on a deadlock
     for chunk in range(what.num_chunks):
         for layer in range(what.num_layers):
@@ -298,3 +316,125 @@ def test_slow_copies_bound_the_step() -> None:
     timeline = lower(what, cost).simulate()
     moved = sum(frame(cost, length) for length in what.chunk_lengths) * 4
     assert timeline.end_seconds > moved / 1e6
+
+
+# -- bytes -------------------------------------------------------------------------------------
+
+
+@given(run=runs(), kind=st.sampled_from(["cuda", "cpu"]), training=st.booleans())
+@settings(max_examples=150)
+def test_simulated_peaks_are_the_estimates(
+    run: tuple[StageCost, Decisions], kind: str, training: bool
+) -> None:
+    cost, what = run
+    cost = replace(cost, profile=replace(cost.profile, kind=kind))
+    what = replace(what, training=training, accumulates=training, return_logits=True)
+    timeline = lower(what, cost).simulate(with_bytes=True)
+    predicted = estimate(cost.shape, what, device_kind=kind)
+    for tier in TIERS:
+        held = predicted.peak(tier).tier(tier)
+        assert held.total == predicted.peak_bytes(tier)
+        if tier in timeline.tiers:
+            assert timeline.peak_by_cause(tier) == held
+        else:
+            assert not held
+
+
+@given(run=runs())
+@settings(max_examples=60)
+def test_all_bytes_return(run: tuple[StageCost, Decisions]) -> None:
+    cost, what = run
+    program = lower(what, cost)
+    timeline = program.simulate(with_bytes=True)
+    for tier in timeline.tiers:
+        standing = sum(program.standing[tier].values())
+        standing += sum(level.before for level in program.levels[tier].values())
+        curve = timeline.curve(tier)
+        assert curve[-1][1] == standing
+        assert all(num_bytes >= standing for _, num_bytes in curve)
+
+
+@given(run=runs())
+@settings(max_examples=60)
+def test_copies_hold_no_less_than_what_is_under_way(run: tuple[StageCost, Decisions]) -> None:
+    """Of the look-ahead the program counts what its own copies hold at any time."""
+    cost, what = run
+    what = replace(what, kv_tier="device", kv_block_tokens=0)
+    program = lower(what, cost)
+    timeline = program.simulate()
+    computed = {action: at for at, action in enumerate(program.lanes.actions[COMPUTE])}
+    copies = program.levels["device"][Cause.COPIES].during
+    for action, at in computed.items():
+        begins = timeline.span(action).start_seconds
+        here = 0
+        for chunk, row in enumerate(program.away_bytes.tolist()):
+            for layer, size in enumerate(row):
+                if not size:
+                    continue
+                spans = [timeline.span(Action(k, 0, chunk, layer)) for k in ("F", "D", "H", "B")]
+                forward, out, back, used = spans
+                # A copy that no unit waits for may end early; bytes are counted until one does.
+                leaving = forward.start_seconds <= begins < out.end_seconds
+                returning = back.start_seconds <= begins < used.end_seconds
+                here += size * (leaving or returning)
+        assert here <= copies[at]
+
+
+@given(run=runs())
+@settings(max_examples=60)
+def test_staging_is_bounded(run: tuple[StageCost, Decisions]) -> None:
+    """Bytes that pass through the host to the disk and back stay within the staging region."""
+    cost, what = run
+    to_disk = tuple(
+        tuple(mode_of(mode.saved, "disk") if mode.offload else mode for mode in row)
+        for row in what.layer_modes
+    )
+    what = replace(what, layer_modes=to_disk, kv_tier="device", kv_block_tokens=0)
+    program = lower(what, cost)
+    timeline = program.simulate()
+    events: list[tuple[float, int]] = []
+    for chunk, row in enumerate(program.away_bytes.tolist()):
+        for layer, size in enumerate(row):
+            for first, last in (("D", "S"), ("L", "H")):
+                if size:
+                    spans = [timeline.span(Action(k, 0, chunk, layer)) for k in (first, last)]  # type: ignore[arg-type]
+                    events += [(spans[0].start_seconds, size), (spans[1].end_seconds, -size)]
+    held = 0
+    for _, change in sorted(events):
+        held += change
+        # Every staging region of these runs holds the largest frame.
+        assert held <= what.staging_bytes
+
+
+def test_kept_frames_by_hand() -> None:
+    cost = slow_cost(small_shape(2))
+    what = decided(TWO_BY_TWO, layers=2)
+    causes = lower(what, cost).simulate(with_bytes=True).curves_by_cause("device")
+    assert max(held for _, held in causes["frames"]) == 2 * cost.frame_bytes(0, 1024, "whole")
+    assert max(held for _, held in causes["kv"]) == 2 * cost.kv_bytes(0, 1024)
+    assert max(held for _, held in causes["dkv"]) == 2 * cost.dkv_bytes(0, 512)
+
+
+def test_copies_by_hand() -> None:
+    cost = slow_cost(small_shape(2))
+    one = frame(cost)
+    what = decided(TWO_BY_TWO, OFFLOAD, layers=2, leave_bytes=one, fetch_bytes=one)
+    levels = lower(what, cost).levels
+    copies = levels["device"][Cause.COPIES].during.tolist()
+    # The running frame and one that leaves; the head runs beside one. Backward begins with the
+    # newest, which never left, asks for the one before it, and so on.
+    assert [held // one for held in copies] == [1, 2, 1, 2, 2, 1, *(2, 2, 2, 1)]
+    host = levels["host"][Cause.FRAMES].during.tolist()
+    # A frame is there once its copy is enqueued, until its backward ends.
+    assert [held // one for held in host] == [0, 1, 2, 2, 3, 4, *(4, 3, 2, 1)]
+
+
+def test_what_recomputed_frames_keep_on_a_cpu_goes_chunk_by_chunk() -> None:
+    cost = slow_cost(small_shape(2))
+    what = decided(TWO_BY_TWO, RECOMPUTE, layers=2)
+    sizes = [
+        StepProgram(what, cost.shape, kind).levels["device"][Cause.SKELETONS].after[-3:-1].tolist()
+        for kind in ("cuda", "cpu")
+    ]
+    one = cost.frame_bytes(0, 512, "skeleton")
+    assert sizes == [[2 * one, one], [2 * one, 2 * one]]

@@ -1,4 +1,4 @@
-"""The linear programme: its optimum bounds every simulated plan of its modes and look-ahead."""
+"""The linear program: its optimum bounds every simulated plan of its modes and look-ahead."""
 
 from dataclasses import replace
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import estimate
+from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix, Rows, minimise
+from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
+from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.programme import Budgets, LayerKinds, Mix, Programme
-from sppo_hf.planning.solve import compute_seconds
-from sppo_hf.planning.stage import lower
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
@@ -25,7 +25,7 @@ def optimum(
     budgets: Budgets = NO_LIMIT,
     modes: tuple[FrameMode, ...] = ALL_MODES,
 ) -> Mix:
-    mix = Programme(what, cost, budgets, modes, device_kind="cuda").solve()
+    mix = LinearProgram(what, cost, budgets, modes, device_kind="cuda").solve()
     assert mix is not None
     return mix
 
@@ -41,7 +41,7 @@ def test_counts_are_all_layers(window: int | None) -> None:
     cost = slow_cost(small_shape(5, window=window))
     what = decided(falling_bounds(4), layers=5, leave_bytes=2**20, fetch_bytes=2**20)
     everything = estimate(cost.shape, what).device
-    budget = everything.total - everything.frames // 3
+    budget = everything.total - everything[Cause.FRAMES] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
     kinds = LayerKinds.of(cost)
     assert mix.counts.shape == (4, len(kinds.members), 9)
@@ -60,7 +60,7 @@ def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
 def test_no_room_no_answer() -> None:
     cost, what = slow_cost(small_shape()), decided(falling_bounds(3))
     tight = Budgets(device=10, host=None, disk=None)
-    assert Programme(what, cost, tight, (KEEP, RECOMPUTE), device_kind="cuda").solve() is None
+    assert LinearProgram(what, cost, tight, (KEEP, RECOMPUTE), device_kind="cuda").solve() is None
 
 
 def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:
@@ -70,7 +70,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
         what = decided(falling_bounds(6), leave_bytes=2 * frame, fetch_bytes=2 * frame)
         modes = (KEEP, OFFLOAD, RECOMPUTE)
         everything = estimate(cost.shape, what).device
-        budgets = Budgets(device=everything.total - everything.frames // 4, host=None)
+        budgets = Budgets(device=everything.total - everything[Cause.FRAMES] // 4, host=None)
         counts = optimum(what, cost, budgets, modes).counts.sum(axis=(0, 1))
         assert counts[modes.index(preferred)] > 1
         others = {OFFLOAD, RECOMPUTE} - {preferred}
@@ -86,7 +86,7 @@ def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -
         for start, end in what.bounds
         for layer in range(what.num_layers)
     )
-    # The engine's own look-ahead (None) has no bound in bytes for the programme to know.
+    # The engine's own look-ahead (None) has no bound in bytes for the program to know.
     leave = what.leave_bytes or 2 * largest
     what = replace(what, leave_bytes=leave, fetch_bytes=max(what.fetch_bytes or 0, largest))
     simulated = lower(what, cost).simulate().end_seconds
@@ -95,15 +95,15 @@ def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -
 
 
 def _fixed_seconds(what: Decisions, cost: StageCost) -> float:
-    """The programme's answer where `what`'s own modes are all there is: the bound is tight then."""
+    """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
     kinds = LayerKinds.of(cost)
-    programme = Programme(what, cost, NO_LIMIT, ALL_MODES, device_kind="cuda")
+    program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, device_kind="cuda")
     for chunk, row in enumerate(what.layer_modes):
         for kind, members in enumerate(kinds.members):
             for index, mode in enumerate(ALL_MODES):
                 count = sum(row[layer] == mode for layer in members)
-                programme._equal.add([(programme._at(chunk, kind, index), 1.0)], count)
-    mix = programme.solve()
+                program._equal.add([(program._at(chunk, kind, index), 1.0)], count)
+    mix = program.solve()
     assert mix is not None
     return mix.seconds
 
@@ -121,3 +121,31 @@ def test_the_bound_is_near() -> None:
     simulated = lower(what, cost).simulate().end_seconds
     assert simulated > 1.2 * compute_seconds(what, cost)
     assert _fixed_seconds(what, cost) > 0.95 * simulated
+
+
+def test_least_of_a_small_program() -> None:
+    less, equal = Rows(), Rows()
+    less.add([(0, -1.0), (1, -2.0)], -4.0)  # x + 2y >= 4
+    equal.add([(0, 1.0), (1, 1.0)], 3.0)
+    x = minimise(np.array([3.0, 5.0]), less, equal)
+    assert x is not None
+    assert x == pytest.approx([2.0, 1.0])
+
+
+def test_nothing_is_negative() -> None:
+    x = minimise(np.array([1.0]), Rows(), Rows())
+    assert x is not None
+    assert x == pytest.approx([0.0])
+
+
+def test_what_cannot_be_has_no_answer() -> None:
+    less = Rows()
+    less.add([(0, 1.0)], -1.0)
+    assert minimise(np.array([1.0]), less, Rows()) is None
+
+
+def test_terms_of_zero_are_left_out() -> None:
+    rows = Rows()
+    rows.add([(0, 0.0), (3, 2.0)], 1.0)
+    assert rows.columns == [3]
+    assert rows.starts == [0, 1]

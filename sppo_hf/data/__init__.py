@@ -1,1 +1,0 @@
-"""Long documents to samples, packing and collation; must not know models."""

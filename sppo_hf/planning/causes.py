@@ -1,0 +1,87 @@
+"""What bytes are for: every cause that a plan's bytes can have, with its name and its colour.
+
+The estimate, the simulator's curves, the tables, the pictures and the JSON all use these. Knows
+nothing of models, plans or how the figures come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from sppo_hf.planning.modes import Saved
+
+
+class Cause(StrEnum):
+    """A cause of bytes; its value is its key in JSON and its name in a simulation's changes.
+
+    In the order of tables and pictures: what lasts through a step comes before what passes.
+    """
+
+    label: str
+    """As a person reads it."""
+
+    meaning: str
+    """More about it, "" where the label says enough."""
+
+    colour: str
+    """What fills it in a picture; "" for the colour of its tier, see `paleness`."""
+
+    paleness: float
+    """Share of white in its tier's colour."""
+
+    def __new__(
+        cls, value: str, label: str, meaning: str, colour: str = "", paleness: float = 0.0
+    ) -> Cause:
+        """Make a member that is its key, with what else there is to say of it."""
+        cause = str.__new__(cls, value)
+        cause._value_ = value
+        cause.label, cause.meaning = label, meaning
+        cause.colour, cause.paleness = colour, paleness
+        return cause
+
+    WEIGHTS = "weights", "weights", "", "#6E6E6E"
+    LORA = "lora", "adapters", "", "#858585"
+    GRADIENTS = "gradients", "gradients", "", "#999999"
+    OPTIMIZER = "optimizer", "optimizer", "assumed: AdamW, two float32 states", "#C4C4C4"
+    KV = "kv", "K/V", "", "#009E73"
+    DKV = "dkv", "dK/dV", "float32 accumulators", "#7FCEB9"
+    FRAMES = "frames", "frames", "all that backward needs"
+    PRODUCTS = "products", "products", "layer inputs, attention and matrix products", "", 0.4
+    SKELETONS = "skeletons", "skeletons", "layer inputs, attention outputs", "", 0.7
+    HIDDEN = "hidden", "hidden", "at the final norm and the loss, embeddings", "#56B4E9"
+    MESSAGES = "messages", "messages", "between stages, sent or received", "#B5B5B5"
+    LOGITS_TILE = "logits_tile", "logits", "of one tile of the loss", "#D55E00"
+    WORKSPACE = "workspace", "workspace", "the running layer's temporaries", "#F0E442"
+    COPIES = "copies", "copies", "on their way between tiers", "#B87D00"
+    SLABS = "slabs", "slabs", "rest of the host slabs", "#F2D9B0"
+    RESERVE = "reserve", "reserve", "device context, fragmentation", "#E5E5E5"
+
+
+OF_SAVED: dict[Saved, Cause] = {
+    "whole": Cause.FRAMES,
+    "products": Cause.PRODUCTS,
+    "skeleton": Cause.SKELETONS,
+}
+"""The cause of what is saved of a layer, by how much of it is."""
+
+
+class TierBytes(dict[Cause, int]):
+    """Bytes on one tier, by cause; 0 for a cause that is not there."""
+
+    def __missing__(self, cause: Cause) -> int:
+        return 0
+
+    @property
+    def total(self) -> int:
+        """Sum over all causes."""
+        return sum(self.values())
+
+    @property
+    def held(self) -> int:
+        """What stays for its backward: neither passing through nor a slab's unused rest."""
+        return self.total - self[Cause.COPIES] - self[Cause.SLABS]
+
+    def shown(self) -> Iterator[tuple[Cause, int]]:
+        """Yields the causes that there are bytes of, in the order of `Cause`."""
+        return ((cause, self[cause]) for cause in Cause if self[cause])

@@ -1,0 +1,710 @@
+"""The one lowering: decisions about one device's step become its program.
+
+A `StepProgram` is all that is known of a step before it runs: the computations in their order (its
+points), each with its seconds and with the bytes that it takes and gives back on every tier, and
+the copies beside them, which follow from byte counts alone. The estimate is the running sum of
+these bytes, the simulator adds up the same, the linear program takes its rows from the same
+arrays, and `pipeline_cost` sums these over the layers of a stage. Knows nothing of how decisions
+are found.
+
+[Note: when bytes come and go] A point takes bytes when it begins and gives back when it ends, so a
+peak is always at a point's begin, and no stall changes it. On the device, what a layer saves is
+there from its forward on. What leaves it goes where compute waits for copies out: of all that has
+left so far no more than `leave_bytes` is still there. What comes back is there from the point on
+that asks for it. Elsewhere bytes are taken when their copy out is enqueued, right behind the
+forward, and given back with the backward.
+
+[Note: the order of copies] Copies of one lane end in order. A frame closes when its forward ends;
+the next unit waits until no more than `leave_bytes` are on their way out. When backward enters a
+frame that leaves or is recomputed, frames are asked for in the order of backward, as long as those
+ahead of their use stay within `fetch_bytes`; one frame may always be ahead. Frames that are kept
+whole ask for nothing. `sppo_hf.offload` carries this out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.memory import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    HOST_SLAB_BYTES,
+    ByteTables,
+    byte_tables,
+)
+from sppo_hf.planning.modes import ALL_MODES, SAVED, TIERS, FrameMode, Tier
+from sppo_hf.planning.moments import Bytes, Level, MemoryEstimate, Points
+from sppo_hf.planning.shape import ModelShape
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.simulate import Change, simulate_positions
+from sppo_hf.schedule.timeline import Timeline
+
+COMPUTE, D2H, H2D, WRITE, READ = "compute", "d2h", "h2d", "disk write", "disk read"
+
+# What is a part of a slab on a CPU goes when all of its chunk has gone.
+_IN_SLABS = (Cause.KV, Cause.PRODUCTS, Cause.SKELETONS)
+MOVED = frozenset(Cause) - {Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER, Cause.GRADIENTS}
+"""What comes and goes on the device within a step, and so leaves holes."""
+
+
+def lower(decisions: Decisions, cost: StageCost) -> StepProgram:
+    """Returns the program of one step (of one forward, where there is no training)."""
+    return StepProgram(decisions, cost.shape, cost.profile.kind, cost)
+
+
+def estimate(
+    shape: ModelShape, decisions: Decisions, *, device_kind: str = "cuda"
+) -> MemoryEstimate:
+    """Predicts the bytes of one forward (and backward, when training) on one device.
+
+    Args:
+        shape: the model.
+        decisions: bounds, modes, tiers and look-ahead.
+        device_kind: "cpu" or "cuda".
+    """
+    return StepProgram(decisions, shape, device_kind).estimate
+
+
+def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
+    """Returns the seconds of all compute of a step, waiting left out."""
+    return float(lower(decisions, cost).seconds.sum())
+
+
+class StepProgram:
+    """The program of one device's step; each part of it is worked out when asked for."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        shape: ModelShape,
+        device_kind: str,
+        cost: StageCost | None = None,
+    ) -> None:
+        """Prepare; `cost` is asked for seconds only, so bytes are known without it."""
+        self.decisions = decisions
+        self.tables = byte_tables(shape, decisions, device_kind)
+        self.points = self.tables.points
+        self._cost = cost
+
+    # -- modes ---------------------------------------------------------------------------------
+
+    @cached_property
+    def modes(self) -> Bytes:
+        """[chunks, layers] Index of each frame's mode in `ALL_MODES`: tier by tier."""
+        rows: dict[int, list[int]] = {}
+        for row in self.decisions.layer_modes:
+            # Modes are shared constants, and rows are often the same object.
+            if id(row) not in rows:
+                rows[id(row)] = [_BY_ID.get(id(m)) or _index(m) for m in row]
+        found = [rows[id(row)] for row in self.decisions.layer_modes]
+        return np.array(found, dtype=np.int64) - 1
+
+    @cached_property
+    def frame_bytes(self) -> Bytes:
+        """[chunks, layers] What is saved of each."""
+        tables = self.tables
+        chunks = np.arange(self.points.num_chunks)[:, None]
+        return tables.saved[tables.kind_of, self.modes % len(SAVED), chunks]
+
+    @cached_property
+    def away_bytes(self) -> Bytes:
+        """[chunks, layers] The same of what leaves the device; 0 elsewhere."""
+        return np.where(self.modes >= len(SAVED), self.frame_bytes, 0) * self.points.training
+
+    @cached_property
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes to the host and back over a step."""
+        tables, away = self.tables, self.away_bytes
+        kinds = np.bincount(tables.kind_of)
+
+        def summed(forward: Bytes, backward: Bytes) -> int:
+            streamed = kinds @ (forward + backward * self.points.training)
+            return int(away.sum() + streamed.sum())
+
+        out = summed(tables.kv_out_forward, tables.kv_out_backward)
+        return out, summed(tables.kv_in_forward, tables.kv_in_backward)
+
+    # -- seconds -------------------------------------------------------------------------------
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """[points] How long each takes."""
+        assert self._cost is not None, "seconds are asked of a program with costs"
+        kind_of = self.tables.kind_of
+        work = self._cost.unit_seconds(self.decisions.bounds)
+        forward, backward = work.forward[kind_of].T, work.backward[kind_of].T
+        if self.points.training:
+            chunks = np.arange(self.points.num_chunks)[:, None]
+            backward = backward + work.recompute[kind_of, self.modes % len(SAVED), chunks]
+        head = work.head if self.points.training else work.head_evaluated
+        return self.points.lay(forward, head, backward)
+
+    # -- the look-ahead ------------------------------------------------------------------------
+
+    @cached_property
+    def asked_bytes(self) -> Bytes:
+        """[chunks * layers, in the order of backward] Bytes asked for by each point of it."""
+        asked = np.zeros(self.away_bytes.size, dtype=np.int64)
+        on_tape, following, sums = self._look_ahead
+        asked[on_tape] = sums[following]
+        return np.maximum.accumulate(asked)
+
+    @cached_property
+    def asked_at(self) -> dict[int, list[int]]:
+        """By place in backward: places of the frames that are asked for when it is entered."""
+        on_tape, following, _ = self._look_ahead
+        frames = np.flatnonzero(self._in_backward(self.away_bytes))
+        gates = on_tape[np.searchsorted(following, frames, side="right")]
+        found: dict[int, list[int]] = {}
+        for gate, frame in zip(gates.tolist(), frames.tolist(), strict=True):
+            found.setdefault(gate, []).append(frame)
+        return found
+
+    @cached_property
+    def _look_ahead(self) -> tuple[Bytes, Bytes, Bytes]:
+        """Places that ask, up to which place each does, and bytes of the first 0, 1 ... places."""
+        limit = self.decisions.fetch_bytes or 0
+        sizes = self._in_backward(self.away_bytes)
+        sums = np.concatenate(([0], np.cumsum(sizes)))
+        kept_whole = SAVED.index("whole")
+        on_tape = np.flatnonzero(self._in_backward(self.modes) != kept_whole)
+        used = sums[on_tape + 1]
+        following = np.searchsorted(sums, used + limit, side="right") - 1
+        # One frame may always be ahead, however large.
+        alone = (sums[following] == used) & (following < sizes.size)
+        further = sums[np.minimum(following + 1, sizes.size)]
+        following = np.where(alone, np.searchsorted(sums, further, side="right") - 1, following)
+        return on_tape, following, sums
+
+    def _in_backward(self, quantity: Bytes) -> Bytes:
+        """Lays [chunks, layers] out in the order of backward."""
+        return quantity[::-1, ::-1].ravel()
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    @cached_property
+    def estimate(self) -> MemoryEstimate:
+        """The running sums of all bytes."""
+        return MemoryEstimate(self.points, self.standing, self.levels)
+
+    @cached_property
+    def standing(self) -> dict[Tier, dict[Cause, int]]:
+        """What is there before the step and after it, and never changes, by tier and cause."""
+        what, tables = self.decisions, self.tables
+        standing: dict[Tier, dict[Cause, int]] = {tier: {} for tier in TIERS}
+        standing["device"] = dict(tables.standing)
+        to_disk = self.away_bytes[self.modes // len(SAVED) == TIERS.index("disk")]
+        host = standing["host"]
+        if what.kv_tier == "disk" or to_disk.any():
+            # A region through which bytes pass on their way to the disk and back.
+            host[Cause.COPIES] = what.staging_bytes
+        if tables.device_kind == "cuda":
+            # The host's pool is made of slabs, and does not shrink within a step.
+            most = sum(level.during for level in self.levels["host"].values())
+            host[Cause.SLABS] = -(int(np.max(most)) + host.get(Cause.COPIES, 0)) % HOST_SLAB_BYTES
+        return standing
+
+    @cached_property
+    def levels(self) -> dict[Tier, dict[Cause, Level]]:
+        """What comes and goes, over all points; see [Note: when bytes come and go]."""
+        levels: dict[Tier, dict[Cause, Level]] = {
+            tier: dict(levels) for tier, levels in mode_free_levels(self.tables).items()
+        }
+        if self.points.training:
+            self._hold_frames(levels)
+        workspace = self._workspace()
+        levels["device"][Cause.WORKSPACE] = passing(workspace)
+        levels["device"][Cause.COPIES] = self._copies()
+        kind = self.tables.device_kind
+        moved = [v for c, v in levels["device"].items() if c in MOVED]
+        share, context = FRAGMENTATION[kind], CONTEXT_BYTES[kind]
+        levels["device"][Cause.RESERVE] = _derived(
+            self.points, moved, lambda held: context + (share * held).astype(np.int64)
+        )
+        return levels
+
+    def _hold_frames(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
+        present = np.bincount(self.modes.ravel(), minlength=len(ALL_MODES))
+        for index in np.flatnonzero(present):
+            mode = ALL_MODES[index]
+            size = np.where(self.modes == index, self.frame_bytes, 0)
+            cause = OF_SAVED[mode.saved]
+            levels[mode.tier][cause] = _waiting(self.tables, cause, mode.tier, size, 0, size)
+
+    def _workspace(self) -> Bytes:
+        """[points] Temporaries; layers and head, or layers and embedding, take turns."""
+        tables, points = self.tables, self.points
+        forward = tables.of_layers(tables.workspace_forward)
+        if not points.training:
+            return points.lay(forward, 0, 0)
+        again = np.where(self.modes % len(SAVED) > 0, tables.of_layers(tables.rebuilt), 0)
+        backward = tables.of_layers(tables.workspace_backward) + again
+        backward[:, 0] = np.maximum(backward[:, 0], tables.embedding_backward)
+        return points.lay(forward, 0, backward)
+
+    def _copies(self) -> Level:
+        """[points] Device bytes on their way out or back, the running frame's among them."""
+        tables, points, limit = self.tables, self.points, self.decisions.leave_bytes
+        away = self.away_bytes
+        ahead = points.num_forward
+
+        def still_leaving(left: Bytes) -> Bytes:
+            """[...] What is still there of all that left before each point."""
+            if limit is not None:
+                return np.minimum(np.cumsum(left) - left, limit)
+            # All but the newest copy has gone.
+            newest = np.maximum.accumulate(np.where(left > 0, np.arange(len(left)), -1))
+            newest = np.concatenate(([-1], newest[:-1]))
+            return np.where(newest >= 0, left[newest], 0)
+
+        own = points.lay(away, 0, away)
+        out = own + points.lay(
+            tables.of_layers(tables.kv_out_forward), 0, tables.of_layers(tables.kv_out_backward)
+        )
+        if tables.streams:
+            out[ahead:] -= own[ahead:]
+            during = own + still_leaving(out)
+        else:
+            during = own.copy()
+            during[:ahead] += still_leaving(out[:ahead])
+        after = during.copy()
+        if points.training:
+            used = np.cumsum(own[ahead:])
+            # What waits to be used, the running frame's included.
+            coming = self.asked_bytes - (used - own[ahead:])
+            if tables.streams:
+                during[ahead:] = np.maximum(during[ahead:], coming)
+            else:
+                # Frames that had not left when backward began need not come back.
+                (rest,) = still_leaving(np.append(out[:ahead], 0))[-1:]
+                during[ahead:] = np.maximum(rest, self.asked_bytes) - (used - own[ahead:])
+            after[ahead:] = during[ahead:] - own[ahead:]
+        after[-1] = 0
+        return Level(0, during, after)
+
+    def changes(self, at: int) -> Iterator[Change]:
+        """Yields the bytes that the computation at a point takes and gives back."""
+        for tier, cause, begins, ends in self._steps:
+            if begins[at]:
+                yield Change(tier, cause, begins[at])
+            if ends[at]:
+                yield Change(tier, cause, ends[at], "end")
+
+    @cached_property
+    def _steps(self) -> list[tuple[Tier, Cause, list[int], list[int]]]:
+        """By tier and cause: what each point takes when it begins and when it ends."""
+        return [
+            (tier, cause, begins.tolist(), (level.after - level.during).tolist())
+            for tier, levels in self.levels.items()
+            for cause, level in levels.items()
+            for begins in [level.during - np.concatenate(([level.before], level.after[:-1]))]
+        ]
+
+    # -- actions -------------------------------------------------------------------------------
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """The actions of each lane, with seconds and with what they wait for."""
+        assert self._cost is not None, "seconds are asked of a program with costs"
+        return _Laying(self, self._cost).lay()
+
+    def simulate(self, *, with_bytes: bool = False) -> Timeline:
+        """Runs all lanes; with the bytes of every tier over time where asked for."""
+        lanes = self.lanes
+        if not with_bytes:
+            return lanes.simulate()
+        at = {action: at for at, action in enumerate(lanes.actions[COMPUTE])}
+        standing = [
+            Change(tier, cause, size)
+            for tier, sizes in self.standing.items()
+            for cause, size in sizes.items()
+        ]
+        standing += [
+            Change(tier, cause, level.before)
+            for tier, levels in self.levels.items()
+            for cause, level in levels.items()
+            if level.before
+        ]
+        return lanes.simulate(
+            changes=lambda action: self.changes(at[action]) if action in at else (),
+            standing=standing,
+        )
+
+
+# -- levels ------------------------------------------------------------------------------------
+
+
+def passing(sizes: Bytes) -> Level:
+    """Returns what is there only while a point runs."""
+    return Level(0, sizes, np.zeros_like(sizes))
+
+
+class Lifetime(NamedTuple):
+    """When bytes that wait for a backward come and go: [kinds, chunks] each."""
+
+    cause: Cause
+    """What they are."""
+
+    taken_forward: Bytes
+    """What a forward takes."""
+
+    taken_backward: Bytes
+    """What a backward takes."""
+
+    given: Bytes
+    """What a backward gives back."""
+
+
+def kv_lifetimes(tables: ByteTables) -> Iterator[Lifetime]:
+    """Yields those of keys and values and of their gradient sums, on the tier where K/V wait."""
+    yield Lifetime(Cause.KV, tables.kv, np.zeros_like(tables.kv), tables.kv * tables.training)
+    if tables.training:
+        # The first backward writes the sums of all chunks before it.
+        written = np.zeros_like(tables.dkv)
+        written[:, -1] = tables.dkv.sum(axis=1)
+        yield Lifetime(Cause.DKV, np.zeros_like(tables.dkv), written, tables.dkv)
+
+
+def _waiting(
+    tables: ByteTables,
+    cause: Cause,
+    tier: Tier,
+    forward: Bytes,
+    backward: Bytes | int,
+    given: Bytes,
+) -> Level:
+    """Returns the level of a lifetime on a tier, [chunks, layers] each."""
+    points = tables.points
+    if tier == "device" and tables.device_kind == "cpu" and cause in _IN_SLABS:
+        given = np.column_stack([given.sum(axis=1), np.zeros_like(given[:, 1:])])
+    taken = points.lay(forward, 0, backward)
+    if tier != "device":
+        # Copies out are enqueued behind what makes their bytes.
+        taken = np.concatenate(([0], taken[:-1]))
+    return _running(0, taken, points.lay(0, 0, given))
+
+
+@lru_cache(maxsize=64)
+def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
+    """Returns what comes and goes whatever the modes are, by tier and cause."""
+    points, tier = tables.points, tables.kv_tier
+    levels: dict[Tier, dict[Cause, Level]] = {tier: {} for tier in TIERS}
+    device = levels["device"]
+    for cause, *sizes in kv_lifetimes(tables):
+        levels[tier][cause] = _waiting(tables, cause, tier, *map(tables.of_layers, sizes))
+    if tables.streams:
+        forward, backward, sums = (table[:, None] for table in tables.kv_passing)
+        device[Cause.KV] = passing(points.lay(forward, forward[:, 0], backward))
+        device[Cause.DKV] = passing(points.lay(0, 0, sums))
+    nothing = np.zeros((points.num_chunks, points.num_layers), dtype=np.int64)
+    before, added = tables.gradients
+    shares = nothing.copy()
+    shares[-1] = np.diff(added * np.arange(points.num_layers + 1) // points.num_layers)
+    ended = np.zeros(points.count, dtype=np.int64)
+    ended[-1] = added * points.training
+    # The step ends; what the optimizer takes is not its affair.
+    device[Cause.GRADIENTS] = _running(before, points.lay(0, 0, shares), ended)
+    if points.training:
+        waiting, embedded, embedded_back = tables.hidden
+        given = nothing.copy()
+        given[:, 0] = waiting
+        taken = points.lay(0, waiting, 0)
+        taken[0] += embedded
+        taken[points.num_forward] += embedded_back - embedded
+        given = points.lay(0, 0, given)
+        given[-1] += embedded_back
+        device[Cause.HIDDEN] = _running(0, taken, given)
+    # Casts of trained weights, which autocast keeps until forward ends.
+    casts = np.zeros(points.count, dtype=np.int64)
+    casts[: points.num_forward] = tables.shape.cached_cast_bytes
+    device[Cause.WEIGHTS] = Level(0, casts, np.append(casts[1:], 0))
+    kept = tables.kept_logits
+    logits = kept + points.lay(0, tables.logits, 0)
+    device[Cause.LOGITS_TILE] = Level(kept, logits, np.full_like(logits, kept))
+    return levels
+
+
+def _running(before: int, taken: Bytes, given: Bytes) -> Level:
+    """Returns the level of what each point takes when it begins and gives back when it ends."""
+    after = before + np.cumsum(taken - given)
+    return Level(before, after + given, after)
+
+
+def _derived(points: Points, levels: Iterable[Level], of: Callable[[Any], Any]) -> Level:
+    """Returns a level that follows from the sum of others."""
+    before = 0
+    during = np.zeros(points.count, dtype=np.int64)
+    after = during.copy()
+    for level in levels:
+        before += level.before
+        during += level.during
+        after += level.after
+    return Level(int(of(np.int64(before))), of(during), of(after))
+
+
+# -- lanes -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Actions by lane, with what each takes and what it waits for."""
+
+    actions: dict[str, list[Action]]
+    """By lane, in its order."""
+
+    seconds: list[float]
+    """How long each takes: lane after lane."""
+
+    needs: list[list[int]]
+    """What each waits for, as places in the same order."""
+
+    listed: list[Action]
+    """All actions as they are enqueued: the program's one order."""
+
+    def simulate(
+        self,
+        changes: Callable[[Action], Iterable[Change]] | None = None,
+        standing: Iterable[Change] = (),
+    ) -> Timeline:
+        """Runs all lanes; see `simulate_positions`."""
+        return simulate_positions(
+            self.actions,
+            seconds=self.seconds,
+            needs=self.needs,
+            changes=changes,
+            standing=standing,
+        )
+
+    def after(self, action: Action) -> set[Action]:
+        """Returns what an action waits for, beside the one before it on its lane."""
+        every = self._every()
+        return {every[at] for at in self.needs[every.index(action)]}
+
+    def seconds_of(self, action: Action) -> float:
+        """Returns how long an action takes."""
+        return self.seconds[self._every().index(action)]
+
+    def _every(self) -> list[Action]:
+        return [action for lane in self.actions.values() for action in lane]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Bytes that are somewhere until an action ends, oldest first, and who must wait for that."""
+
+    limit_bytes: int | None
+    """None: what was added last only."""
+    queue: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    first: int = 0
+    """Index of the oldest entry that nobody waited for."""
+    num_bytes: int = 0
+    """Of the entries that nobody waited for."""
+
+    def add(self, action: int, num_bytes: int) -> None:
+        self.queue.append((action, num_bytes))
+        self.num_bytes += num_bytes
+
+    def settle(self, room_bytes: int = 0) -> list[int]:
+        """What must have ended so that `room_bytes` more are within the limit; oldest first."""
+        ended: list[int] = []
+        while self.first < len(self.queue) and self._too_much(room_bytes):
+            action, num_bytes = self.queue[self.first]
+            self.num_bytes -= num_bytes
+            self.first += 1
+            ended.append(action)
+        return ended
+
+    def _too_much(self, room_bytes: int) -> bool:
+        if self.limit_bytes is None:
+            return len(self.queue) - self.first > 1
+        return self.num_bytes + room_bytes > self.limit_bytes
+
+
+_LANES = (COMPUTE, D2H, H2D, WRITE, READ)
+
+
+class _Laying:
+    """The actions of a program being laid on lanes; see [Note: the order of copies].
+
+    Until all are there an action is known by a number: its index on its lane times the number of
+    lanes, plus the lane.
+    """
+
+    def __init__(self, program: StepProgram, cost: StageCost) -> None:
+        what, tables = program.decisions, program.tables
+        self._program = program
+        self._what = what
+        self._cost = cost
+        self._both = tables.streams
+        self._actions: list[list[Action]] = [[] for _ in _LANES]
+        self._seconds: list[list[float]] = [[] for _ in _LANES]
+        self._needs: list[list[list[int]]] = [[] for _ in _LANES]
+        self._listed: list[Action] = []
+        self._sizes = program.away_bytes.tolist()
+        self._on_disk = (program.modes // len(SAVED) == TIERS.index("disk")).tolist()
+        self._streamed = [
+            [tables.of_layers(table).tolist() for table in tables_of_phase]
+            for tables_of_phase in (
+                (tables.kv_in_forward, tables.kv_out_forward),
+                (tables.kv_in_backward, tables.kv_out_backward),
+            )
+        ]
+        # Copies of one lane end in order, so compute waits for the last of those that must end.
+        self._leaving = _Queue(what.leave_bytes)
+        self._waits: list[int] = []
+        """What the next unit waits for, beside its own frame."""
+        self._staged = _Queue(what.staging_bytes)
+        """Host bytes of frames on their way to the disk or back."""
+        # K/V pass chunk by chunk, in bytes far below a layer's; a layer's writes lag by one layer.
+        self._kv_staged = _Queue(None)
+        self._away: dict[tuple[int, int], int] = {}
+        """After which action a frame can come back."""
+        self._kv_away: dict[int, int] = {}
+        """The same of a layer's newest keys, values and gradient sums."""
+        self._turn: list[int] = []
+        """The last action of forward: nothing is read ahead before it has ended."""
+
+    def lay(self) -> Lanes:
+        seconds = self._program.seconds.tolist()
+        points = self._program.points
+        self._forward(seconds)
+        if points.training:
+            self._turn = self._last_computed(1)
+            self._backward(seconds[points.num_forward :])
+        offsets = [0, *accumulate(map(len, self._actions))]
+        lanes = len(_LANES)
+        return Lanes(
+            actions=dict(zip(_LANES, self._actions, strict=True)),
+            seconds=[taken for lane in self._seconds for taken in lane],
+            needs=[
+                [offsets[number % lanes] + number // lanes for number in needed]
+                for lane in self._needs
+                for needed in lane
+            ],
+            listed=self._listed,
+        )
+
+    def _forward(self, seconds: list[float]) -> None:
+        what = self._what
+        places = iter(seconds)
+        for chunk in range(what.num_chunks):
+            for layer in range(what.num_layers):
+                coming = self._stream_in(chunk, layer, 0)
+                unit = self._compute(Action("F", 0, chunk, layer), next(places))
+                size = self._sizes[chunk][layer]
+                if size:
+                    copy = Action("D", 0, chunk, layer)
+                    on_disk = self._on_disk[chunk][layer]
+                    self._away[chunk, layer] = self._send(copy, size, unit, on_disk)
+                self._stream_out(chunk, layer, 0, unit)
+                self._waits += [*self._leaving.settle()[-1:], *coming]
+            self._compute(Action("F", 0, chunk, what.num_layers), next(places))
+
+    def _backward(self, seconds: list[float]) -> None:
+        what = self._what
+        layers = what.num_layers
+        asked_at = self._program.asked_at
+        last = what.num_chunks - 1
+        for place, taken in enumerate(seconds):
+            for frame in asked_at.get(place, ()):
+                self._fetch(last - frame // layers, layers - 1 - frame % layers)
+            chunk, layer = last - place // layers, layers - 1 - place % layers
+            coming = self._stream_in(chunk, layer, 1)
+            if self._sizes[chunk][layer]:
+                self._waits.append(self._away.pop((chunk, layer)))
+            unit = self._compute(Action("B", 0, chunk, layer), taken)
+            self._stream_out(chunk, layer, 1, unit)
+            if self._both:
+                self._waits += [*self._leaving.settle()[-1:], *coming]
+
+    def _compute(self, action: Action, seconds: float) -> int:
+        waits, self._waits = self._waits, []
+        return self._add(_COMPUTE, action, seconds, waits)
+
+    def _send(self, copy: Action, num_bytes: int, unit: int, on_disk: bool) -> int:
+        """Copies bytes to the host, and on to the disk; returns what ends when they are away."""
+        staged = self._staged if copy.kind == "D" else self._kv_staged
+        room = staged.settle(num_bytes) if on_disk else []
+        seconds = self._cost.d2h_seconds(num_bytes, both=self._both)
+        sent = self._add(_D2H, copy, seconds, [unit, *room])
+        self._leaving.add(sent, num_bytes)
+        if not on_disk:
+            return sent
+        write = copy._replace(kind="S", part=None if copy.kind == "D" else (copy.part or 0) + 1)
+        written = self._add(_WRITE, write, self._cost.disk_write_seconds(num_bytes), [sent])
+        staged.add(written, num_bytes)
+        return written
+
+    def _fetch(self, chunk: int, layer: int) -> None:
+        num_bytes = self._sizes[chunk][layer]
+        after = [*self._last_computed(1), self._away[chunk, layer]]
+        from_disk = self._on_disk[chunk][layer]
+        if from_disk:
+            # Reads run ahead of their copies, as far as staging holds.
+            waits = [*self._turn, after[-1], *self._staged.settle(num_bytes)]
+            seconds = self._cost.disk_read_seconds(num_bytes)
+            after.append(self._add(_READ, Action("L", 0, chunk, layer), seconds, waits))
+        seconds = self._cost.h2d_seconds(num_bytes, both=self._both)
+        copy = self._add(_H2D, Action("H", 0, chunk, layer), seconds, after)
+        self._away[chunk, layer] = copy
+        if from_disk:
+            self._staged.add(copy, num_bytes)
+
+    def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
+        """Brings a layer's prefix in beside its attention; returns what the next unit waits for.
+
+        A unit cannot end before its last block has come, which is said here as: the next unit
+        cannot begin. Blocks of a unit come while the one before it still computes.
+        """
+        num_bytes = self._streamed[part][0][chunk][layer]
+        if not num_bytes:
+            return []
+        after = self._last_computed(2)[:-1]
+        if layer in self._kv_away:
+            after.append(self._kv_away[layer])
+        if self._what.kv_tier == "disk":
+            read = Action("L", 0, chunk, layer, part + 1)
+            seconds = self._cost.disk_read_seconds(num_bytes)
+            after = [*after, self._add(_READ, read, seconds, after)]
+        seconds = self._cost.h2d_seconds(num_bytes, both=True)
+        return [self._add(_H2D, Action("K", 0, chunk, layer, part), seconds, after)]
+
+    def _stream_out(self, chunk: int, layer: int, part: int, unit: int) -> None:
+        """Sends a chunk's new K/V away (forward), or the prefix's gradient sums (backward)."""
+        num_bytes = self._streamed[part][1][chunk][layer]
+        if num_bytes:
+            copy = Action("O", 0, chunk, layer, part)
+            # Both lanes are in order, so the newest stands for all before it.
+            on_disk = self._what.kv_tier == "disk"
+            self._kv_away[layer] = self._send(copy, num_bytes, unit, on_disk)
+
+    def _last_computed(self, count: int) -> list[int]:
+        """The last so many computations, oldest first; fewer where there are not so many."""
+        done = len(self._actions[_COMPUTE])
+        return [at * len(_LANES) + _COMPUTE for at in range(max(done - count, 0), done)]
+
+    def _add(self, lane: int, action: Action, seconds: float, needs: list[int]) -> int:
+        self._actions[lane].append(action)
+        self._seconds[lane].append(seconds)
+        self._needs[lane].append(needs)
+        self._listed.append(action)
+        return (len(self._actions[lane]) - 1) * len(_LANES) + lane
+
+
+_COMPUTE, _D2H, _H2D, _WRITE, _READ = range(len(_LANES))
+
+_BY_ID = {id(mode): index + 1 for index, mode in enumerate(ALL_MODES)}
+
+
+def _index(mode: FrameMode) -> int:
+    return ALL_MODES.index(mode) + 1

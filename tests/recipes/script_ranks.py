@@ -1,0 +1,23 @@
+"""A job for each rank: run a script, or a module's program, as the interpreter would.
+
+{"argv": ["recipes/finetune.py", "--max_steps", "3"]}
+{"module": "sppo_hf.run", "argv": ["--config", "sppo.yaml", "train.py"]}
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run a job; what ends the script ends the rank."""
+    if "module" in job:
+        sys.argv = [job["module"], *job["argv"]]
+        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = job["argv"]
+        sys.path[0] = str(Path(job["argv"][0]).parent)
+        runpy.run_path(job["argv"][0], run_name="__main__")
