@@ -61,7 +61,7 @@ from sppo_hf.model.mask import MaskMeaning
 from sppo_hf.model.operations import operation, storage_key, tensors_in
 from sppo_hf.model.products import NeedlessRecorder, ProductRecorder
 from sppo_hf.model.sequence import PrefixLength
-from sppo_hf.model.states import LayerStates, StateCache, States, mixers_of
+from sppo_hf.model.states import LayerStates, StateCache, States
 from sppo_hf.model.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
 from sppo_hf.model.tiny import BUILD_ERRORS, decoder_config, first_line, loader_of
 from sppo_hf.planning.config_file import check_sizes, to_fields
@@ -77,11 +77,11 @@ logger = logging.getLogger(__name__)
 _LENGTHS = (256, 512)
 """Tokens of the two runs."""
 
-_SCAN_LENGTHS = (1024, 2048)
-"""The same for layers that scan, whose blocks of 64 to 256 tokens are padded."""
-
 _CPU_LENGTHS = (64, 128)
 """The same where numbers are really computed."""
+
+_SCAN_LENGTHS, _SCAN_CPU_LENGTHS = (512, 1024), (256, 512)
+"""Both in a model with layers that scan: in blocks of 64 to 256 tokens, which are padded."""
 
 _LOOKS_AT_VALUES = (
     *(DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException),
@@ -155,8 +155,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         parts = find_parts(_build(config, training, make))
         with _only(parts, ()), fake:
             _make_fake(parts.causal_lm)
-        scans = any(map(_scans, parts.layers))
-        lengths = _SCAN_LENGTHS if scans else _LENGTHS
+        lengths = _SCAN_LENGTHS if parts.has_states else _LENGTHS
         calls = [_calls(parts, tokens, training) for tokens in lengths]
         # What comes before the first adapter needs no gradient, so the first layer stands alone.
         kinds = [(_kind(call), training.lora and index == 0) for index, call in enumerate(calls[0])]
@@ -288,11 +287,6 @@ class _Call(NamedTuple):
     """Keys that layers have attended to, by memory; one for all layers."""
 
 
-def _scans(layer: nn.Module) -> bool:
-    """Whether a layer carries a state: then it may work in blocks of tokens."""
-    return bool(mixers_of(layer))
-
-
 def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     """Runs the model with its layers left out; returns how each would have been called."""
     calls: list[_Call] = []
@@ -392,13 +386,14 @@ def _trace_kind(
     except _LOOKS_AT_VALUES as error:
         logger.info("%s is traced on the CPU: %s", type(calls[0].layer).__name__, error)
     layer = calls[0].layer
+    lengths = _SCAN_CPU_LENGTHS if parts.has_states else _CPU_LENGTHS
     calls = [
         next(call for call in _calls(parts, tokens, training) if call.layer is layer)
-        for tokens in _CPU_LENGTHS
+        for tokens in lengths
     ]
     with _on_zeros(layer):
         calls = [tree_map_only(Tensor, _zeros, call) for call in calls]
-        return _trace_layer(parts, calls, _CPU_LENGTHS, training, reached)
+        return _trace_layer(parts, calls, lengths, training, reached)
 
 
 def _trace_layer(

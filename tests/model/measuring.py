@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import unittest.mock
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -108,9 +108,9 @@ def to_bfloat16(model: nn.Module) -> nn.Module:
     return model
 
 
-def run(model: nn.Module) -> Tensor:
+def run(model: nn.Module, tokens: int = TOKENS) -> Tensor:
     """The loss over a batch of one row."""
-    ids = torch.arange(TOKENS).view(1, TOKENS) % 90 + 3
+    ids = torch.arange(tokens).view(1, tokens) % 90 + 3
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -120,6 +120,26 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
     Every piece of memory counts once; parameters and what does not grow with the tokens are left
     out. Layers share what a rotary module returns.
     """
+    layers, tables = _saved(model, TOKENS)
+
+    def per_token(tensors: Iterable[Tensor]) -> float:
+        return sum(_bytes(x) for x in tensors if _bytes(x) % TOKENS == 0) / TOKENS
+
+    own = {index: per_token(tensors) for index, tensors in layers.items()}
+    return own, per_token(tables)
+
+
+def growing_bytes(model: nn.Module, lengths: tuple[int, int]) -> list[float]:
+    """The same without what layers share, from two lengths; also of layers that scan in blocks."""
+    short, long = (_saved(model, tokens)[0].values() for tokens in lengths)
+    return [
+        (sum(map(_bytes, more)) - sum(map(_bytes, few))) / (lengths[1] - lengths[0])
+        for few, more in zip(short, long, strict=True)
+    ]
+
+
+def _saved(model: nn.Module, tokens: int) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+    """What autograd saves, by layer, and of that what rotary modules return, which layers share."""
     parts = find_parts(model)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen: dict[int, dict[int, Tensor]] = defaultdict(dict)
@@ -128,7 +148,7 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
 
     def pack(tensor: Tensor) -> Tensor:
         at = tensor.untyped_storage().data_ptr()
-        if running and _bytes(tensor) % TOKENS == 0 and at not in own:
+        if running and at not in own:
             seen[running[-1]].setdefault(at, tensor)
         return tensor
 
@@ -142,18 +162,17 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
     # Under autocast a kept frame has hooks of its own, which see what these would see.
     without_casts = unittest.mock.patch.object(WeightCasts, "of", return_value=None)
     with without_casts, saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run(model)
+        loss = run(model, tokens)
     for handle in handles:
         handle.remove()
     assert loss.requires_grad
     rotary = {table.untyped_storage().data_ptr() for table in tables}
     layers = {
-        index: sum(_bytes(x) for at, x in tensors.items() if at not in rotary) / TOKENS
+        index: [x for at, x in tensors.items() if at not in rotary]
         for index, tensors in seen.items()
     }
     everything = {at: x for tensors in seen.values() for at, x in tensors.items()}
-    shared = sum(_bytes(x) for at, x in everything.items() if at in rotary) / TOKENS
-    return layers, shared
+    return layers, [x for at, x in everything.items() if at in rotary]
 
 
 @contextlib.contextmanager
