@@ -17,9 +17,10 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import Training, config_digest, profiles_to_json
 
 # Other ranks lie on a line through two.
-ADAPTERS = (None, LoraShape(rank=8), LoraShape(rank=16))
-DTYPES = ((2, 2), (4, 4), (2, 4))
-"""Bytes of an element in products and of a weight: bf16, float32, and bf16 by autocast."""
+PLAIN = (None, LoraShape(rank=8), LoraShape(rank=16))
+AUTOCAST = (LoraShape(rank=8, autocast=True), LoraShape(rank=16, autocast=True))
+TRAININGS = {(2, 2): (*PLAIN, *AUTOCAST), (4, 4): PLAIN, (2, 4): (None, *AUTOCAST)}
+"""By the bytes of an element in products and of a weight: bf16, float32, and bf16 by autocast."""
 
 
 def main() -> None:
@@ -29,8 +30,8 @@ def main() -> None:
         config = load_config(name)
         profiles = tuple(
             trace_config(config, Training(dtype_bytes=size, parameter_bytes=wide, lora=lora))
-            for size, wide in DTYPES
-            for lora in ADAPTERS
+            for (size, wide), adapters in TRAININGS.items()
+            for lora in adapters
         )
         text = profiles_to_json(config_digest(config), profiles)
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
