@@ -21,13 +21,14 @@ from sppo_hf.planning.cost import StageCost
 from sppo_hf.rules import format_bytes
 
 _COLUMNS = (
-    *("schedule", "stages", "chunks", "frames", "tokens/s", "step", "idle", "again"),
+    *("schedule", "stages", "chunks", "recompute", "tokens/s", "step", "idle", "again"),
     *("device", "host"),
 )
 _MOST_ACTIONS = 300_000
 """Simulated for one answer; at about ten microseconds each that is about three seconds."""
 
-_LEAVING = {"full": "all leave", "sppo": "some leave"}
+_OFFLOADED = {"full": "all offloaded", "sppo": "some offloaded"}
+_RECOMPUTE = {"whole": "none", "products": "selective", "skeleton": "full"}
 
 
 def ask_cluster(
@@ -92,7 +93,7 @@ def cluster_table(answer: ClusterAnswer, title: str) -> Group:
     """
     table = Table(box=None, pad_edge=False)
     for name in _COLUMNS:
-        left = name in ("schedule", "stages", "chunks", "frames")
+        left = name in ("schedule", "stages", "chunks", "recompute")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     rows = answer.best or ([] if answer.closest is None else [answer.closest])
     for plan in rows:
@@ -134,12 +135,12 @@ def _cells(plan: ClusterPlan) -> tuple[str, ...]:
     stages = f"{layout.stages} x {layout.virtual}" if layout.virtual > 1 else f"{layout.stages}"
     if layout.replicas > 1:
         stages += f", {layout.replicas} times"
-    leaving = "" if layout.offload == "none" else f", {_LEAVING[layout.offload]}"
+    offloaded = "" if layout.offload == "none" else f", {_OFFLOADED[layout.offload]}"
     return (
         layout.schedule.removesuffix("_seq1f1b"),
         stages,
         f"{layout.num_chunks} {layout.partition}",
-        layout.saved + leaving,
+        _RECOMPUTE[layout.saved] + offloaded,
         f"{plan.tokens_per_second:,.0f}",
         f"{plan.step_seconds:,.1f} s",
         f"{plan.bubble_fraction:.1%}",
@@ -153,5 +154,5 @@ def _name(plan: ClusterPlan) -> str:
     layout = plan.layout
     return (
         f"{layout.schedule} with {layout.stages} x {layout.replicas}, {layout.num_chunks} chunks, "
-        f"{layout.saved} frames, {layout.offload} offload"
+        f"recompute {_RECOMPUTE[layout.saved]}, offload {layout.offload}"
     )

@@ -66,10 +66,13 @@ def simulate(
     lora: given.Lora = None,
     partition: given.Cut = given.Partition.auto,
     offload: Annotated[
-        Offload, typer.Option(help="What of each frame leaves the device, by a fixed rule.")
+        Offload, typer.Option(help="What is offloaded of each layer and chunk, by a fixed rule.")
     ] = Offload.none,
     recompute: Annotated[
-        bool, typer.Option(help="Keep skeletons of frames, and recompute the rest in backward.")
+        bool,
+        typer.Option(
+            help="Keep layer inputs and attention outputs, and recompute the rest in backward."
+        ),
     ] = False,
     figure: Annotated[
         Path | None,

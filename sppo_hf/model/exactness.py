@@ -1,7 +1,7 @@
 """Compare a converted model with the unmodified one: loss and every gradient.
 
 `compare` runs two copies of a model over the same batch, one untouched and one converted, and
-reports the worst difference. The tests' matrix, the README's table of families and `sppo check` are
+reports the worst difference. The tests' matrix, the table of families and `sppo check` are
 all made of it. It knows nothing of where models come from, and judges nothing but numbers.
 
 [Note: how an error is measured]

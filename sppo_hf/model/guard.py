@@ -83,7 +83,7 @@ def check_family(parts: ModelParts) -> None:
     if reason is not None:
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "
-            "or choose a family from the README's table."
+            "or choose a family that `sppo check --list` names."
         )
 
 

@@ -151,7 +151,7 @@ def _refuse_left_padding(
     if shift_labels_BT is None:
         reason = "without labels it cannot be told that nothing is read there"
     elif not known:
-        reason = "it is exact for the families of the README's table only"
+        reason = "it is exact for the families that `sppo check --list` names only"
     else:
         at = torch.arange(shift_labels_BT.shape[1], device=shift_labels_BT.device)
         start_B1 = torch.tensor([start for start, _ in spans], device=at.device)[:, None]

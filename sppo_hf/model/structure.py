@@ -201,7 +201,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     if not layers:
         raise UnsupportedModelError(
             f"{name} cannot be trained chunk by chunk: {NO_LAYERS} (in {type(base).__name__}). "
-            "Train it without sppo_hf, or choose a family from the README's table."
+            "Train it without sppo_hf, or choose a family that `sppo check --list` names."
         )
     configs: dict[int, PreTrainedConfig] = {}
     for module in causal_lm.modules():
@@ -255,7 +255,7 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
     if reason is not None:
         raise UnsupportedModelError(
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
-            "choose a family from the README's table (run `sppo check MODEL` to test one)."
+            "choose a family that `sppo check --list` names (`sppo check MODEL` tests one)."
         )
 
 

@@ -558,7 +558,8 @@ def make_batch(
 def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Module:
     """Wrap `model` by PEFT with LoRA on every linear layer, all adapters random.
 
-    PEFT starts one factor at zero, which would make the other's gradient zero.
+    PEFT starts one factor at zero, which would make the other's gradient zero. It cannot wrap
+    routers that are linear layers and return more than a product (Llama 4's).
 
     Raises:
         ConfigError: PEFT is not installed.
@@ -568,8 +569,18 @@ def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Modu
     except ImportError as error:
         raise ConfigError("LoRA needs PEFT, which is not installed: pip install peft") from error
     dtype = model.dtype
+    routers = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "Router" in type(module).__name__
+    }
     settings = LoraConfig(
-        r=rank, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", bias="none"
+        r=rank,
+        lora_alpha=8,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=sorted(routers) or None,
+        bias="none",
     )
     with quiet_peft():
         wrapped = get_peft_model(model, settings)

@@ -261,7 +261,9 @@ def _adapt(parts: ModelParts, lora: LoraShape) -> None:
         name.rpartition(".")[2]
         for name, module in parts.base.named_modules()
         # Conv1D is GPT-2's linear layer.
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        # Routers that return more than a product (Llama 4's) PEFT cannot wrap.
+        if type(module).__name__ == "Conv1D"
+        or (isinstance(module, nn.Linear) and "Router" not in type(module).__name__)
     }
     model.requires_grad_(False)
     targets = sorted(name for name in linear if lora.adapts(name))

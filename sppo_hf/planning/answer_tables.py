@@ -89,7 +89,7 @@ def chunk_table(plan: Plan) -> Table:
     table.add_column("chunk", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("layers", ratio=1, overflow="fold")
-    for header in ("leaves", "compute", "to host", "to device", *(["disk"] if disk else [])):
+    for header in ("offloaded", "compute", "to host", "to device", *(["disk"] if disk else [])):
         table.add_column(header, justify="right", no_wrap=True)
     for group in group_chunks(plan, most=_MOST_ROWS):
         lengths = plan.chunk_lengths[group.first : group.last + 1]
@@ -102,7 +102,7 @@ def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
     """Lays policies side by side, in the order in which they are given."""
     table = _numbers_table("Policies, in the same chunks and with K/V on the same tier")
     tiers: list[Tier] = [t for t in TIERS if any(r.estimate.peak(t).tier(t).total for r in results)]
-    for header in ("policy", "frames"):
+    for header in ("policy", "recompute"):
         table.add_column(header, no_wrap=True)
     for header in ("step", "tokens/s", *(f"{tier} peak" for tier in tiers)):
         table.add_column(header, justify="right", no_wrap=True)

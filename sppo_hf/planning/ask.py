@@ -118,7 +118,7 @@ class PolicyResult:
     """"auto", "none", "full" or "sppo"."""
 
     frames: str
-    """What is saved of frames: "whole", "products", "skeletons", or "mixed" by the solver."""
+    """How much is recomputed: "none", "selective", "full", or "mixed" by the solver."""
 
     first_limit: FirstLimit | None
     """Why it does not fit."""
@@ -308,7 +308,7 @@ def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]
         kv_tier=plan.kv_tier,
         kv_block_tokens=plan.kv_block_tokens,
     )
-    named = [("auto, frames mixed", plan), *fixed_policies(_cost(plan), base, choices)]
+    named = [("auto, recompute mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
     return tuple(sorted(results, key=lambda r: r.step_seconds or float("inf")))
 
@@ -321,10 +321,10 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     if limit is None:
         seconds = play(decisions, cost, policy=name).step_seconds
     tokens = plan.batch_rows * plan.total_tokens
-    policy, frames = name.split(", frames ")
+    policy, recompute = name.split(", recompute ")
     return PolicyResult(
         policy=policy,
-        frames=frames.removeprefix("reduced to "),
+        frames=recompute,
         first_limit=limit,
         estimate=predicted,
         step_seconds=seconds,

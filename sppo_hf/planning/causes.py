@@ -46,15 +46,15 @@ class Cause(StrEnum):
     OPTIMIZER = "optimizer", "optimizer", "assumed: AdamW, two float32 states", "#C4C4C4"
     KV = "kv", "K/V", "", "#009E73"
     DKV = "dkv", "dK/dV", "float32 accumulators", "#7FCEB9"
-    FRAMES = "frames", "frames", "all that backward needs"
-    PRODUCTS = "products", "products", "layer inputs, attention and matrix products", "", 0.4
-    SKELETONS = "skeletons", "skeletons", "layer inputs, attention outputs", "", 0.7
-    HIDDEN = "hidden", "hidden", "at the final norm and the loss, embeddings", "#56B4E9"
+    FRAMES = "frames", "activations", "all that backward needs of a layer"
+    PRODUCTS = "products", "matrix products", "with layer inputs and attention outputs", "", 0.4
+    SKELETONS = "skeletons", "layer inputs", "and attention outputs, to recompute the rest", "", 0.7
+    HIDDEN = "hidden", "hidden states", "at the final norm and the loss, embeddings", "#56B4E9"
     MESSAGES = "messages", "messages", "between stages, sent or received", "#B5B5B5"
     LOGITS_TILE = "logits_tile", "logits", "of one tile of the loss", "#D55E00"
-    WORKSPACE = "workspace", "workspace", "the running layer's temporaries", "#F0E442"
+    WORKSPACE = "workspace", "temporaries", "of the running layer", "#F0E442"
     COPIES = "copies", "copies", "on their way between tiers", "#B87D00"
-    SLABS = "slabs", "slabs", "rest of the host slabs", "#F2D9B0"
+    SLABS = "slabs", "slabs", "unused rest of host memory taken in slabs", "#F2D9B0"
     RESERVE = "reserve", "reserve", "device context, fragmentation", "#E5E5E5"
 
 

@@ -41,7 +41,7 @@ class ChunkGroup:
 
     @property
     def text(self) -> str:
-        """What becomes of the layers: "20 kept whole, 12 skeletons to host"."""
+        """What becomes of the layers: "20 kept, 12 full recompute to host"."""
         parts = (f"{span(*counts)} {words(mode)}" for mode, counts in self.layers.items())
         return ", ".join(parts)
 
@@ -69,11 +69,10 @@ def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
 
 
 def words(mode: FrameMode) -> str:
-    """Says what is saved of a frame and where it waits: "kept whole", "products to disk"."""
-    saved = {"whole": "whole", "products": "products", "skeleton": "skeletons"}[mode.saved]
-    if mode.offload:
-        return f"{saved} to {mode.tier}"
-    return "kept whole" if mode.saved == "whole" else f"{saved} kept"
+    """Says what becomes of a layer's activations: "kept", "to host", "full recompute to host"."""
+    recomputed = {"whole": "", "products": "selective recompute", "skeleton": "full recompute"}
+    away = f"to {mode.tier}" if mode.offload else ""
+    return f"{recomputed[mode.saved]} {away}".strip() or "kept"
 
 
 def span(low: int, high: int) -> str:

@@ -79,6 +79,6 @@ def _conclusion(before: Plan, after: Plan) -> str:
     )
     return (
         f"Planned anew with the measured speeds: {changed} of "
-        f"{before.num_chunks * before.num_layers} frames change their mode, "
+        f"{before.num_chunks * before.num_layers} layers of chunks are treated otherwise, "
         f"{after.prediction.step_seconds:.3g} s a step predicted."
     )

@@ -117,8 +117,8 @@ def check_config(config: object) -> None:
     if reason is not None:
         raise UnsupportedModelError(
             f"Models of type {show(family(config) or family(text_config(config)))} cannot be "
-            f"trained chunk by chunk: {reason}. Train it without sppo_hf, or choose a family from "
-            "the README's table (run `sppo check MODEL` to test one)."
+            f"trained chunk by chunk: {reason}. Train it without sppo_hf, or choose a family of "
+            "those that `sppo check --list` names (`sppo check MODEL` tests one)."
         )
 
 

@@ -168,7 +168,7 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
 
 def _all_or_some(answers: set[bool]) -> str:
     if len(answers) == 2:
-        return "some frames"
+        return "some layers"
     return "full" if answers == {True} else "none"
 
 

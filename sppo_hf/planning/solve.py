@@ -165,7 +165,7 @@ def fixed_policies(
         for policy in ("none", "full", "sppo"):
             decisions = fixed_policy(cost, base, policy, saved, choices)
             if decisions is not None:
-                yield f"{policy}, frames {_SAVED_WORDS[saved]}", decisions
+                yield f"{policy}, recompute {_RECOMPUTE[saved]}", decisions
 
 
 def fixed_policy(
@@ -300,8 +300,4 @@ def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
     return Budgets(device=of("device"), host=of("host"), disk=of("disk"))
 
 
-_SAVED_WORDS: dict[Saved, str] = {
-    "whole": "whole",
-    "products": "reduced to products",
-    "skeleton": "reduced to skeletons",
-}
+_RECOMPUTE: dict[Saved, str] = {"whole": "none", "products": "selective", "skeleton": "full"}

@@ -28,7 +28,7 @@ def test_the_plan_of_an_8b_model(tmp_path: Path) -> None:
     code, out, err = run(write_config(tmp_path, LLAMA_8B), "--seq-len", "32K", *MACHINE)
     assert (code, err) == (0, "")
     flat = " ".join(out.split())
-    for said in ("SPPO plan", "fits yes", "chunk tokens layers", "policy frames", "auto mixed"):
+    for said in ("SPPO plan", "fits yes", "chunk tokens layers", "policy recompute", "auto mixed"):
         assert said in flat
     assert "recomputation not counted" in flat
 

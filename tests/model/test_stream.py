@@ -219,7 +219,9 @@ def test_kept_frames_do_not_hold_keys(monkeypatch, family):
     monkeypatch.setattr(StreamedKV, "put", watched)
     model = convert(build_tiny_model(family), _config(recompute="none"))
     loss = model(**make_batch(tokens=TOKENS)).loss
-    assert len(seen) == 2 * model.config.num_hidden_layers * len(UNEVEN)
+    config = model.config.get_text_config()
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    assert len(seen) == 2 * own * len(UNEVEN)
     assert all(storage.expired() for storage in seen)
     loss.backward()
 

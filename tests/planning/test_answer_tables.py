@@ -59,7 +59,7 @@ def test_a_plan_with_its_chunks_and_policies() -> None:
     for size in (found.estimate.device.total, found.estimate.host.total):
         assert format_bytes(size) in flat
     lines = [line.split() for line in text.splitlines()]
-    start = next(i for i, words in enumerate(lines) if words[:2] == ["policy", "frames"])
+    start = next(i for i, words in enumerate(lines) if words[:2] == ["policy", "recompute"])
     assert lines[start + 2][:2] == ["auto", "mixed"], "the winner stands first"
     assert "sppo" in flat
     assert "lacks" in flat
@@ -81,4 +81,4 @@ def test_many_chunks_stay_readable(width: int) -> None:
     assert len(text.splitlines()) <= 20
     assert max(map(len, text.splitlines())) <= width
     assert "1-64" in text
-    assert "32 whole to host" in text
+    assert "32 to host" in text

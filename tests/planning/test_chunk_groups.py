@@ -33,9 +33,9 @@ def test_equal_neighbours_are_one_group_whatever_their_order_of_layers() -> None
     made = decisions(mixed(3), tuple(reversed(mixed(3))), mixed(8), mixed(3))
     groups = group_chunks(made, most=10)
     assert [(group.title, group.text) for group in groups] == [
-        ("chunks 1-2", "3 kept whole, 5 whole to host"),
-        ("chunk 3", "8 kept whole"),
-        ("chunk 4", "3 kept whole, 5 whole to host"),
+        ("chunks 1-2", "3 kept, 5 to host"),
+        ("chunk 3", "8 kept"),
+        ("chunk 4", "3 kept, 5 to host"),
     ]
 
 
@@ -46,7 +46,7 @@ def test_too_many_are_grouped_by_the_modes_that_they_have() -> None:
         ChunkGroup(0, 4, {KEEP: (1, 5), OFFLOAD: (3, 7)}),
         ChunkGroup(5, 5, {RECOMPUTE: (8, 8)}),
     ]
-    assert groups[0].text == "1-5 kept whole, 3-7 whole to host"
+    assert groups[0].text == "1-5 kept, 3-7 to host"
 
 
 @pytest.mark.parametrize(("chunks", "most"), [(64, 16), (65, 16), (7, 3), (5, 5), (1, 1)])
@@ -60,8 +60,8 @@ def test_never_more_than_asked_and_every_chunk_once(chunks: int, most: int) -> N
 
 def test_words_tell_all_modes_apart() -> None:
     assert len({words(mode) for mode in ALL_MODES}) == 9
-    assert words(RECOMPUTE_OFFLOAD) == "skeletons to host"
-    assert words(mode_of("products", "disk")) == "products to disk"
+    assert words(RECOMPUTE_OFFLOAD) == "full recompute to host"
+    assert words(mode_of("products", "disk")) == "selective recompute to disk"
 
 
 def test_span() -> None:

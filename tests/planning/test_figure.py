@@ -96,7 +96,7 @@ def test_says_what_it_shows(tmp_path: Path) -> None:
         f"{timeline.end_seconds:.3g} seconds a step",
         *("keep", "offload", "disk", "recompute", "recompute+offload"),
         f"device: peak {peak}, over the budget of 80.0 GiB",
-        *("weights", "K/V", "frames", "workspace", "copies", "budget", "GiB"),
+        *("weights", "K/V", "activations", "temporaries", "copies", "budget", "GiB"),
         f"lanes: compute waits {timeline.stall_seconds('compute'):.3g} seconds",
         *("compute", "d2h", "disk write", "forward", "backward", "host to device", "waits"),
         *("time (seconds)", "position in the sequence (tokens)"),
