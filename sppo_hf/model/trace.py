@@ -257,16 +257,8 @@ def _adapt(parts: ModelParts, lora: LoraShape) -> None:
             "what LoRA costs in this model is not known yet, and finding out takes PEFT, which is "
             "not installed. Remedy: install peft, or plan without LoRA."
         ) from error
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in parts.base.named_modules()
-        # Conv1D is GPT-2's linear layer.
-        # Routers that return more than a product (Llama 4's) PEFT cannot wrap.
-        if type(module).__name__ == "Conv1D"
-        or (isinstance(module, nn.Linear) and "Router" not in type(module).__name__)
-    }
     model.requires_grad_(False)
-    targets = sorted(name for name in linear if lora.adapts(name))
+    targets = sorted(_linear_names(parts.base, lora))
     if not targets:
         return
     settings = LoraConfig(r=lora.rank, target_modules=targets, lora_dropout=lora.dropout)
@@ -277,6 +269,25 @@ def _adapt(parts: ModelParts, lora: LoraShape) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_DTYPES[lora.dtype_bytes])
+
+
+def _linear_names(base: nn.Module, lora: LoraShape) -> Iterator[str]:
+    """What PEFT is to call the linear layers that are adapted."""
+    paths: dict[str, list[str]] = {}
+    others: set[str] = set()
+    for path, module in base.named_modules():
+        name = path.rpartition(".")[2]
+        # Routers that return more than a product (Llama 4's) PEFT cannot wrap.
+        if type(module).__name__ == "Conv1D" or (
+            isinstance(module, nn.Linear) and "Router" not in type(module).__name__
+        ):
+            paths.setdefault(name, []).append(path)
+        else:
+            others.add(name)
+    for name, found in paths.items():
+        if lora.adapts(name):
+            # "0" of a sequence of modules is the name of other modules, too.
+            yield from found if name in others else (name,)
 
 
 class _Call(NamedTuple):

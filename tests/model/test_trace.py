@@ -19,7 +19,7 @@ from sppo_hf.model.guard import PROVED
 from sppo_hf.model.holders import Kept
 from sppo_hf.model.products import ProductRecorder
 from sppo_hf.model.structure import find_parts
-from sppo_hf.model.tiny import build_tiny_model, make_batch, tiny_config
+from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch, tiny_config
 from sppo_hf.model.tiny_families import FAMILIES, MULTIMODAL
 from sppo_hf.model.trace import trace_config
 from sppo_hf.planning.config_file import load_config
@@ -141,6 +141,18 @@ def test_frame_bytes_of_wide_adapters(family: str) -> None:
             assert _whole_frames(shape) == _about(saved_bytes(model)[0])
         frames.append(shape.frame_bytes_per_token(1))
     assert frames[1] < 0.9 * frames[0]
+
+
+@pytest.mark.parametrize("family", ["zamba2", "gemma4", "qwen2_vl"])
+def test_adapters_of_modules_whose_names_others_have_too(family: str) -> None:
+    pytest.importorskip("peft")
+    config, lora = tiny_config(family), LoraShape(rank=4)
+    training = Training(dtype_bytes=4, parameter_bytes=4, lora=lora)
+    layers = trace_config(config, training).layers
+    adapted = find_parts(add_lora(build_tiny_model(family), rank=4)).layers
+    for traced, layer in zip(layers, adapted, strict=True):
+        adapters = [p.numel() for name, p in layer.named_parameters() if ".lora_" in name]
+        assert traced.adapter_weights == sum(adapters) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba", "falcon_h1", "mamba2", "lfm2"])
