@@ -11,6 +11,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.planning.cluster import (
     ClusterPlan,
     ClusterQuestion,
@@ -22,6 +23,7 @@ from sppo_hf.planning.cluster import (
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.flops import PEAK_FLOPS, step_flops
+from sppo_hf.planning.model_profile import Training, find_profile
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import even_bounds
 from sppo_hf.planning.profile_store import load_profile
@@ -113,7 +115,8 @@ def gpt(name: str) -> ModelShape:
         n_head=model.hidden_size // 128,
         vocab_size=50_257,
     )
-    return ModelShape.from_config(config, dtype_bytes=2)
+    training = Training(dtype_bytes=2, parameter_bytes=2)
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
 
 
 @cache
@@ -122,7 +125,8 @@ def llama(name: str) -> ModelShape:
     if name == "Llama 70B":
         sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
         config = SimpleNamespace(**{**vars(config), **sizes, "num_attention_heads": 64})
-    return ModelShape.from_config(config, dtype_bytes=2)
+    training = Training(dtype_bytes=2, parameter_bytes=2)
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
 
 
 def question(

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.ask import (
     PolicyResult,
@@ -53,6 +54,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
             profile=load_profile(options.hardware),
             total_tokens=tokens,
             lora_rank=options.lora,
+            trace=trace_unknown,
         )
 
     began = time.perf_counter()

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.ask import question_for
 from sppo_hf.planning.config_file import load_config
@@ -50,6 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         profile=load_profile("h100"),
         total_tokens=CHUNKS * CHUNK_TOKENS,
         lora_rank=16,
+        trace=trace_unknown,
     )
     assert question.device.profile is not None, "a profile was named"
     cost = StageCost(

@@ -23,10 +23,9 @@ import transformers
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.model.check import CheckResult, check_model
-from sppo_hf.model.tiny import tiny_config
+from sppo_hf.model.structure import find_parts
+from sppo_hf.model.tiny import build_tiny_model
 from sppo_hf.model.tiny_families import FAMILIES
-from sppo_hf.planning.layer import LayerShape
-from sppo_hf.planning.reader import read_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("recipes/MODELS.md")
@@ -61,7 +60,7 @@ def check_family(name: str) -> Row:
     """The worst of several chunkings and modes, or the reason of the refusal."""
     feature = FAMILIES[name].feature
     results: list[CheckResult] = []
-    single = [] if any(layer.mixer for layer in _layers(name)) else [ONE_TOKEN]
+    single = [] if _has_states(name) else [ONE_TOKEN]
     for settings in [*SETTINGS, *single]:
         try:
             result = check_model(name, settings, tokens=TOKENS)
@@ -77,11 +76,11 @@ def check_family(name: str) -> Row:
     return Row(name, feature, status, worst.error or 0.0, "")
 
 
-def _layers(name: str) -> tuple[LayerShape, ...]:
+def _has_states(name: str) -> bool:
     try:
-        return read_layers(tiny_config(name))
+        return find_parts(build_tiny_model(name)).has_states
     except SPPOError:
-        return ()  # the reason of the refusal comes from the check
+        return False  # the reason of the refusal comes from the check
 
 
 def _short(reason: str) -> str:

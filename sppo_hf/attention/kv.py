@@ -249,7 +249,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 def _kept(kind: str, x: Tensor, keep: Keep | None) -> Tensor:
     kept = x if keep is None else keep(kind, x)
     # Where `keep` has copied, the tensor may well be a part of something larger: that is its place.
-    return dense(kept) if kept.data_ptr() == x.data_ptr() else kept
+    return dense(kept) if kept is x or kept.data_ptr() == x.data_ptr() else kept
 
 
 def _bytes(x: Tensor) -> int:

@@ -158,6 +158,7 @@ class PipelineArguments:
             batch_rows=self.rows,
             dtype_name=str(self.dtype),
             lora_rank=self.lora,
+            trace=given.trace_unknown,
         )
         bounds = chunk_bounds(
             config,

@@ -1,7 +1,7 @@
 """Arguments that `sppo estimate` and `sppo plan` share, and the question that they ask.
 
-Only words into values; answering is `sppo_hf.planning.ask`. Imports no torch, and the hub's client
-only where MODEL is a hub id.
+Only words into values; answering is `sppo_hf.planning.ask`. Imports the hub's client only where
+MODEL is a hub id, and torch only where nobody has traced the model before.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.ask import Question, question_for
 from sppo_hf.planning.config_file import find_config, load_config, shipped_models
 from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.rules import show
 
@@ -76,8 +77,8 @@ class Policy(StrEnum):
 Model = Annotated[
     str,
     typer.Argument(
-        help="A local model folder, a config.json, a shipped name (llama-3.1-8b, qwen3-4b,"
-        " smollm2-135m), or a hub id.",
+        help="A local model folder, a config.json, a shipped name (llama-3.1-8b, llama-3.1-70b,"
+        " qwen3-4b, qwen3-30b-a3b, smollm2-135m, gpt-oss-20b), or a hub id.",
         metavar="MODEL",
     ),
 ]
@@ -173,6 +174,7 @@ class PlanningArguments:
             accumulates=self.accumulate,
             dtype_name=str(self.dtype),
             lora_rank=self.lora,
+            trace=trace_unknown,
         )
 
     def hardware_note(self, question: Question) -> str:
@@ -202,6 +204,17 @@ class PlanningArguments:
             # Nothing is written: planning asks only whether there is a disk.
             offload_dir=None if self.disk is None else "--disk",
         )
+
+
+def trace_unknown(config: object, training: Training) -> ModelProfile:
+    """Traces a model whose profile is not known; only then are torch and Transformers imported.
+
+    Raises:
+        SPPOError: as `sppo_hf.model.trace.trace_config`.
+    """
+    from sppo_hf.model.trace import trace_config
+
+    return trace_config(config, training)
 
 
 def parse_tokens(text: str) -> int:

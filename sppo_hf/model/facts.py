@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.structure import ModelParts
+from sppo_hf.model.trace import trace_model
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_folder import refuse_unusable
 from sppo_hf.offload.engine import OffloadEngine, make_engine
@@ -29,6 +31,7 @@ from sppo_hf.planning.machine import (
     pci_numa_node,
     processor_name,
 )
+from sppo_hf.planning.model_profile import ModelProfile, Training, config_digest, find_profile
 from sppo_hf.planning.plan import DeviceFacts, Plan
 from sppo_hf.planning.profile_store import load_profile, profile_for
 from sppo_hf.planning.shape import ModelShape
@@ -158,17 +161,36 @@ def model_shape(parts: ModelParts) -> ModelShape:
     """
     parameters = list(parts.causal_lm.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    dtype = parts.causal_lm.dtype
-    return ModelShape.from_config(
-        parts.causal_lm.config,
-        dtype_bytes=_compute_bytes(parts),
-        lora=_find_lora(parts),
-        parameter_bytes=dtype.itemsize if dtype.is_floating_point else None,
+    return ModelShape.from_profile(
+        model_profile(parts),
         total_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in trained),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
     )
+
+
+def model_profile(parts: ModelParts) -> ModelProfile:
+    """What the model's layers cost as it is trained now; traced once for a configuration."""
+    dtype_bytes, dtype = _compute_bytes(parts), parts.causal_lm.dtype
+    training = Training(
+        dtype_bytes=dtype_bytes,
+        parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
+        lora=_find_lora(parts),
+    )
+    # Not the class that FSDP2 makes of a model's own.
+    own_class = next(c for c in type(parts.causal_lm).__mro__ if not hasattr(c, "unshard"))
+    config = parts.causal_lm.config
+    key = (own_class, config_digest(config), training)
+    if key not in _profiles:
+        make = partial(trace_model, make=own_class._from_config)
+        # Code that is not Transformers' own may change while its settings stay.
+        stock = own_class.__module__.startswith("transformers.")
+        _profiles[key] = find_profile(config, training, make) if stock else make(config, training)
+    return _profiles[key]
+
+
+_profiles: dict[tuple[type, str, Training], ModelProfile] = {}
 
 
 def _find_lora(parts: ModelParts) -> LoraShape | None:

@@ -116,6 +116,11 @@ class _DependencyTracker(TorchDispatchMode):
         self._num_products = 0
         self._set(hidden, _ACTIVATION)
 
+    def given(self, *tensors: Tensor) -> None:
+        """`tensors` come from elsewhere when the layer runs again."""
+        for tensor in tensors:
+            self._set(tensor, _ACTIVATION)
+
     def _product(
         self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
     ) -> None:
@@ -188,7 +193,12 @@ class ProductRecorder(_DependencyTracker):
     """
 
     def __init__(
-        self, layer: nn.Module, hidden: Tensor, *, hold: Callable[[str, Tensor], Holder]
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        *,
+        hold: Callable[[str, Tensor], Holder],
+        without_memory: bool = False,
     ) -> None:
         """Prepare.
 
@@ -198,11 +208,14 @@ class ProductRecorder(_DependencyTracker):
             hold: Gives an output its place until backward; called with a name that is the same
                 in every layer of the same kind, at most once for a name unless an output is
                 written into.
+            without_memory: Whether tensors are fake: nothing is written into them unseen, and
+                they are no more than their shape.
         """
         super().__init__(hidden)
         self._layer = layer
         self._hold = hold
-        self._copies = _written_unseen.get(layer, True)
+        self._without_memory = without_memory
+        self._copies = not without_memory and _written_unseen.get(layer, True)
         self._products: list[Product] = []
         self._fresh: list[_Fresh] = []
         self._index_of: dict[int, int] = {}
@@ -213,8 +226,7 @@ class ProductRecorder(_DependencyTracker):
 
     def start(self, *given: Tensor) -> None:
         """Watch all operations of this thread; `given` are there when the layer runs again."""
-        for tensor in given:
-            self._set(tensor, _ACTIVATION)
+        self.given(*given)
         self.__enter__()
         self._running = True
 
@@ -240,7 +252,7 @@ class ProductRecorder(_DependencyTracker):
     def stop(self) -> tuple[Product, ...]:
         """Stop watching; returns all products in order."""
         self.abandon()
-        if self._layer not in _written_unseen:
+        if self._layer not in _written_unseen and not self._without_memory:
             _written_unseen[self._layer] = any(
                 not fresh.written and fresh.copy is not None and _differ(fresh.output, fresh.copy)
                 for fresh in self._fresh
@@ -272,7 +284,7 @@ class ProductRecorder(_DependencyTracker):
         storage = storage_key(output)
         if storage is not None:
             self._index_of[storage] = index
-        if type(output) is not Tensor:
+        if type(output) is not Tensor and not self._without_memory:
             self._keep(index)  # zeros could not stand for it
 
     def _before_write(self, tensor: Tensor) -> None:
@@ -351,9 +363,10 @@ class NeedlessRecorder(_DependencyTracker):
     See [Note: needless products]. Use as a context; call `saved` for all that autograd saves.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
-        """Prepare for a layer with input `hidden`, `[..., D]`."""
+    def __init__(self, hidden: Tensor, *, without_memory: bool = False) -> None:
+        """Prepare for a layer with input `hidden`, `[..., D]`; see `ProductRecorder`."""
         super().__init__(hidden)
+        self._without_memory = without_memory
         self._signatures: list[Hashable] = []
         self._of_inputs: list[int] = []
         self._always: int = 0
@@ -385,7 +398,7 @@ class NeedlessRecorder(_DependencyTracker):
         self._of_inputs.append(depends)
         self._num_products += 1
         self._set(output, 2 << index)
-        if func not in _BLANKS or not _is_plain(args):
+        if func not in _BLANKS or not (self._without_memory or _is_plain(args)):
             self._always |= 2 << index
 
     def _before_write(self, tensor: Tensor) -> None:

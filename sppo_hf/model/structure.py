@@ -28,6 +28,12 @@ from sppo_hf.planning.refusals import (
     indexer_reason,
 )
 
+ATTENTION_DROPOUT_FIELDS = (
+    *("attention_dropout", "attn_pdrop", "attn_dropout"),
+    "attention_dropout_prob",
+)
+"""How configs call the share of attention probabilities that is dropped."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
@@ -212,7 +218,7 @@ def check_trainable(parts: ModelParts) -> None:
         UnsupportedModelError: Naming the setting and the remedy.
     """
     config = parts.text_config
-    for field in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob"):
+    for field in ATTENTION_DROPOUT_FIELDS:
         if (getattr(config, field, None) or 0) > 0:
             raise UnsupportedModelError(
                 f"{parts.name}: config.{field}={getattr(config, field)} drops attention "

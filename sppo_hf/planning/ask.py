@@ -20,6 +20,7 @@ from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
+from sppo_hf.planning.model_profile import Tracer, Training, find_profile
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
@@ -142,6 +143,7 @@ def question_for(
     accumulates: bool = False,
     dtype_name: str = "bfloat16",
     lora_rank: int | None = None,
+    trace: Tracer,
 ) -> Question:
     """Puts a question together.
 
@@ -154,15 +156,18 @@ def question_for(
         accumulates: whether gradients of earlier batches are there.
         dtype_name: one of `DTYPE_BYTES`.
         lora_rank: of adapters on all linear layers, float32 as PEFT makes them; None trains all.
+        trace: makes the model's profile if it is not known.
 
     Raises:
-        UnsupportedModelError: the engine refuses this family, or a size is missing.
-        ConfigError: a rank below one.
+        UnsupportedModelError: the engine refuses this family.
+        ConfigError: a rank below one, or sizes that make no model.
     """
     check_config(model_config)
+    size = DTYPE_BYTES[dtype_name]
     lora = None if lora_rank is None else LoraShape(rank=lora_rank)
+    training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
     return Question(
-        shape=ModelShape.from_config(model_config, dtype_bytes=DTYPE_BYTES[dtype_name], lora=lora),
+        shape=ModelShape.from_profile(find_profile(model_config, training, trace)),
         config=config,
         device=DeviceFacts(
             kind=profile.kind,

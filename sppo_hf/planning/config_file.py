@@ -1,11 +1,12 @@
 """A model's `config.json` as an object with attributes, without Transformers.
 
-What `reader` and `ModelShape.from_config` need of a config is its attributes, so a JSON file will
-do: commands that only plan start in a fraction of the time that importing Transformers takes.
+Commands that only plan a model whose profile is known start in a fraction of the time that
+importing Transformers takes.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -156,6 +157,14 @@ def weight_dtype(config: object) -> str:
             if value is not None:
                 return str(value).removeprefix("torch.")
     return "float32"
+
+
+def to_fields(config: object) -> dict[str, Any]:
+    """Returns a copy of the JSON object that `load_config` made a namespace of."""
+    return {
+        name: to_fields(value) if isinstance(value, SimpleNamespace) else copy.deepcopy(value)
+        for name, value in vars(config).items()
+    }
 
 
 def _namespace(fields: dict[str, Any]) -> SimpleNamespace:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sppo_hf.planning.flops import visible_pairs
 from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
-from sppo_hf.planning.layer import LayerShape
+from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.modes import SAVED, Saved
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.shape import ModelShape
@@ -242,7 +242,7 @@ class StageCost:
         """Reading from offload_dir."""
         return num_bytes / (self.profile.disk_read_bytes_per_second or UNKNOWN_DISK_READ)
 
-    def _pairs_flops(self, shape: LayerShape, start: int, end: int) -> float:
+    def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)
         return self.batch_rows * shape.attention_flops_per_key * pairs
 

@@ -16,7 +16,7 @@ import numpy as np
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.layer import LayerShape
+from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.modes import SAVED, Tier
 from sppo_hf.planning.moments import Bytes, Points
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
@@ -236,7 +236,7 @@ class ByteTables:
             rows.append(self.lengths * busiest + joined)
         return np.array(rows) * (self.shape.dtype_bytes * self.rows)
 
-    def _wide_adapters_elements(self, layer: LayerShape) -> int:
+    def _wide_adapters_elements(self, layer: LayerProfile) -> int:
         """Elements, of the model's dtype, of what wider adapters of the MLP compute beside it.
 
         The second factor's product, that times the scale, and its sum with the frozen product.
@@ -244,10 +244,7 @@ class ByteTables:
         lora = self.shape.lora
         if lora is None or lora.autocast or lora.dtype_bytes <= self.shape.dtype_bytes:
             return 0
-        names = layer.traits.names
-        if not any(map(lora.adapts, (names.up, names.gate, names.gate_up))):
-            return 0
-        return 3 * layer.mlp_width * lora.dtype_bytes // self.shape.dtype_bytes
+        return 3 * layer.adapted_mlp_width * lora.dtype_bytes // self.shape.dtype_bytes
 
     @cached_property
     def kept_logits(self) -> int:

@@ -5,7 +5,6 @@ Knows nothing of plans; each figure follows from the model's sizes and the kind 
 
 from __future__ import annotations
 
-from sppo_hf.planning.layer import LayerShape
 from sppo_hf.planning.shape import FLOAT32_BYTES, ModelShape
 
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
@@ -64,9 +63,8 @@ def passing_bytes(
 ) -> int:
     """Returns the least staging memory with which a copy and a disk transfer overlap.
 
-    Two tensors of the largest kind that frames or K/V have: both halves of an MLP's first product
-    in one, fused queries, keys and values, the float32 sums of a block's key gradients, what a
-    mixer projects, or the largest that its scan saves (no third of all, in those there are).
+    Two tensors of the largest kind that frames or K/V have: what a layer saves, keys and values of
+    a chunk in one, or the float32 sums of a block's key gradients.
 
     Args:
         shape: the model.
@@ -74,22 +72,9 @@ def passing_bytes(
         batch_rows: rows that go through together.
         block_tokens: tokens of a block of K/V; 0 where K/V do not pass.
     """
-    size = max(shape.dtype_bytes, shape.parameter_bytes or 0)
     per_token = max(
-        max(
-            size * (2 * x.mlp_width),
-            size * (x.q_elements + x.kv_elements),
-            max(size, FLOAT32_BYTES) * x.hidden_size,
-            *_mixer_bytes(x, size),
-        )
-        for x in shape.layers
+        max(layer.largest_bytes, shape.kv_bytes_per_token(index))
+        for index, layer in enumerate(shape.layers)
     )
     sums = max(shape.dkv_bytes_per_token(i) for i in range(len(shape.layers)))
     return 2 * batch_rows * max(chunk_tokens * per_token, max(block_tokens, 0) * sums)
-
-
-def _mixer_bytes(layer: LayerShape, size: int) -> tuple[int, ...]:
-    if layer.mixer is None:
-        return ()
-    scan = max(size, FLOAT32_BYTES) * layer.mixer.scan_elements // 3
-    return size * layer.mixer.in_elements, scan

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
-import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -23,6 +20,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.flops import peak_flops
 from sppo_hf.planning.generic_profiles import cpu_estimate, cuda_estimate
 from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.json_store import keyed_path, write_whole
 from sppo_hf.planning.profile_json import PROFILE_FORMAT, profile_from_json, profile_to_json
 from sppo_hf.reading import read_text
 from sppo_hf.rules import show
@@ -142,12 +140,7 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None =
         profile_path(profile.name, profile.kind, profile.versions) if path is None else Path(path)
     )
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=".profile-", delete=False
-        ) as file:
-            file.write(profile_to_json(profile))
-        os.replace(file.name, target)
+        write_whole(target, profile_to_json(profile))
     except OSError as error:
         raise ConfigError(
             f"The hardware profile {os.fspath(target)!r} cannot be written: {error.strerror}. "
@@ -157,26 +150,9 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None =
 
 
 def profile_path(device_name: str, kind: str, versions: Mapping[str, str]) -> Path:
-    """Where the calibrated profile of a device and versions lies, whether or not it exists.
-
-    The versions, and the version of the format, are in the file's name as a digest, so profiles
-    of several environments live side by side and one of another format is not even opened.
-    """
-    key = json.dumps([PROFILE_FORMAT, device_name, kind, sorted(versions.items())])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")[:60] or kind
-    return cache_folder() / f"{slug}-{digest}.json"
-
-
-def cache_folder() -> Path:
-    """Folder of calibrated profiles: `sppo_hf/hardware` under the Hugging Face home.
-
-    That home is $HF_HOME, else `huggingface` under $XDG_CACHE_HOME or `~/.cache`: read here and
-    now, because huggingface_hub reads it once at import.
-    """
-    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or os.path.join(cache_home, "huggingface")
-    return Path(os.path.expandvars(home)).expanduser() / "sppo_hf" / "hardware"
+    """Where the calibrated profile of a device and versions lies, whether or not it exists."""
+    key = [PROFILE_FORMAT, device_name, kind, sorted(versions.items())]
+    return keyed_path("hardware", device_name, key)
 
 
 def _read_file(path: Path) -> HardwareProfile:

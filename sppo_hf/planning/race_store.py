@@ -7,20 +7,16 @@ the same. Knows nothing of torch or of how backends are timed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import math
 import os
-import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sppo_hf.planning.profile_store import cache_folder
+from sppo_hf.planning.json_store import keyed_path, write_beside
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +91,7 @@ def race_path(device_name: str, key: Mapping[str, object]) -> Path:
         device_name: as the driver gives it.
         key: all that the result hangs on, in values that JSON knows.
     """
-    text = json.dumps([_FORMAT, device_name, sorted(key.items())])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")[:60]
-    return cache_folder().parent / "attention" / f"{slug}-{digest}.json"
+    return keyed_path("attention", device_name, [_FORMAT, device_name, sorted(key.items())])
 
 
 def read_race(path: Path) -> RaceResult | None:
@@ -126,16 +119,12 @@ def publish_race(path: Path, result: RaceResult) -> RaceResult:
     if not (result.lasting and result.laps):
         return result
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".race-", delete=False
-        ) as file:
-            file.write(json.dumps({"format": _FORMAT, **dataclasses.asdict(result)}, indent=1))
+        text = json.dumps({"format": _FORMAT, **dataclasses.asdict(result)}, indent=1)
+        written = write_beside(path, text)
         try:
-            _put(Path(file.name), path)
+            _put(written, path)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.name)
+            written.unlink(missing_ok=True)
     except OSError as error:
         logger.info("The attention race cannot be kept in %s: %s", path, error)
         return result

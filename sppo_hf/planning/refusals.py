@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import cast
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.reader import family, text_config
+from sppo_hf.planning.reader import family, find_int, text_config
 from sppo_hf.rules import refuse, show
 
 _MAMBA1 = (
@@ -95,6 +95,11 @@ WITHOUT_ATTENTION = STATE_LAYER_TYPES | {"moe", "mlp"}
 LAYER_TYPES = ATTENTION_LAYER_TYPES | WITHOUT_ATTENTION | {"hybrid", "hybrid_sliding"}
 """Those that may be exact: also layers with attention and a state, and those of an MLP alone."""
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+
 
 def check_config(config: object) -> None:
     """Refuses a config whose family or layers are known not to run chunk by chunk.
@@ -104,7 +109,10 @@ def check_config(config: object) -> None:
 
     Raises:
         UnsupportedModelError: naming the reason and the remedy.
+        ConfigError: a size is no number of anything.
     """
+    for name in _SIZES:
+        find_int(text_config(config), name)
     reason = _reason(config)
     if reason is not None:
         raise UnsupportedModelError(

@@ -1,30 +1,17 @@
 """A model as numbers: FLOPs, weights and bytes per token, layer by layer.
 
-Knows nothing of torch, devices or plans. FLOPs count a multiply-add as two and leave out what is
-elementwise. Bytes are those of one token of one row. What a layer does is in `blocks`, how a config
-is read in `reader`; here both are put together and the model's ends are added.
+A profile says what the layers cost (`model_profile`); here the model's ends and its parameters are
+added. FLOPs count a multiply-add as two and leave out what is elementwise. Bytes are those of one
+token of one row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sppo_hf.planning.blocks import work_of
-from sppo_hf.planning.layer import LayerShape
-from sppo_hf.planning.ledger import FLOAT32_BYTES, LayerWork, Training
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, ModelProfile
 from sppo_hf.planning.modes import Saved
-from sppo_hf.planning.reader import (
-    encoder_weights,
-    family,
-    is_tied,
-    learned_positions,
-    need_int,
-    per_layer_vocabulary,
-    read_layers,
-    rotary_limit_tokens,
-    text_config,
-)
 
 __all__ = ["FLOAT32_BYTES", "ModelShape"]
 
@@ -37,8 +24,8 @@ _MOSTLY = 0.5
 class ModelShape:
     """The numbers of a causal language model that costs and memory follow from."""
 
-    layers: tuple[LayerShape, ...]
-    """One entry per decoder layer, first to last."""
+    layers: tuple[LayerProfile, ...]
+    """One entry per decoder layer, first to last; layers that are alike are equal."""
 
     vocab_size: int
     """Rows of the embedding and of the head."""
@@ -64,9 +51,6 @@ class ModelShape:
     max_positions_tokens: int | None = None
     """Longest sequence the position encoding was made for, None where it has no end."""
 
-    family: str = ""
-    """The config's `model_type`."""
-
     lora: LoraShape | None = None
     """Adapters; all other weights are then frozen. None where the model's own weights train."""
 
@@ -75,58 +59,35 @@ class ModelShape:
     The residual stream and norms then stay as wide as the weights."""
 
     @classmethod
-    def from_config(
+    def from_profile(
         cls,
-        config: object,
+        profile: ModelProfile,
         *,
-        dtype_bytes: int,
-        lora: LoraShape | None = None,
-        parameter_bytes: int | None = None,
         total_parameters: int | None = None,
         trainable_parameters: int | None = None,
         weight_bytes: int | None = None,
         gradient_bytes: int | None = None,
     ) -> ModelShape:
-        """Reads the shape off a Transformers config (or anything with its attributes).
+        """Adds a profile up.
 
         Args:
-            config: of a causal language model, or of a multimodal model that holds one.
-            dtype_bytes: bytes of one element in matrix products, 2 for bf16.
-            lora: adapters on frozen weights; None to train the weights.
-            parameter_bytes: bytes of one weight; `dtype_bytes` when None.
-            total_parameters: counted on the live model; derived from the shape when None.
+            profile: of the model as it is trained.
+            total_parameters: counted on the live model; those of the profile when None.
             trainable_parameters: those that require gradients; the adapters, or all of them without
                 adapters, when None.
             weight_bytes: measured on the live model; derived when None.
             gradient_bytes: likewise.
-
-        Raises:
-            UnsupportedModelError: the config lacks a size that every decoder has.
         """
-        text = text_config(config)
-        layers = read_layers(text)
-        vocab_size, tied = need_int(text, "vocab_size"), is_tied(config)
-        size = dtype_bytes if parameter_bytes is None else parameter_bytes
-        work = [
-            work_of(layer, Training(dtype_bytes=dtype_bytes, parameter_bytes=size, lora=lora))
-            for layer in layers
-        ]
-        hidden_size = layers[0].hidden_size
-        extra = sum(layer.per_layer_input for layer in layers)
-        adapters = sum(layer.adapter_weights for layer in work)
-        if lora is not None and extra and lora.adapts("per_layer_model_projection"):
-            adapters += lora.rank * (hidden_size + extra)
+        lora, size = profile.training.lora, profile.training.parameter_bytes
+        adapters = profile.outer_adapter_weights
+        adapters += sum(layer.adapter_weights for layer in profile.layers)
         adapter_bytes = 0 if lora is None else adapters * lora.dtype_bytes
         if total_parameters is None:
-            rows = (1 if tied else 2) * vocab_size + learned_positions(text)
-            # One row more for the final norm.
-            ends = (rows + 1) * hidden_size
-            ends += extra * (per_layer_vocabulary(text) + hidden_size)
-            encoders = encoder_weights(config)
-            total_parameters = ends + sum(layer.total_weights for layer in work) + adapters
+            weights = profile.outer_weights + sum(layer.total_weights for layer in profile.layers)
+            total_parameters = weights + adapters
             if trainable_parameters is None and lora is None:
-                trainable_parameters = total_parameters  # no batch of text gives encoders gradients
-            total_parameters += encoders
+                # No batch of text gives encoders gradients.
+                trainable_parameters = total_parameters - profile.encoder_weights
         if trainable_parameters is None:
             trainable_parameters = total_parameters if lora is None else adapters
         if weight_bytes is None:
@@ -134,18 +95,17 @@ class ModelShape:
         if gradient_bytes is None:
             gradient_bytes = trainable_parameters * size if lora is None else adapter_bytes
         return cls(
-            layers=layers,
-            vocab_size=vocab_size,
-            tied=tied,
-            dtype_bytes=dtype_bytes,
+            layers=profile.layers,
+            vocab_size=profile.vocab_size,
+            tied=profile.tied,
+            dtype_bytes=profile.training.dtype_bytes,
             total_parameters=total_parameters,
             trainable_parameters=trainable_parameters,
             weight_bytes=weight_bytes,
             gradient_bytes=gradient_bytes,
-            max_positions_tokens=rotary_limit_tokens(text),
-            family=family(text),
+            max_positions_tokens=profile.max_positions_tokens,
             lora=lora,
-            parameter_bytes=parameter_bytes,
+            parameter_bytes=size,
         )
 
     @property
@@ -168,19 +128,13 @@ class ModelShape:
         """Bytes of all adapters' weights."""
         if self.lora is None:
             return 0
-        return sum(work.adapter_weights for work in self._all_work()) * self.lora.dtype_bytes
+        return sum(layer.adapter_weights for layer in self.layers) * self.lora.dtype_bytes
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """For each layer the first one that costs and saves the same.
-
-        Under LoRA the first layer is alone: no gradient reaches its input.
-        """
+        """For each layer the first one that costs and saves the same."""
         first: dict[object, int] = {}
-        return tuple(
-            first.setdefault((layer, index == 0 and self.lora is not None), index)
-            for index, layer in enumerate(self.layers)
-        )
+        return tuple(first.setdefault(layer, index) for index, layer in enumerate(self.layers))
 
     @property
     def embedding_trained(self) -> bool:
@@ -192,18 +146,9 @@ class ModelShape:
         """Share of the head that receives a weight gradient, 0 or 1."""
         return 1.0 if self.embedding_trained else 0.0
 
-    def work(self, layer: int) -> LayerWork:
+    def work(self, layer: int) -> LayerProfile:
         """One token's FLOPs and saved bytes in a layer, attention between tokens left out."""
-        return work_of(
-            self.layers[layer],
-            Training(
-                dtype_bytes=self.dtype_bytes,
-                parameter_bytes=self._parameter_bytes,
-                lora=self.lora,
-                # What comes before the first adapter needs no gradient.
-                input_requires_grad=self.lora is None or layer > 0,
-            ),
-        )
+        return self.layers[layer]
 
     # -- FLOPs -------------------------------------------------------------------------------
 
@@ -215,7 +160,7 @@ class ModelShape:
         """
         if layer is not None:
             return self.work(layer).forward_flops
-        return sum(work.forward_flops for work in self._all_work()) + self.head_flops_per_token
+        return sum(layer.forward_flops for layer in self.layers) + self.head_flops_per_token
 
     def backward_linear_flops_per_token(self, layer: int | None = None) -> int:
         """Backward FLOPs of all matrix products but attention's, for one token.
@@ -231,7 +176,7 @@ class ModelShape:
             return self._backward_flops(self.work(layer))
         head = self.head_flops_per_token
         trained_head = 0 if self.lora is not None else int(self.trainable_fraction * head)
-        return sum(map(self._backward_flops, self._all_work())) + head + trained_head
+        return sum(map(self._backward_flops, self.layers)) + head + trained_head
 
     def weight_gradient_flops_per_token(self, layer: int) -> int:
         """The part of `backward_linear_flops_per_token` that is gradients of weights, in a layer.
@@ -310,16 +255,12 @@ class ModelShape:
 
     def state_bytes(self, layer: int) -> int:
         """States that one row of a chunk is given by the chunk before, which its frame holds."""
-        mixer = self.layers[layer].mixer
-        if mixer is None:
-            return 0
-        recurrent = mixer.state_elements * max(FLOAT32_BYTES, self.dtype_bytes)
-        return recurrent + mixer.conv_elements * mixer.conv_kernel * self.dtype_bytes
+        return self.layers[layer].state_bytes
 
     @property
     def has_states(self) -> bool:
         """Whether any layer carries a state from chunk to chunk."""
-        return any(layer.mixer is not None for layer in self.layers)
+        return any(layer.state_bytes for layer in self.layers)
 
     def cast_bytes(self, layer: int) -> int:
         """Casts of all weights of a layer: 0 unless autocast makes them narrower."""
@@ -342,10 +283,7 @@ class ModelShape:
     def _parameter_bytes(self) -> int:
         return self.dtype_bytes if self.parameter_bytes is None else self.parameter_bytes
 
-    def _all_work(self) -> list[LayerWork]:
-        return [self.work(layer) for layer in range(self.num_layers)]
-
-    def _backward_flops(self, work: LayerWork) -> int:
+    def _backward_flops(self, work: LayerProfile) -> int:
         weights = work.weight_gradient_flops
         if self.lora is None:
             weights = int(self.trainable_fraction * weights)

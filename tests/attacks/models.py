@@ -14,6 +14,7 @@ from typing import Any
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import SPPOError
+from sppo_hf.model.trace import trace_config
 from sppo_hf.planning.ask import Answer, ask, question_for
 from sppo_hf.planning.config_file import load_config, shipped_models
 from sppo_hf.planning.plan_json import answer_to_dict
@@ -95,6 +96,7 @@ def _answer(path: Path) -> Answer:
             SPPOConfig(),
             profile=load_profile("h100"),
             total_tokens=16_384,
+            trace=trace_config,
         )
     )
 

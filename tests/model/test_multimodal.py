@@ -17,8 +17,10 @@ from sppo_hf.model.exactness import compare
 from sppo_hf.model.mask_questions import is_causal_with
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
+from sppo_hf.model.trace import trace_config
 from sppo_hf.planning import refusals
 from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.shape import ModelShape
 
 SETTINGS = SPPOConfig(
@@ -144,7 +146,9 @@ def test_planning_reads_what_training_runs(name: str, tmp_path: Path) -> None:
     config = load_config(tmp_path)
     refusals.check_config(config)
     parts = find_parts(model)
-    shape = ModelShape.from_config(config, dtype_bytes=4)
+    shape = ModelShape.from_profile(
+        trace_config(config, Training(dtype_bytes=4, parameter_bytes=4))
+    )
     assert shape.num_layers == len(parts.layers)
     ends = {*parts.decoder.parameters(), *parts.head_parameters()}
     decoder = sum(parameter.numel() for parameter in ends)

@@ -284,6 +284,9 @@ def test_a_family_that_would_ignore_its_states_is_found_out_by_its_tiny_run(
 ) -> None:
     """Nobody is trusted by name: the table of reasons only says it earlier."""
     monkeypatch.setattr("sppo_hf.model.structure.IGNORES_STATE", {})
+    # Its scan is a loop over the tokens, which takes a minute to trace at the usual lengths.
+    for lengths in ("_SCAN_LENGTHS", "_SCAN_CPU_LENGTHS"):
+        monkeypatch.setattr(f"sppo_hf.model.trace.{lengths}", (16, 32))
     with pytest.raises(UnsupportedModelError, match=r"was not exact when it was tried"):
         convert(build_tiny_model("jamba"), settings_of(8, 15))
 

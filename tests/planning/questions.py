@@ -6,7 +6,7 @@ from typing import Any
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.ask import Answer, Question, ask, question_for
 from sppo_hf.planning.profile_store import load_profile
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import by_hand, llama_config
 
 GIB = 2**30
 TOO_LONG_TOKENS = 262_144
@@ -27,6 +27,7 @@ def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> Quest
         profile=load_profile("h100"),
         total_tokens=total_tokens,
         lora_rank=16,
+        trace=by_hand,
     )
 
 

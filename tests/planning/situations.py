@@ -15,7 +15,7 @@ from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.shape import ModelShape
 from tests.planning.profiles import changed
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import llama_config, shape_of
 
 MIB = 2**20
 
@@ -36,7 +36,7 @@ def small_shape(layers: int = 4, *, window: int | None = None, kv_heads: int = 2
         layer_types=kinds,
         sliding_window=window,
     )
-    return ModelShape.from_config(config, dtype_bytes=2, trainable_parameters=1000)
+    return shape_of(config, dtype_bytes=2, trainable_parameters=1000)
 
 
 def slow_cost(shape: ModelShape, **changes: Any) -> StageCost:

@@ -9,10 +9,9 @@ from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, mode_of
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.plan import DeviceFacts, Plan
-from sppo_hf.planning.shape import ModelShape
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE, changed
-from tests.planning.shapes import llama_config, tiny_shape
+from tests.planning.shapes import llama_config, shape_of, tiny_shape
 
 GIB = 2**30
 TOKENS = 131_072
@@ -60,7 +59,7 @@ def _row(chunk: int, num_chunks: int, layers: int) -> tuple[FrameMode, ...]:
 
 def simulated(plan: Plan, copy_slowness: float = 1.0) -> Timeline:
     """A plan's step on a model of its size, with the bytes of every tier."""
-    shape = ModelShape.from_config(llama_config(num_hidden_layers=plan.num_layers), dtype_bytes=2)
+    shape = shape_of(llama_config(num_hidden_layers=plan.num_layers))
     rates = {
         name: getattr(PROFILE, name) / copy_slowness
         for way in ("d2h", "h2d")

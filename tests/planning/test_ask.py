@@ -20,7 +20,7 @@ from sppo_hf.planning.modes import TIERS
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits, over_budget
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import by_hand, llama_config
 
 LENGTHS = (8192, 32_768, 65_536)
 
@@ -130,6 +130,7 @@ def test_what_the_engine_refuses_is_refused_before_anything_is_planned() -> None
             asked.config,
             profile=asked.device.profile,
             total_tokens=1024,
+            trace=by_hand,
         )
 
 
@@ -152,6 +153,7 @@ def test_accumulated_gradients_are_counted() -> None:
                 SPPOConfig(device_memory="80GiB"),
                 profile=load_profile("h100"),
                 accumulates=accumulates,
+                trace=by_hand,
                 **shape_changes,
             )
         )
@@ -189,7 +191,11 @@ def test_more_chunks_than_can_be_planned_are_refused_with_a_number_that_can_be(
 
 def test_a_machine_without_limits_is_not_searched_for_one() -> None:
     asked = question_for(
-        llama_config(), SPPOConfig(), profile=load_profile("cpu"), total_tokens=4096
+        llama_config(),
+        SPPOConfig(),
+        profile=load_profile("cpu"),
+        total_tokens=4096,
+        trace=by_hand,
     )
     start = time.process_time()
     assert ask(asked).max_seq_len > 10**8

@@ -17,11 +17,10 @@ from sppo_hf.planning.cluster import (
 )
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.shape import ModelShape
 from tests.planning.profiles import PROFILE
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import llama_config, shape_of
 
-SHAPE = ModelShape.from_config(
+SHAPE = shape_of(
     llama_config(hidden_size=1024, intermediate_size=3584, num_hidden_layers=8, vocab_size=32_000),
     dtype_bytes=2,
 )

@@ -4,8 +4,7 @@ import pytest
 
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops, visible_pairs
 from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.shape import ModelShape
-from tests.planning.shapes import llama_config, tiny_shape
+from tests.planning.shapes import llama_config, shape_of, tiny_shape
 
 
 @pytest.mark.parametrize("total_tokens", [1, 2, 7, 20])
@@ -22,7 +21,7 @@ def test_visible_pairs_by_counting(total_tokens: int, window: int | None) -> Non
 
 @pytest.mark.parametrize("total_tokens", [32_768, 131_072, 1_048_576])
 def test_llama_8b_yardstick(total_tokens: int) -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     per_token = 6 * 7.5e9 + 6 * total_tokens * 131_072
     assert step_flops(shape, 1, total_tokens) == pytest.approx(per_token * total_tokens, rel=0.01)
 
@@ -34,15 +33,15 @@ def test_rows_multiply_and_training_is_three_forwards() -> None:
 
 
 def test_frozen_weights_skip_their_gradient() -> None:
-    full = ModelShape.from_config(llama_config(), dtype_bytes=2)
-    frozen = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=0)
+    full = shape_of(llama_config(), dtype_bytes=2)
+    frozen = shape_of(llama_config(), dtype_bytes=2, trainable_parameters=0)
     saved = step_flops(full, 1, 1000) - step_flops(frozen, 1, 1000)
     assert saved == full.linear_flops_per_token() * 1000
 
 
 def test_lora_costs_about_two_forwards_of_the_linear_part() -> None:
-    full = ModelShape.from_config(llama_config(), dtype_bytes=2)
-    adapted = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
+    full = shape_of(llama_config(), dtype_bytes=2)
+    adapted = shape_of(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
     linear = full.linear_flops_per_token() * 1000
     ratio = (step_flops(full, 1, 1000) - step_flops(adapted, 1, 1000)) / linear
     assert ratio == pytest.approx(1, abs=0.03)

@@ -13,17 +13,18 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
+from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.moments import MemoryEstimate
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.shape import ModelShape
-from tests.planning.shapes import llama_config, tiny_shape
+from tests.planning.shapes import by_hand, llama_config, shape_of, tiny_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))
 # Few parameters train, so that gradients decide no peak.
-SHAPE = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=1000)
+SHAPE = shape_of(llama_config(), dtype_bytes=2, trainable_parameters=1000)
 
 
 def predict(
@@ -62,7 +63,7 @@ def test_standing_bytes() -> None:
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     what = decided(KEEP, accumulates=accumulates)
     gradients = [m.device["gradients"] for m in estimate(shape, what).moments]
     before = shape.gradient_bytes if accumulates else 0
@@ -75,7 +76,7 @@ def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> N
 
 
 def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     size = 128_256 * 4096 * 2
     moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128)))).moments
     tile = 64 * 128_256 * (2 + 4 + 4 + 4)
@@ -165,9 +166,9 @@ def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: FrameMode) 
 
 
 def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
-    grouped = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    grouped = shape_of(llama_config(), dtype_bytes=2)
     # As many key heads as query heads: their gradients are what the kernel writes.
-    single = ModelShape.from_config(llama_config(num_key_value_heads=32), dtype_bytes=2)
+    single = shape_of(llama_config(num_key_value_heads=32), dtype_bytes=2)
 
     def workspace(shape: ModelShape, kind: str, **others: Any) -> int:
         bounds = tuple((start, start + 512) for start in range(0, 64_512, 512))
@@ -188,7 +189,7 @@ def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
 
 
 def test_tile_fits_its_bytes() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     assert loss_tile_tokens(shape, device_kind="cuda") == 512
     assert loss_tile_tokens(shape, device_kind="cpu") == 256
 
@@ -202,14 +203,16 @@ def test_budget_error_names_tier_need_have_and_remedy() -> None:
 
 
 def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
+    shape = shape_of(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
     frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
     assert frames[0] < frames[1] == frames[31]
     assert estimate(shape, decided(KEEP)).device["frames"] == 1000 * sum(frames)
 
 
 def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, parameter_bytes=4)
+    shape = ModelShape.from_profile(
+        by_hand(llama_config(), Training(dtype_bytes=2, parameter_bytes=4))
+    )
     moments = estimate(shape, decided(KEEP)).moments
     # Half as many bytes again as the float32 weights, but for the embedding's rows and norms.
     casts = 2 * (shape.total_parameters - 128_256 * 4096 - 4096)
@@ -219,9 +222,7 @@ def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
 
 def test_wide_adapters_compute_beside_what_they_are_added_to() -> None:
     def workspace(**lora: Any) -> int:
-        shape = ModelShape.from_config(
-            llama_config(), dtype_bytes=2, lora=LoraShape(rank=16, **lora)
-        )
+        shape = shape_of(llama_config(), lora=LoraShape(rank=16, **lora))
         held = StepProgram(decided(KEEP), shape, "cuda").levels["device"]
         return int(held[Cause.WORKSPACE].during[0])
 

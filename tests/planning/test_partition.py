@@ -17,7 +17,7 @@ from sppo_hf.planning.partition import (
     even_bounds,
 )
 from sppo_hf.planning.shape import ModelShape
-from tests.planning.shapes import gpt_shape, llama_config, tiny_shape
+from tests.planning.shapes import gpt_shape, llama_config, shape_of, tiny_shape
 
 
 def lengths(bounds: Bounds) -> list[int]:
@@ -87,7 +87,7 @@ def test_windows_flatten_the_lengths() -> None:
 
 
 def test_long_chunks_end_on_tiles() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     bounds = chunk_bounds(SPPOConfig(num_chunks=8), shape, 65_001)
     assert all(end % 128 == 0 for _, end in bounds[:-1])
     assert_covers(bounds, 65_001)
@@ -111,7 +111,7 @@ def test_long_even_chunks_have_two_lengths() -> None:
 
 
 def test_auto_is_even_on_one_device_and_balanced_where_work_has_to_be() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
 
     def cut(stages: int, **settings: object) -> Bounds:
         config = SPPOConfig(num_chunks=8, **settings)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_auto_never_fails_and_stays_near_its_target(total_tokens: int) -> None:
 
 
 def test_auto_bounds_the_first_chunk_of_a_million_tokens() -> None:
-    cost = PrefixCost.of(ModelShape.from_config(llama_config(), dtype_bytes=2))
+    cost = PrefixCost.of(shape_of(llama_config(), dtype_bytes=2))
     free = lengths(balanced_bounds(cost, 1_000_000, 122))
     held = lengths(auto_bounds(cost, 1_000_000, target_tokens=8192, partition="flops"))
     assert free[0] > 60_000
@@ -185,6 +185,6 @@ def test_auto_bounds_the_first_chunk_of_a_million_tokens() -> None:
 
 
 def test_auto_on_cuda_aims_at_8k() -> None:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2)
+    shape = shape_of(llama_config(), dtype_bytes=2)
     assert len(chunk_bounds(SPPOConfig(), shape, 8192, device_kind="cuda")) == 1
     assert len(chunk_bounds(SPPOConfig(), shape, 65_536, device_kind="cuda")) == 8

@@ -14,7 +14,6 @@ from sppo_hf.planning.partition import Bounds, PrefixCost, balanced_bounds, even
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
-from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stage_plan import stage_shape
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action
@@ -24,9 +23,9 @@ from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import llama_config, shape_of
 
-SHAPE = ModelShape.from_config(llama_config(), dtype_bytes=2)
+SHAPE = shape_of(llama_config(), dtype_bytes=2)
 COST = StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
 TOKENS = 65_536
 

@@ -10,8 +10,7 @@ from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.choices import HOLES
 from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
-from sppo_hf.planning.shape import ModelShape
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import llama_config, shape_of
 
 CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
 CUDA = DeviceFacts(
@@ -26,7 +25,7 @@ def plan(
     training: bool = True,
     **settings: Any,
 ) -> Plan:
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000)
+    shape = shape_of(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000)
     return make_plan(
         SPPOConfig.from_dict(settings),
         shape,

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.config_file import shipped_models
+from sppo_hf.planning.json_store import cache_folder
 from sppo_hf.planning.profile_json import profile_from_json, profile_to_json
 from sppo_hf.planning.profile_store import (
-    cache_folder,
     load_profile,
     profile_for,
     profile_path,
@@ -173,21 +174,21 @@ def test_guesses_are_valid_profiles() -> None:
 def test_the_cache_is_where_hugging_face_has_it(
     home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert cache_folder() == home / "sppo_hf" / "hardware"
+    assert cache_folder("hardware") == home / "sppo_hf" / "hardware"
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "huggingface" / "sppo_hf" / "hardware"
+    assert cache_folder("hardware") == tmp_path / "huggingface" / "sppo_hf" / "hardware"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "huggingface" / "sppo_hf" / "hardware"
+    assert cache_folder("hardware") == tmp_path / ".cache" / "huggingface" / "sppo_hf" / "hardware"
 
 
 @pytest.mark.process
 def test_the_default_agrees_with_huggingface_hub(tmp_path: Path) -> None:
     script = (
         "from huggingface_hub.constants import HF_HOME as theirs;"
-        "from sppo_hf.planning.profile_store import cache_folder;"
-        "import sys; sys.exit(str(cache_folder()) != theirs + '/sppo_hf/hardware')"
+        "from sppo_hf.planning.json_store import cache_folder;"
+        "import sys; sys.exit(str(cache_folder('hardware')) != theirs + '/sppo_hf/hardware')"
     )
     for environment in ({"HF_HOME": "~/x"}, {"XDG_CACHE_HOME": "/a/b"}, {}):
         subprocess.run(
@@ -216,3 +217,6 @@ def test_profiles_are_in_the_wheel(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     for name in shipped_profiles():
         assert f"sppo_hf/planning/profiles/{name}.json" in names
+    for name in shipped_models():
+        assert f"sppo_hf/planning/models/{name}.json" in names
+        assert f"sppo_hf/planning/model_profiles/{name}.json" in names

@@ -16,9 +16,8 @@ from sppo_hf.planning.report import (
     format_tokens,
     render_plan,
 )
-from sppo_hf.planning.shape import ModelShape
 from sppo_hf.rules import format_bytes
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import llama_config, shape_of
 
 CUDA = DeviceFacts(
     kind="cuda", name="a GPU", device_memory_bytes=80 * 2**30, host_memory_bytes=256 * 2**30
@@ -34,7 +33,7 @@ def plan(
 ) -> Plan:
     return make_plan(
         config or SPPOConfig(),
-        ModelShape.from_config(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000),
+        shape_of(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000),
         device=device,
         backend_name="cudnn",
         backend_reason="fastest here for bf16 and heads of 128",
@@ -167,7 +166,7 @@ def test_measured_speeds_are_not_called_estimates() -> None:
 @pytest.mark.parametrize(("adapter_bytes", "said"), [(4, True), (2, False)])
 def test_adapters_wider_than_the_model_are_named(adapter_bytes: int, said: bool) -> None:
     lora = LoraShape(rank=16, dtype_bytes=adapter_bytes)
-    shape = ModelShape.from_config(llama_config(), dtype_bytes=2, lora=lora)
+    shape = shape_of(llama_config(), dtype_bytes=2, lora=lora)
     for device, speaks in ((SOLVED, said), (replace(SOLVED, kind="cpu"), False)):
         made = make_plan(
             SPPOConfig(num_chunks=2, offload="none", recompute="full"),

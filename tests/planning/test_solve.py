@@ -17,7 +17,6 @@ from sppo_hf.planning.modes import SAVED, TIERS, Tier, mode_of
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import PrefixCost, balanced_bounds
 from sppo_hf.planning.search import Batch
-from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import (
     Choices,
     FirstLimit,
@@ -30,7 +29,7 @@ from sppo_hf.planning.solve import (
     with_kv,
 )
 from tests.planning.profiles import PROFILE
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
     MIB,
     bounds_of,
@@ -246,9 +245,7 @@ def test_sixty_four_chunks_of_eighty_layers_in_time(
     config = llama_config(
         num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=28_672
     )
-    shape = ModelShape.from_config(
-        config, dtype_bytes=2, trainable_parameters=200_000_000, weight_bytes=35 * GIB
-    )
+    shape = shape_of(config, dtype_bytes=2, trainable_parameters=200_000_000, weight_bytes=35 * GIB)
     cost = StageCost(shape=shape, profile=PROFILE, dtype_name="bfloat16")
     bounds = balanced_bounds(PrefixCost.of(shape), 262_144, 64)
     base = Batch(batch_rows=1, tile_tokens=512).decisions(bounds, 80)

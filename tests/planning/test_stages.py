@@ -1,7 +1,7 @@
 """Stages: balanced as well as can be, and every parameter on one stage (tied ones on two)."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.partition import even_bounds
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stages import StageWeights, balanced_stages, split_layers
 from tests.planning.profiles import PROFILE
-from tests.planning.shapes import llama_config
+from tests.planning.shapes import by_hand, llama_config, shape_of
 
 
 def brute_force(costs: list[int], num_stages: int, first: int, last: int) -> int:
@@ -68,9 +69,7 @@ def test_more_stages_than_layers_are_refused(num_stages: int) -> None:
 
 def test_a_models_stages_count_its_head() -> None:
     # A vocabulary of 128K against layers of hidden size 1024 is worth several of them.
-    shape = ModelShape.from_config(
-        llama_config(hidden_size=1024, intermediate_size=3072), dtype_bytes=2
-    )
+    shape = shape_of(llama_config(hidden_size=1024, intermediate_size=3072), dtype_bytes=2)
     cost = StageCost(shape=shape, profile=PROFILE, dtype_name="bfloat16")
     stages = balanced_stages(cost, even_bounds(8192, 4), 4)
     lengths = [len(stage) for stage in stages]
@@ -84,7 +83,7 @@ def test_a_models_stages_count_its_head() -> None:
 def test_stages_hold_the_whole_model(num_stages: int, tied: bool, rank: int | None) -> None:
     lora = None if rank is None else LoraShape(rank=rank)
     config = llama_config(tie_word_embeddings=tied)
-    shape = ModelShape.from_config(config, dtype_bytes=2, lora=lora)
+    shape = shape_of(config, dtype_bytes=2, lora=lora)
     held = [StageWeights.of(shape, s) for s in split_layers([1.0] * 32, num_stages)]
     table = 2 * 128_256 * 4096
     twice = table if tied and num_stages > 1 else 0
@@ -100,10 +99,12 @@ def test_stages_hold_the_whole_model(num_stages: int, tied: bool, rank: int | No
 
 
 def test_positions_stand_on_the_first_stage() -> None:
-    config = SimpleNamespace(
-        model_type="gpt2", n_embd=64, n_layer=4, n_head=4, vocab_size=100, n_positions=1000
+    config = llama_config(
+        hidden_size=64, num_hidden_layers=4, vocab_size=100, tie_word_embeddings=True
     )
-    shape = ModelShape.from_config(config, dtype_bytes=2)
+    profile = by_hand(config, Training(dtype_bytes=2, parameter_bytes=2))
+    table = 1000 * config.hidden_size
+    shape = ModelShape.from_profile(replace(profile, outer_weights=profile.outer_weights + table))
     first, last = (StageWeights.of(shape, stage) for stage in (range(2), range(2, 4)))
-    # GPT-2's head is tied, so both hold the table; the last one has a final norm besides.
+    # The head is tied, so both hold the table; the last one has a final norm besides.
     assert first.weights - last.weights == 2 * (1000 * 64 - 64)

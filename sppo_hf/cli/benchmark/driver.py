@@ -22,11 +22,12 @@ from sppo_hf.cli.benchmark.extrapolation import (
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.longest import search
 from sppo_hf.cli.benchmark.results import Kind, Numbers, ResultFile, Row, Status
-from sppo_hf.cli.planning_arguments import model_path
+from sppo_hf.cli.planning_arguments import model_path, trace_unknown
 from sppo_hf.planning.ask import DTYPE_BYTES
 from sppo_hf.planning.config_file import load_config, read_fields
 from sppo_hf.planning.flops import step_flops
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import Training, find_profile
 from sppo_hf.planning.shape import ModelShape
 
 RunJob = Callable[[Job], Row]
@@ -218,11 +219,10 @@ def trace_path(folder: Path, contender: str, total_tokens: int) -> Path:
 
 
 def _shape(job: Job) -> ModelShape:
-    return ModelShape.from_config(
-        load_config(model_path(job.model)),
-        dtype_bytes=DTYPE_BYTES[job.dtype],
-        lora=None if job.lora_rank is None else LoraShape(rank=job.lora_rank),
-    )
+    config, size = load_config(model_path(job.model)), DTYPE_BYTES[job.dtype]
+    lora = None if job.lora_rank is None else LoraShape(rank=job.lora_rank)
+    training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
 
 
 def _unavailable(job: Job) -> Row | None:

@@ -24,8 +24,10 @@ from sppo_hf.cli.benchmark.kernels import Kernel
 from sppo_hf.cli.planning_arguments import model_path
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.model.adapters import quiet_peft
+from sppo_hf.model.trace import trace_config
 from sppo_hf.planning.config_file import read_fields
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import Training, find_profile
 from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.shape import ModelShape
 
@@ -70,8 +72,9 @@ def model_shape(job: Job, config: Any) -> ModelShape:
     if job.lora_rank is not None:
         adapter_bytes = getattr(torch, job.lora_dtype).itemsize
         lora = LoraShape(rank=job.lora_rank, dtype_bytes=adapter_bytes)
-    dtype_bytes = 2 if job.autocast else getattr(torch, job.dtype).itemsize
-    return ModelShape.from_config(config, dtype_bytes=dtype_bytes, lora=lora)
+    size = 2 if job.autocast else getattr(torch, job.dtype).itemsize
+    training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
+    return ModelShape.from_profile(find_profile(config, training, trace_config))
 
 
 def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:

@@ -12,13 +12,13 @@ from sppo_hf.cli.benchmark import kernels
 from sppo_hf.cli.benchmark.kernels import Kernel, choose_kernel
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.shape import ModelShape
+from tests.planning.shapes import shape_of
 
 CUDA = torch.device("cuda")
 
 
 def choose(choice: str, device: torch.device = CUDA) -> Kernel:
-    shape = ModelShape.from_config(load_config("llama-3.1-8b"), dtype_bytes=2)
+    shape = shape_of(load_config("llama-3.1-8b"))
     return choose_kernel(choice, device, shape, torch.bfloat16, softcap=False)
 
 

@@ -18,8 +18,10 @@ from sppo_hf.cli.benchmark.measure import Measurement, _limit_memory
 from sppo_hf.cli.benchmark.meters import UnitClock, host_peak_bytes
 from sppo_hf.cli.benchmark.results import Numbers
 from sppo_hf.cli.benchmark.trace_summary import summarise
+from sppo_hf.model.trace import trace_config
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.flops import step_flops
+from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.shape import ModelShape
 from tests.cli.benchmark.made_rows import JOB
 from tests.cli.benchmark.tiny import tiny_job
@@ -115,7 +117,8 @@ def test_adapters_train_alike(tmp_path: Path, lora_dtype: str) -> None:
 
 def test_flops_are_those_of_the_model(plain: Numbers, tmp_path: Path) -> None:
     job = tiny_job(tmp_path)
-    shape = ModelShape.from_config(load_config(job.model), dtype_bytes=4)
+    training = Training(dtype_bytes=4, parameter_bytes=4)
+    shape = ModelShape.from_profile(trace_config(load_config(job.model), training))
     assert plain.model_flops == step_flops(shape, 1, 64)
     assert plain.model_tflops is not None
     assert plain.median_step_seconds is not None

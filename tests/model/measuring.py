@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import unittest.mock
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import tiny_config
 from sppo_hf.model.tiny_families import FAMILIES
 from sppo_hf.offload.casts import WeightCasts
-from sppo_hf.planning.lora import ALL_LINEAR, LoraShape
 
 TOKENS = 61
 """A prime, so that memory whose size is divisible by it grows with the tokens."""
@@ -67,12 +66,8 @@ SETTINGS = SPPOConfig(
 )
 
 
-def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Module, Any]:
-    """A converted random model of `tiny_families.FAMILIES[name]`, and its LoRA or None.
-
-    PEFT turns "all-linear" into merged expert weights for families with experts, so there only
-    attention is adapted.
-    """
+def sized_config(name: str) -> Any:
+    """The configuration of `tiny_families.FAMILIES[name]` with sizes that are all different."""
     default = AutoConfig.for_model(FAMILIES[name].model_type)
     fields, names = default.to_dict(), default.attribute_map
     sizes = {
@@ -85,17 +80,23 @@ def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> tuple[nn.Modu
         sizes |= {"head_dim": 8} if "head_dim" in sizes else {}
     if name == "helium":
         sizes["head_dim"] = 20  # its output projection takes heads to be hidden_size wide together
+    return tiny_config(name, **sizes)
+
+
+def build(name: str, dtype: torch.dtype, *, lora: bool = False) -> nn.Module:
+    """A converted random model of `sized_config(name)`.
+
+    PEFT turns "all-linear" into merged expert weights for families with experts, so there only
+    attention is adapted.
+    """
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(name, **sizes)).to(dtype).train()
-    shape = None
+    model: Any = AutoModelForCausalLM.from_config(sized_config(name)).to(dtype).train()
     if lora:
         sparse = any("expert" in child for child, _ in model.named_modules())
         modules = {child.rpartition(".")[2] for child, _ in model.named_modules()}
-        found = tuple(target for target in _ATTENTION if target in modules)
-        model = _add_lora(model, list(found) if sparse else ALL_LINEAR)
-        size = max(4, dtype.itemsize)
-        shape = LoraShape(rank=RANK, targets=found if sparse else ALL_LINEAR, dtype_bytes=size)
-    return convert(model, SETTINGS), shape
+        found = [target for target in _ATTENTION if target in modules]
+        model = _add_lora(model, found if sparse else "all-linear")
+    return convert(model, SETTINGS)
 
 
 def to_bfloat16(model: nn.Module) -> nn.Module:
@@ -107,9 +108,9 @@ def to_bfloat16(model: nn.Module) -> nn.Module:
     return model
 
 
-def run(model: nn.Module) -> Tensor:
+def run(model: nn.Module, tokens: int = TOKENS) -> Tensor:
     """The loss over a batch of one row."""
-    ids = torch.arange(TOKENS).view(1, TOKENS) % 90 + 3
+    ids = torch.arange(tokens).view(1, tokens) % 90 + 3
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -119,6 +120,26 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
     Every piece of memory counts once; parameters and what does not grow with the tokens are left
     out. Layers share what a rotary module returns.
     """
+    layers, tables = _saved(model, TOKENS)
+
+    def per_token(tensors: Iterable[Tensor]) -> float:
+        return sum(_bytes(x) for x in tensors if _bytes(x) % TOKENS == 0) / TOKENS
+
+    own = {index: per_token(tensors) for index, tensors in layers.items()}
+    return own, per_token(tables)
+
+
+def growing_bytes(model: nn.Module, lengths: tuple[int, int]) -> list[float]:
+    """The same without what layers share, from two lengths; also of layers that scan in blocks."""
+    short, long = (_saved(model, tokens)[0].values() for tokens in lengths)
+    return [
+        (sum(map(_bytes, more)) - sum(map(_bytes, few))) / (lengths[1] - lengths[0])
+        for few, more in zip(short, long, strict=True)
+    ]
+
+
+def _saved(model: nn.Module, tokens: int) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+    """What autograd saves, by layer, and of that what rotary modules return, which layers share."""
     parts = find_parts(model)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen: dict[int, dict[int, Tensor]] = defaultdict(dict)
@@ -127,7 +148,7 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
 
     def pack(tensor: Tensor) -> Tensor:
         at = tensor.untyped_storage().data_ptr()
-        if running and _bytes(tensor) % TOKENS == 0 and at not in own:
+        if running and at not in own:
             seen[running[-1]].setdefault(at, tensor)
         return tensor
 
@@ -141,18 +162,17 @@ def saved_bytes(model: nn.Module) -> tuple[dict[int, float], float]:
     # Under autocast a kept frame has hooks of its own, which see what these would see.
     without_casts = unittest.mock.patch.object(WeightCasts, "of", return_value=None)
     with without_casts, saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run(model)
+        loss = run(model, tokens)
     for handle in handles:
         handle.remove()
     assert loss.requires_grad
     rotary = {table.untyped_storage().data_ptr() for table in tables}
     layers = {
-        index: sum(_bytes(x) for at, x in tensors.items() if at not in rotary) / TOKENS
+        index: [x for at, x in tensors.items() if at not in rotary]
         for index, tensors in seen.items()
     }
     everything = {at: x for tensors in seen.values() for at, x in tensors.items()}
-    shared = sum(_bytes(x) for at, x in everything.items() if at in rotary) / TOKENS
-    return layers, shared
+    return layers, [x for at, x in everything.items() if at in rotary]
 
 
 @contextlib.contextmanager

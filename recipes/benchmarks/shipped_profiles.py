@@ -1,0 +1,41 @@
+"""Traces the model profiles that come with the package anew, into `planning/model_profiles`.
+
+    python recipes/benchmarks/shipped_profiles.py
+
+To be run when a model is added to `planning/models`, or when Transformers computes one otherwise;
+`tests/model/test_trace.py` says when. Takes seconds, and no weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sppo_hf.planning
+from sppo_hf.model.trace import trace_config
+from sppo_hf.planning.config_file import load_config, shipped_models
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import Training, config_digest, profiles_to_json
+
+# Other ranks lie on a line through two.
+PLAIN = (None, LoraShape(rank=8), LoraShape(rank=16))
+AUTOCAST = (LoraShape(rank=8, autocast=True), LoraShape(rank=16, autocast=True))
+TRAININGS = {(2, 2): (*PLAIN, *AUTOCAST), (4, 4): PLAIN, (2, 4): (None, *AUTOCAST)}
+"""By the bytes of an element in products and of a weight: bf16, float32, and bf16 by autocast."""
+
+
+def main() -> None:
+    """Writes one file a model."""
+    folder = Path(sppo_hf.planning.__file__).with_name("model_profiles")
+    for name in shipped_models():
+        config = load_config(name)
+        profiles = tuple(
+            trace_config(config, Training(dtype_bytes=size, parameter_bytes=wide, lora=lora))
+            for (size, wide), adapters in TRAININGS.items()
+            for lora in adapters
+        )
+        text = profiles_to_json(config_digest(config), profiles)
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

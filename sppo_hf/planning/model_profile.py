@@ -1,0 +1,351 @@
+"""FLOPs and saved bytes of a model, layer by layer, as they were traced off its real layers.
+
+`sppo_hf.model.trace` runs a model's decoder layers without memory and writes down what autograd
+saves and which matrix products run; here that is data: read from JSON, found among what is shipped
+or was kept before, and looked up by how the model is trained. Who asks for a model that is neither
+gives a tracer. Not covered: what a whole step needs, which is `memory` and `cost`.
+
+All numbers are per token of one row. FLOPs count a multiply-add as two and leave out what is
+elementwise. Attention between tokens, which grows with the keys, is `attention_flops_per_key`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import sppo_hf
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.json_store import keyed_path, write_whole
+from sppo_hf.planning.lora import ALL_LINEAR, LoraShape
+
+logger = logging.getLogger(__name__)
+
+FLOAT32_BYTES = 4
+
+THIN = 8
+"""A matrix product is thin if it sums over at most the layer's width divided by this.
+
+Thin products are computed again rather than kept."""
+
+_FORMAT = 2
+
+_Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
+
+# Settings of a config.json that no layer's FLOPs or bytes depend on.
+_IRRELEVANT = frozenset(
+    (
+        "architectures auto_map bos_token_id dtype eos_token_id initializer_range "
+        "pad_token_id pretraining_tp quantization_config torch_dtype transformers_version use_cache"
+    ).split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is trained, as far as saved bytes and FLOPs depend on it."""
+
+    dtype_bytes: int
+    """Bytes of one element in matrix products: 2 for bf16."""
+
+    parameter_bytes: int
+    """Bytes of one weight. More than `dtype_bytes` under autocast: the residual stream and norms
+    then keep the weights' dtype, and each matrix product casts its input."""
+
+    lora: LoraShape | None = None
+    """With adapters all other weights are frozen; without, all are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One decoder layer under one `Training`. Sizes are elements, per token."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+
+    num_heads: int
+    """Query heads; 0 in a layer without attention."""
+
+    num_kv_heads: int
+    """Key and value heads as attention is given them (latent attention: expanded, so all heads)."""
+
+    qk_head_size: int
+    """Elements of one query or key head."""
+
+    v_head_size: int
+    """Elements of one value head."""
+
+    window: int | None
+    """Keys a query sees at most, its own included; None sees all before it."""
+
+    mlp_width: int
+    """Intermediate elements one token produces, over its active and shared experts."""
+
+    forward_flops: int
+    """Matrix products of the forward, adapters included."""
+
+    input_gradient_flops: int
+    """Matrix products of backward that give the gradient of a product's input."""
+
+    weight_gradient_flops: int
+    """Matrix products of backward that give the gradient of a trained weight."""
+
+    skeleton_recompute_flops: int
+    """Matrix products that run again in backward if only the skeleton was kept: the thin ones, and
+    those that a saved value depends on (`model/products.py`, "needless products")."""
+
+    products_recompute_flops: int
+    """Those that run again if the thick products were kept: the thin ones."""
+
+    skeleton_bytes: int
+    """Layer input, attention output, log-sum-exp."""
+
+    products_bytes: int
+    """The skeleton and the outputs of thick products that backward needs."""
+
+    whole_bytes: int
+    """All that autograd saves, without keys, values and what is the same in all layers."""
+
+    largest_bytes: int
+    """Of the largest tensor that is saved, in whatever mode."""
+
+    total_weights: int
+    """Parameters of the layer, all experts counted; adapters left out."""
+
+    adapter_weights: int = 0
+    """Parameters of the layer's adapters."""
+
+    adapted_mlp_width: int = 0
+    """Widest product of an adapter inside the MLP, which frozen intermediates are added to."""
+
+    borrows_keys: bool = False
+    """Keys and values are an earlier layer's, in whose store they are (Gemma 3n, Gemma 4)."""
+
+    state_bytes: int = 0
+    """States that a recurrent or convolutional mixer hands to the next chunk, of one row."""
+
+    scans: bool = False
+    """A mixer runs a recurrence over the tokens; otherwise its only states are a convolution's."""
+
+    @property
+    def attention_flops_per_key(self) -> int:
+        """Forward FLOPs for one (query token, visible key) pair: `q k^T` and `p v`, all heads."""
+        return 2 * self.num_heads * (self.qk_head_size + self.v_head_size)
+
+    @property
+    def kv_elements(self) -> int:
+        """Key and value elements of one token; 0 where another layer keeps them."""
+        if self.borrows_keys:
+            return 0
+        return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
+
+    @property
+    def q_elements(self) -> int:
+        """Query elements of one token."""
+        return self.num_heads * self.qk_head_size
+
+    @property
+    def attention_output_elements(self) -> int:
+        """Attention output elements of one token, before the output projection."""
+        return self.num_heads * self.v_head_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """A causal language model under one `Training`."""
+
+    training: Training
+    """How it is trained."""
+
+    layers: tuple[LayerProfile, ...]
+    """One per decoder layer; layers that are alike are one object. Under LoRA the first stands
+    alone where other layers save more: no gradient reaches its input."""
+
+    vocab_size: int
+    """Rows of the embedding and of the head."""
+
+    tied: bool
+    """Embedding and head share one matrix."""
+
+    max_positions_tokens: int | None
+    """Longest sequence the position encoding was made for; None where it has no end."""
+
+    outer_weights: int
+    """Parameters outside the decoder layers: embeddings, final norm, head."""
+
+    outer_adapter_weights: int = 0
+    """Parameters of adapters outside the decoder layers."""
+
+    encoder_weights: int = 0
+    """Of the outer weights, those of encoders of images and sound, which no text gives gradients.
+    """
+
+
+Tracer = Callable[[Any, Training], ModelProfile]
+"""Makes the profile of a config, of Transformers or with the fields of a `config.json`."""
+
+
+def find_profile(config: object, training: Training, trace: Tracer) -> ModelProfile:
+    """Returns a model's profile: shipped, kept from before, or traced now and kept.
+
+    Args:
+        config: of a causal language model.
+        training: how it is trained.
+        trace: makes a profile where there is none.
+
+    Raises:
+        SPPOError: as `trace` does.
+    """
+    digest = config_digest(config)
+    found = _derived(shipped_profiles().get(digest, ()), training)
+    if found is not None:
+        return found
+    path = _path(config, digest, training)
+    found = _derived(_read(path), training)
+    if found is not None:
+        return found
+    profile = trace(config, training)
+    try:
+        write_whole(path, profiles_to_json(digest, (profile,)))
+    except OSError as error:
+        logger.info("The model's profile cannot be kept in %s: %s", path, error)
+    return profile
+
+
+def config_digest(config: object) -> str:
+    """A name for all settings of a config that FLOPs or bytes may depend on."""
+    text = json.dumps(_settings(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def shipped_profiles() -> Mapping[str, tuple[ModelProfile, ...]]:
+    """The profiles that come with the package, by `config_digest`."""
+    folder = Path(str(resources.files("sppo_hf.planning").joinpath("model_profiles")))
+    texts = (file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.json")))
+    return dict(profiles_from_json(text) for text in texts)
+
+
+def profiles_to_json(digest: str, profiles: tuple[ModelProfile, ...]) -> str:
+    """Writes profiles of one model; see `profiles_from_json`."""
+    entries = [_to_dict(profile) for profile in profiles]
+    return json.dumps({"format": _FORMAT, "config": digest, "profiles": entries}, indent=1) + "\n"
+
+
+def profiles_from_json(text: str) -> tuple[str, tuple[ModelProfile, ...]]:
+    """Reads what `profiles_to_json` wrote: the config's digest, and its profiles.
+
+    Raises:
+        ValueError: it is something else (also as KeyError or TypeError).
+    """
+    read: dict[str, Any] = json.loads(text)
+    if read["format"] != _FORMAT:
+        raise ValueError(f"format {read['format']}, not {_FORMAT}")
+    return str(read["config"]), tuple(_from_dict(entry) for entry in read["profiles"])
+
+
+def _to_dict(profile: ModelProfile) -> dict[str, Any]:
+    kinds = list(dict.fromkeys(profile.layers))
+    return {
+        **asdict(replace(profile, layers=())),
+        "kinds": [asdict(kind) for kind in kinds],
+        "layers": [kinds.index(layer) for layer in profile.layers],
+    }
+
+
+def _from_dict(entry: dict[str, Any]) -> ModelProfile:
+    kinds: list[LayerProfile] = [LayerProfile(**kind) for kind in entry.pop("kinds")]
+    indices: list[int] = entry.pop("layers")
+    layers = tuple(kinds[index] for index in indices)
+    training = entry.pop("training")
+    lora = training.pop("lora")
+    if lora is not None:
+        if lora["targets"] != ALL_LINEAR:
+            lora["targets"] = tuple(lora["targets"])
+        lora = LoraShape(**lora)
+    return ModelProfile(training=Training(**training, lora=lora), layers=layers, **entry)
+
+
+def _derived(known: tuple[ModelProfile, ...], training: Training) -> ModelProfile | None:
+    """What was traced under `training`; or, of LoRA, on a line through two other ranks."""
+    by_rank: dict[int, ModelProfile] = {}
+    for profile in known:
+        if profile.training == training:
+            return profile
+        lora, wanted = profile.training.lora, training.lora
+        if lora is None or wanted is None:
+            continue
+        same = replace(profile.training, lora=replace(lora, rank=wanted.rank)) == training
+        # A rank at which the adapters' second factors become thick lies on another line.
+        if same and THIN * max(lora.rank, wanted.rank) <= profile.layers[0].hidden_size:
+            by_rank[lora.rank] = profile
+    if len(by_rank) < 2 or training.lora is None:
+        return None
+    (first, low), (second, high), *_ = sorted(by_rank.items())
+    share = (training.lora.rank - first) / (second - first)
+    pairs = tuple(zip(low.layers, high.layers, strict=True))
+    # Layers that are alike stay one object.
+    on_line = {pair: _between(*pair, share) for pair in pairs}
+    layers = tuple(on_line[pair] for pair in pairs)
+    return replace(_between(low, high, share), training=training, layers=layers)
+
+
+def _between(low: _Numbers, high: _Numbers, share: float) -> _Numbers:
+    """The numbers that differ on the line from `low` (share 0) to `high` (share 1)."""
+    numbers = {
+        field.name: round(a + share * (b - a))
+        for field in fields(low)
+        if isinstance(a := getattr(low, field.name), int)
+        and isinstance(b := getattr(high, field.name), int)
+        and a != b
+    }
+    return replace(low, **cast("Any", numbers))
+
+
+def _settings(config: object) -> dict[str, Any]:
+    to_dict = getattr(config, "to_dict", None)
+    found: Any = to_dict() if callable(to_dict) else config
+    return cast("dict[str, Any]", _plain(found))
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it, without settings that do not matter; also inside sub-configs."""
+    if isinstance(value, Mapping):
+        named = cast("Mapping[Any, Any]", value)
+    elif hasattr(value, "__dict__"):
+        named = cast("Mapping[Any, Any]", vars(value))
+    elif isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in cast("list[Any]", value)]
+    else:
+        return value
+    kept = {
+        str(name): _plain(entry)
+        for name, entry in named.items()
+        if name not in _IRRELEVANT and not str(name).startswith("_")
+    }
+    return {name: entry for name, entry in kept.items() if entry is not None}
+
+
+def _path(config: object, digest: str, training: Training) -> Path:
+    """Where the profile lies that was traced here, with these versions of what computes it."""
+    versions = [sppo_hf.__version__, *map(metadata.version, ("torch", "transformers"))]
+    key = [_FORMAT, digest, versions, asdict(training)]
+    name = str(getattr(config, "model_type", None) or "model")
+    return keyed_path("models", name, key)
+
+
+def _read(path: Path) -> tuple[ModelProfile, ...]:
+    try:
+        return profiles_from_json(path.read_text(encoding="utf-8"))[1]
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        logger.warning("The model's profile in %s cannot be read and is made anew: %r", path, error)
+        return ()
