@@ -26,7 +26,7 @@ if [[ ${1:-} == --quick ]]; then
         -k "not test_exactness.py or gemma3 or gpt_oss or deepseek_v3 or refused or seen"
         tests/test_{architecture,config,errors,rules}.py
         tests/schedule/test_{grid,lower,validate,simulate}.py
-        tests/planning/test_{decisions,layer,ledger,partition,refusals}.py
+        tests/planning/test_{decisions,model_profile,partition,refusals}.py
         tests/attention/test_{blocks,function,kv,merge,pieces}.py
         tests/attention/backends/test_{cpu_flash,reference,select}.py
         tests/offload/test_{engine,engine_order,frames,holes,lanes,windows}.py
