@@ -72,6 +72,9 @@ class SPPOConfig:
     partition: Literal["auto", "flops", "even"] = "auto"
     """How chunks are cut: "flops" same work, "even" same tokens; "auto" is "even" on one device."""
 
+    order: Literal["auto", "by_layer", "by_chunk"] = "auto"
+    """What runs first: all chunks of a layer, or all layers of a chunk, as a pipeline must."""
+
     offload: Literal["auto", "none", "full", "sppo"] = "auto"
     """What leaves the device: "auto" as the solver decides, "sppo" by the paper's rule."""
 
@@ -250,6 +253,7 @@ _RULES: dict[str, Rule] = {
     "chunk_lengths": lengths,
     "chunk_tokens": integer(1, None),
     "partition": choice("auto", "flops", "even"),
+    "order": choice("auto", "by_layer", "by_chunk"),
     "offload": choice("auto", "none", "full", "sppo"),
     "offload_kv": choice("auto", "none", "full"),
     "offload_dir": text,
@@ -301,6 +305,12 @@ def _check_one_way_to_cut(config: SPPOConfig) -> None:
 
 def _check_pipeline(config: SPPOConfig) -> None:
     """Refuse pipeline settings that need others."""
+    if config.pp_size > 1 and config.order == "by_layer":
+        raise ConfigError(
+            f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "
+            "before it has seen the next one, so a pipeline goes chunk by chunk. Allowed: "
+            "order='auto' or 'by_chunk' with pp_size above 1. Remedy: drop order, or use pp_size=1."
+        )
     seen = f"pp_virtual_stages={config.pp_virtual_stages}"
     if config.pp_virtual_stages > 1 and config.pp_schedule != "interleaved_seq1f1b":
         raise ConfigError(

@@ -7,9 +7,18 @@ predicted is what is run. Knows nothing of torch, speeds or why something was ch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sppo_hf.planning.modes import FrameMode, Tier
 from sppo_hf.planning.partition import Bounds
+
+Order = Literal["by_chunk", "by_layer"]
+"""How the grid of layers and chunks is walked: all layers of a chunk first, as a pipeline must, or
+all chunks of a layer first."""
+
+KVMode = Literal["device", "host", "disk", "recompute"]
+"""By layer: where a layer's keys and values wait between its forward and its backward, or that they
+are made again from the layer's inputs."""
 
 LayerModes = tuple[tuple[FrameMode, ...], ...]
 """`layer_modes[chunk][layer]`."""
@@ -33,6 +42,12 @@ class Decisions:
 
     tile_tokens: int
     """Tokens whose logits exist at once while the loss is computed."""
+
+    order: Order = "by_chunk"
+    """How the grid of layers and chunks is walked."""
+
+    kv_modes: tuple[KVMode, ...] = ()
+    """`kv_modes[layer]`, by layer only; empty keeps all on the device."""
 
     accumulates: bool = False
     """Whether gradients of earlier batches are there already: autograd sums up this batch's beside
