@@ -13,9 +13,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -30,6 +30,8 @@ from sppo_hf.model.tiny_families import FAMILIES
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("recipes/MODELS.md")
 LIST = Path("sppo_hf/cli/families.json")
+LONGEST = Path("sppo_hf/cli/checkpoints.json")
+"""What `checkpoint_table.py` beside this file writes."""
 TOKENS = 29
 SETTINGS = (
     SPPOConfig(num_chunks=1, recompute="full", offload="none"),
@@ -87,11 +89,12 @@ def _short(reason: str) -> str:
     """The reason alone: neither the model's name in front nor the remedy behind."""
     reason = re.split(r"\. (?:Train|Set|sppo_hf|Load)|; (?:only|save)", reason)[0]
     reason = re.sub(r"^\w+ cannot (?:be trained|run) chunk by chunk: ", "", reason)
-    return re.sub(r"^\w+: ", "", reason).replace("|", r"\|")
+    return re.sub(r"^\w+: ", "", reason)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """Two tables: what is exact, and what is refused and why."""
+    bar = r"\|"
     lines = [
         "| family | what it exercises | worst relative error, float64 |",
         "|---|---|---|",
@@ -101,21 +104,51 @@ def markdown(rows: Sequence[Row]) -> str:
             mark = "" if row.status == "exact" else " **NOT EXACT**"
             lines.append(f"| {row.name} | {row.feature} | {row.error:.0e}{mark} |")
     lines += ["", "| refused | reason |", "|---|---|"]
-    lines += [f"| {row.name} | {row.reason} |" for row in rows if row.status == "refused"]
+    refused = [row for row in rows if row.status == "refused"]
+    lines += [f"| {row.name} | {row.reason.replace('|', bar)} |" for row in refused]
     return "\n".join(lines) + "\n"
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The tables under a text that says what they are."""
-    return f"""# Which models work
+def checkpoints_markdown(found: Mapping[str, Any]) -> str:
+    """The table of checkpoints, from the JSON object of `LONGEST`."""
+    lines = [
+        "| checkpoint | family | parameters | longest predicted, tokens | made for, tokens |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["checkpoints"]:
+        longest = f"{row['longest_tokens']:,}" if row["longest_tokens"] else "none fits"
+        made_for = f"{row['positions_tokens']:,}" if row["positions_tokens"] else "any"
+        size = f"{row['parameters'] / 1e9:.2f}B"
+        lines.append(f"| {row['name']} | {row['family']} | {size} | {longest} | {made_for} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page(root: Path) -> None:
+    """Writes `PAGE` from `LIST` and `LONGEST`, which say what was found."""
+    found = json.loads((root / LIST).read_text(encoding="utf-8"))
+    rows = [Row(**row) for row in found["families"]]
+    text = f"""# Which models work
 
 Loss and every gradient of a tiny model of each family, chunked against unmodified, in float64: the
 worst error of any gradient, relative to the parameter's largest (1e-9 is the limit), over several
 chunkings and modes. Made by `python recipes/tools/family_table.py --write` with Transformers
-{transformers.__version__}; `sppo check --list` prints it. A family that is not here is tested the
+{found["transformers"]}; `sppo check --list` prints it. A family that is not here is tested the
 same way by `sppo check MODEL`, and refused where it would not be exact.
 
 {markdown(rows)}"""
+    if (root / LONGEST).is_file():
+        longest = json.loads((root / LONGEST).read_text(encoding="utf-8"))
+        text += f"""
+## How long on one GPU
+
+The longest sequence that the planner predicts to fit one 80 GB H100 with {longest["host_memory"]}
+of host memory: LoRA of rank {longest["lora_rank"]} on all linear layers, bf16, one row, no disk.
+Nothing here was measured, and it says nothing of speed: `sppo estimate` has both. "Made for" is
+where a model's positions end without scaling them further. Sizes are from public descriptions.
+Made by `python recipes/tools/checkpoint_table.py --write`; `sppo check --list` prints it, too.
+
+{checkpoints_markdown(longest)}"""
+    (root / PAGE).write_text(text, encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,11 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(check_family(name))
         print(f"{name}: {rows[-1].status}", file=sys.stderr, flush=True)
     if options.write:
-        (options.root / PAGE).write_text(page(rows), encoding="utf-8")
-        listed = [row._asdict() | {"reason": row.reason.replace(r"\|", "|")} for row in rows]
+        listed = [row._asdict() for row in rows]
         families = {"transformers": transformers.__version__, "families": listed}
         text = json.dumps(families, indent=1) + "\n"
         (options.root / LIST).write_text(text, encoding="utf-8")
+        write_page(options.root)
     else:
         print(markdown(rows), end="")
     return int(any(row.status == "NOT EXACT" for row in rows))

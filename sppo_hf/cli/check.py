@@ -56,7 +56,12 @@ def check(
         ),
     ] = None,
     list_families: Annotated[
-        bool, typer.Option("--list", help="Print the families that were tried, and their errors.")
+        bool,
+        typer.Option(
+            "--list",
+            help="Print the families that were tried and their errors, and how long well-known"
+            " checkpoints may be.",
+        ),
     ] = False,
     chunks: Annotated[
         str,
@@ -82,7 +87,7 @@ def check(
     Exit code 0: exact. 1: not exact. 2: refused, or bad input.
     """
     if list_families:
-        _print_families(as_json=as_json)
+        _print_list(as_json=as_json)
         return
     if model is None:
         raise typer.BadParameter("name a model, or use --list", param_hint="MODEL")
@@ -104,13 +109,20 @@ def check(
     raise typer.Exit(EXIT_CODES[result.status])
 
 
-def _print_families(*, as_json: bool) -> None:
-    """The families of `recipes/tools/family_table.py`, as it found them."""
-    text = Path(__file__).with_name("families.json").read_text(encoding="utf-8")
+def _print_list(*, as_json: bool) -> None:
+    """The tables of `recipes/tools`: families as they were tried, checkpoints as predicted."""
+    found, longest = (
+        json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+        for name in ("families.json", "checkpoints.json")
+    )
     if as_json:
-        typer.echo(text, nl=False)
+        typer.echo(json.dumps(found | {"longest": longest}, indent=1))
         return
-    found = json.loads(text)
+    _print_families(found)
+    _print_checkpoints(longest)
+
+
+def _print_families(found: dict[str, Any]) -> None:
     table = Table(title=f"Transformers {found['transformers']}, float64", title_justify="left")
     for column in ("family", "", "what it exercises, or why it is refused"):
         table.add_column(column, overflow="fold")
@@ -120,6 +132,27 @@ def _print_families(*, as_json: bool) -> None:
             f"[green]{row['error']:.0e}[/green]" if exact else f"[yellow]{row['status']}[/yellow]"
         )
         table.add_row(row["name"], verdict, escape(row["feature"] if exact else row["reason"]))
+    _console().print(table, highlight=False)
+
+
+def _print_checkpoints(found: dict[str, Any]) -> None:
+    table = Table(
+        title="Longest sequence on one 80 GB H100, predicted, not measured: LoRA rank"
+        f" {found['lora_rank']}, bf16, {found['host_memory']} of host memory",
+        title_justify="left",
+    )
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("family")
+    for column in ("parameters", "tokens", "made for"):
+        table.add_column(column, justify="right")
+    for row in found["checkpoints"]:
+        table.add_row(
+            row["name"],
+            row["family"],
+            f"{row['parameters'] / 1e9:.2f}B",
+            f"{row['longest_tokens']:,}" if row["longest_tokens"] else "none fits",
+            f"{row['positions_tokens']:,}" if row["positions_tokens"] else "any",
+        )
     _console().print(table, highlight=False)
 
 

@@ -74,7 +74,7 @@ def load_config(path: str | Path) -> object:
         ConfigError: there is no such file, it is no regular file, it has more than 4 MiB, it holds
             no JSON object, or it names no `model_type`.
     """
-    return _namespace(read_fields(path))
+    return namespace_of(read_fields(path))
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -167,8 +167,9 @@ def to_fields(config: object) -> dict[str, Any]:
     }
 
 
-def _namespace(fields: dict[str, Any]) -> SimpleNamespace:
+def namespace_of(fields: dict[str, Any]) -> SimpleNamespace:
+    """Makes of a configuration's JSON object what `load_config` returns."""
     for name in _SUB_CONFIGS:
         if isinstance(fields.get(name), dict):
-            fields = {**fields, name: _namespace(cast("dict[str, Any]", fields[name]))}
+            fields = {**fields, name: namespace_of(cast("dict[str, Any]", fields[name]))}
     return SimpleNamespace(**fields)

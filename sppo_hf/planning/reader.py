@@ -52,8 +52,11 @@ def rotary_limit_tokens(config: object) -> int | None:
         return limit
     rope = cast("dict[str, Any]", scaling)
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if rope.get("rope_type", rope.get("type")) == "dynamic":
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "dynamic":
         return None
+    if kind == "llama3":
+        return limit  # of the scaled positions; the factor is of low frequencies alone
     if isinstance(original, int) and isinstance(factor, (int, float)):
         # Also false of NaN.
         if not 0 < factor < 2**31 or not 0 < original < 2**31:

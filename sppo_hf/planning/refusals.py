@@ -61,9 +61,11 @@ OTHER_FAMILIES = {
 }
 """Families that are refused for a reason of their own, and the reason."""
 
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+)
 """Entries of `layer_types` that are softmax attention over earlier keys: all of them, a window, or
-those of the query's own block."""
+those of the query's own block; "attention" is what older files say for all."""
 
 
 def indexer_reason(text: object) -> str | None:

@@ -202,6 +202,8 @@ def test_the_list_names_what_is_exact_and_what_is_refused() -> None:
     assert code == 0
     assert "soft caps, mixed windows" in out, "gemma2"
     assert "its attention bypasses" in out, "falcon"
+    assert "predicted, not measured" in out
+    assert "openai/gpt-oss-20b" in out
 
 
 def test_neither_a_model_nor_the_list() -> None:

@@ -22,6 +22,7 @@ def test_text_config_of_a_multimodal_one() -> None:
         (None, 4096),
         ({"rope_type": "default"}, 4096),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16_384),
+        ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}, 4096),
         ({"rope_type": "dynamic", "factor": 2.0}, None),
     ],
 )

@@ -42,6 +42,7 @@ def test_refused(changes: dict[str, Any], reason: str) -> None:
         {},
         {"layer_types": ["sliding_attention", "full_attention"]},
         {"layer_types": ["linear_attention", "full_attention", "conv", "hybrid"]},
+        {"layer_types": ["mamba", "attention"]},  # as Granite 4's files still say
         {"num_kv_shared_layers": 2},
         {"model_type": "mamba2"},
         {"model_type": "qwen3_5", "text_config": SimpleNamespace(model_type="qwen3_5_text")},

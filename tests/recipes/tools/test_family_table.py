@@ -38,8 +38,8 @@ def test_a_family_that_is_not_exact_fails_the_run(
 
 def test_reasons_lose_the_remedy_and_keep_the_table_whole() -> None:
     reason = "XForCausalLM cannot be trained chunk by chunk: it is a|b. Train it without sppo_hf."
-    assert family_table._short(reason) == r"it is a\|b"
-    assert markdown([Row("x", "", "refused", 0.0, "it is")]).endswith("| x | it is |\n")
+    assert family_table._short(reason) == "it is a|b"
+    assert markdown([Row("x", "", "refused", 0.0, "it is a|b")]).endswith("| x | it is a\\|b |\n")
 
 
 def test_unknown_families_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,92 @@
+"""Asks the planner how long a sequence each well-known checkpoint may be trained with on one GPU.
+
+    python recipes/tools/checkpoint_table.py qwen3.5   # prints Markdown
+    python recipes/tools/checkpoint_table.py --write   # recipes/MODELS.md and `sppo check --list`
+
+`checkpoints.json` beside this file has the sizes of each, written by hand from what is public, or
+the name of a configuration that comes with the package. No weights are read, and nothing is
+measured: lengths are what the memory estimate allows. Under a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from recipes.tools.family_table import LONGEST, ROOT, checkpoints_markdown, write_page
+from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.ask import ask, question_for
+from sppo_hf.planning.config_file import load_config, namespace_of
+from sppo_hf.planning.profile_store import load_profile
+
+CONFIGS = Path(__file__).with_name("checkpoints.json")
+HARDWARE, HOST_MEMORY, RANK = "h100-80gb", "256GiB", 16
+TOKENS = 8192
+"""A length to ask for; the longest does not depend on it."""
+
+
+def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
+    """One row: a checkpoint's parameters, and its longest sequence in tokens (0: none fits)."""
+    model = load_config(config) if isinstance(config, str) else namespace_of(config)
+    answer = ask(
+        question_for(
+            model,
+            SPPOConfig(host_memory=HOST_MEMORY),
+            profile=load_profile(HARDWARE),
+            total_tokens=TOKENS,
+            lora_rank=RANK,
+            trace=trace_unknown,
+        )
+    )
+    shape = answer.question.shape
+    return {
+        "name": name,
+        "family": str(getattr(model, "model_type", "")),
+        "parameters": shape.total_parameters - shape.trainable_parameters,
+        "longest_tokens": answer.max_seq_len,
+        "positions_tokens": shape.max_positions_tokens,
+    }
+
+
+def table(names: Sequence[str] = ()) -> dict[str, Any]:
+    """All rows, or those whose names contain one of `names`, and what was assumed."""
+    configs: dict[str, str | dict[str, Any]] = json.loads(CONFIGS.read_text(encoding="utf-8"))
+    wanted = {
+        name: config
+        for name, config in configs.items()
+        if not names or any(part.lower() in name.lower() for part in names)
+    }
+    return {
+        "transformers": transformers.__version__,
+        "hardware": HARDWARE,
+        "host_memory": HOST_MEMORY,
+        "lora_rank": RANK,
+        "checkpoints": [longest(name, config) for name, config in wanted.items()],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Asks and writes; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="parts of names; default: all")
+    parser.add_argument("--write", action="store_true", help="write the page and the list instead")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    found = table(options.names)
+    if options.write and not options.names:
+        (ROOT / LONGEST).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_page(ROOT)
+    else:
+        print(checkpoints_markdown(found), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

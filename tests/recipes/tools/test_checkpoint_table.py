@@ -1,0 +1,36 @@
+"""The table of checkpoints: sizes written by hand add up, and what ships is what is planned."""
+
+import json
+import re
+
+import pytest
+
+from recipes.tools.checkpoint_table import CONFIGS, longest, main
+from recipes.tools.family_table import LONGEST, PAGE, ROOT
+
+SHIPPED = json.loads((ROOT / LONGEST).read_text(encoding="utf-8"))["checkpoints"]
+TOO_LARGE = {"meta-llama/Llama-3.1-70B", "Qwen/Qwen3-Next-80B-A3B-Instruct"}
+"""Weights of more than 80 GB."""
+
+
+def test_sizes_add_up_to_what_the_name_says() -> None:
+    assert {row["name"] for row in SHIPPED} == set(json.loads(CONFIGS.read_text(encoding="utf-8")))
+    for row in SHIPPED:
+        said = re.search(r"-(\d+(?:\.\d+)?)([BbM])\b", row["name"])
+        if said is not None:
+            size = float(said[1]) * (1e6 if said[2] == "M" else 1e9)
+            # Names are rounded: Llama-3.2-1B has 1.24B.
+            assert row["parameters"] == pytest.approx(size, rel=0.25), row["name"]
+    assert {row["name"] for row in SHIPPED if not row["longest_tokens"]} == TOO_LARGE
+
+
+def test_the_shipped_table_is_what_the_planner_says_now() -> None:
+    (row,) = (row for row in SHIPPED if row["name"] == "openai/gpt-oss-20b")
+    assert longest(row["name"], "gpt-oss-20b") == row, (
+        "make it anew: python recipes/tools/checkpoint_table.py --write"
+    )
+
+
+def test_rows_are_printed_as_the_page_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpt-oss"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] in (ROOT / PAGE).read_text(encoding="utf-8")
