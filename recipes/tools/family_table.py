@@ -32,6 +32,8 @@ PAGE = Path("recipes/MODELS.md")
 LIST = Path("sppo_hf/cli/families.json")
 LONGEST = Path("sppo_hf/cli/checkpoints.json")
 """What `checkpoint_table.py` beside this file writes."""
+CENSUS = Path("recipes/tools/census.json")
+"""What `census.py` writes: counts by version of Transformers."""
 TOKENS = 29
 SETTINGS = (
     SPPOConfig(num_chunks=1, recompute="full", offload="none"),
@@ -123,8 +125,18 @@ def checkpoints_markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def census_markdown(found: Mapping[str, Mapping[str, float]]) -> str:
+    """The table of counts, from the JSON object of `CENSUS`."""
+    columns = ("exact", "text decoder alone", "refused", "not tried", "not exact")
+    lines = [f"| Transformers | {' | '.join(columns)} | worst error |", f"|---|{'---|' * 6}"]
+    for version, counts in found.items():
+        cells = " | ".join(str(counts.get(name, 0)) for name in columns)
+        lines.append(f"| {version} | {cells} | {counts['worst error']:.0e} |")
+    return "\n".join(lines) + "\n"
+
+
 def write_page(root: Path) -> None:
-    """Writes `PAGE` from `LIST` and `LONGEST`, which say what was found."""
+    """Writes `PAGE` from `LIST`, `LONGEST` and `CENSUS`, which say what was found."""
     found = json.loads((root / LIST).read_text(encoding="utf-8"))
     rows = [Row(**row) for row in found["families"]]
     text = f"""# Which models work
@@ -148,6 +160,16 @@ where a model's positions end without scaling them further. Sizes are from publi
 Made by `python recipes/tools/checkpoint_table.py --write`; `sppo check --list` prints it, too.
 
 {checkpoints_markdown(longest)}"""
+    if (root / CENSUS).is_file():
+        text += f"""
+## Every type of Transformers
+
+Each type of which `AutoModelForCausalLM`, `AutoModelForImageTextToText` or
+`AutoModelForMultimodalLM` makes a model, as a tiny random one, tried the same way by
+`python recipes/tools/census.py --write`. "Text decoder alone": the whole cannot be built so small,
+its decoder can. "Not tried": neither can, or it does not run without pixels or sound.
+
+{census_markdown(json.loads((root / CENSUS).read_text(encoding="utf-8")))}"""
     (root / PAGE).write_text(text, encoding="utf-8")
 
 

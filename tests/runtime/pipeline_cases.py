@@ -266,6 +266,10 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases += _named("frames", _frames(layers))
         cases += _named("step", _micro_steps(layers))
         return cases + _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
+    if pp_size == 3:
+        # Kept and offloaded states, in both kinds of backward.
+        mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
+        cases += _named("states", [case for case in _states() if case["name"] in mixers])
     return cases + _named("step", _micro_steps(layers))[:3]
 
 

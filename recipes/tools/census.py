@@ -1,0 +1,108 @@
+"""Tries every language model of the installed Transformers: exact, refused, or not tried, and why.
+
+    python recipes/tools/census.py llama mamba  # prints what becomes of each
+    python recipes/tools/census.py --write      # all of them; recipes/MODELS.md has the counts
+
+The list is Transformers' own: the types of which `AutoModelForCausalLM`,
+`AutoModelForImageTextToText` or `AutoModelForMultimodalLM` makes a model. "Not tried" are those of
+which no tiny random model can be built or run. Takes minutes; the exit code is 1 if any is neither
+exact nor refused nor not tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from recipes.tools.family_table import CENSUS, ROOT, write_page
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.model import guard
+from sppo_hf.model.check import check_model
+
+TYPES = sorted(
+    {
+        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        *getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", ()),
+    }
+)
+SETTINGS = SPPOConfig(
+    # A chunk of one token comes first, where models with states may have it.
+    chunk_lengths=(1, 9, 5, 8, 6),
+    recompute="full",
+    min_offload_size=1,
+    show_plan=False,
+)
+
+# What Transformers' own code raises on tiny configurations.
+_CRASHES = (TypeError, RuntimeError, AttributeError, LookupError, AssertionError, ValueError)
+
+
+def census(names: Iterable[str] = TYPES) -> dict[str, tuple[str, str]]:
+    """Tries types.
+
+    Returns:
+        For each "exact", "text decoder alone", "refused", "not tried" or "not exact"; and the worst
+        error, or why.
+    """
+    # Tried here, and not a second time by the check that conversion makes of unknown families.
+    guard._state.checking = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {name: _outcome(name) for name in names}
+    finally:
+        guard._state.checking = False
+
+
+def _outcome(name: str) -> tuple[str, str]:
+    try:
+        result = check_model(name, SETTINGS)
+    except ConfigError as error:
+        return "not tried", str(error)
+    except _CRASHES as error:
+        return "not exact", f"{type(error).__name__}: {error}"
+    print(f"{name}: {result.status}", file=sys.stderr, flush=True)
+    if result.status == "exact":
+        return ("text decoder alone" if result.note else "exact"), f"{result.error:.0e}"
+    return result.status, result.reason or f"{result.error:.1e} in {result.worst_parameters[:1]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tries, prints, writes; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("types", nargs="*", help="default: all")
+    parser.add_argument("--write", action="store_true", help="put the counts into the page")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    found = census(options.types or TYPES)
+    for name, (status, detail) in sorted(found.items(), key=lambda item: item[1][0]):
+        print(f"{status}: {name}: {' '.join(detail.split())[:200]}")
+    counts = Counter(status for status, _ in found.values())
+    print(dict(counts))
+    if options.write and not options.types:
+        path = ROOT / CENSUS
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        errors = [float(detail) for status, detail in found.values() if _is_exact(status)]
+        known[transformers.__version__] = {**counts, "worst error": max(errors)}
+        path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write_page(ROOT)
+    return int(counts["not exact"] > 0)
+
+
+def _is_exact(status: str) -> bool:
+    return status in ("exact", "text decoder alone")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
