@@ -1,11 +1,13 @@
 """Peak memory and time of a forward and backward on the CPU: plain, checkpointing, in chunks.
 
     python recipes/benchmarks/cpu_memory.py --repeats 3 --check
+    python recipes/benchmarks/cpu_memory.py --model hybrid
 
-SmolLM2-135M-Instruct, float32, all weights trainable, 4,096 tokens of real source code, no
-optimizer step. Every measurement is a process of its own, so that no contender inherits another's
-memory; contenders take turns, so that a machine that slows down slows all of them down. Memory is
-the operating system's peak of the process, above what it was with the model loaded.
+SmolLM2-135M-Instruct (or "hybrid", a Qwen3.5-shaped model with random weights), float32, all weights
+trainable, 4,096 tokens of real source code, no optimizer step. Every measurement is a process of
+its own, so that no contender inherits another's memory; contenders take turns, so that a machine
+that slows down slows all of them down. Memory is the operating system's peak of the process, above
+what it was with the model loaded.
 """
 
 from __future__ import annotations
@@ -24,12 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
 
 import torch
-from documents import installed_packages
-from packing import pack_documents
+from measuring import HYBRID, load, real_tokens
 from report import forget_peak, host_bytes, peak_host_bytes
 from rich.console import Console
 from rich.table import Table
-from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
+from smollm2 import DEFAULT_MODEL
 from torch import nn
 
 from sppo_hf import SPPOPlugin
@@ -59,13 +60,8 @@ CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
     """One contender in this process: load, then one forward and backward."""
-    tokenizer = load_tokenizer(model_name)
-    code = installed_packages(["transformers"], max_document_chars=8 * tokens)
-    row = pack_documents(code, tokenizer, max_length=tokens)[0]["input_ids"]
-    input_ids = torch.tensor([row])
-    if input_ids.shape[1] != tokens:
-        raise SystemExit(f"only {input_ids.shape[1]} of {tokens} tokens of text were found")
-    model = CONTENDERS[contender](load_model(model_name, dtype=torch.float32).train())
+    input_ids = real_tokens(model_name, 1, tokens)
+    model = CONTENDERS[contender](load(model_name))
     forget_peak()  # unpacking the weights is not the contest
     loaded_bytes = host_bytes()
     began = time.perf_counter()
@@ -160,14 +156,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="hub id or folder")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help='hub id, folder or "hybrid"')
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file that all numbers are written to")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a target is missed")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.model = HYBRID if options.model == "hybrid" else options.model
+    return options
 
 
 def main(argv: list[str]) -> int:
@@ -181,6 +179,7 @@ def main(argv: list[str]) -> int:
     show(best, options)
     missed = missed_targets(best)
     content: dict[str, Any] = {"settings": vars(options), "best": best, "runs": runs}
+    content["load_average"] = os.getloadavg()
     if options.json:
         options.json.write_text(json.dumps(content | {"missed": missed}, indent=2, default=str))
     for sentence in missed:

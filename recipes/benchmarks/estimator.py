@@ -1,9 +1,10 @@
-"""The memory estimate against reality on this CPU: predicted and measured peaks of eight settings.
+"""The memory estimate against reality on this CPU: predicted and measured peaks of ten settings.
 
     python recipes/benchmarks/estimator.py --check
 
-SmolLM2-135M-Instruct in float32. The CPU's memory stands for the device's, a folder for the host
-tier's. Peaks are above the loaded model, as the operating system counts them.
+SmolLM2-135M-Instruct, and a Qwen3.5-shaped model, in float32. The CPU's memory stands for the
+device's, a folder for the host tier's. Peaks are above the loaded model, as the operating system
+counts them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import in_own_process
+from measuring import HYBRID, in_own_process
 from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL
@@ -41,6 +42,16 @@ JOBS: dict[str, dict[str, Any]] = {
         "tokens": 4096,
         "lora": 16,
         "settings": {"recompute": "none", "offload": "none"},
+    },
+    "hybrid, recompute, 4,096": {
+        "model": HYBRID,
+        "tokens": 4096,
+        "settings": {"chunk_tokens": 512, "recompute": "full"},
+    },
+    "hybrid, keep, 2,048": {
+        "model": HYBRID,
+        "tokens": 2048,
+        "settings": {"chunk_tokens": 512, "recompute": "none", "offload": "none"},
     },
 }
 

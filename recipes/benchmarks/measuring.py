@@ -18,7 +18,9 @@ import torch
 from documents import installed_packages
 from packing import pack_documents
 from report import forget_peak, host_bytes, peak_host_bytes
-from smollm2 import load_model, load_tokenizer
+from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.model.adapters import quiet_peft
@@ -41,9 +43,28 @@ class _Notebook(StepObserver):
         self.record = record
 
 
+HYBRID = str(Path(__file__).with_name("qwen3_5_100m"))
+"""A Qwen3.5-shaped model of 95 million parameters: nine layers of Gated DeltaNet, three of
+attention; 64 of 128 dimensions a head. A configuration alone."""
+
+
+def load(name: str) -> nn.Module:
+    """A model for training in float32, with random weights where a folder has none."""
+    if _is_shape(name):
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(name)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    return load_model(name, dtype=torch.float32).train()
+
+
+def _is_shape(name: str) -> bool:
+    folder = Path(name)
+    return (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
+
+
 def real_tokens(model_name: str, rows: int, tokens: int) -> torch.Tensor:
     """Rows of real source code, `[rows, tokens]`."""
-    tokenizer = load_tokenizer(model_name)
+    tokenizer = load_tokenizer(DEFAULT_MODEL if _is_shape(model_name) else model_name)
     code = installed_packages(["transformers"], max_document_chars=8 * tokens * rows)
     packed = pack_documents(code, tokenizer, max_length=tokens)
     if len(packed) < rows or len(packed[rows - 1]["input_ids"]) < tokens:
@@ -60,7 +81,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """
     torch.set_num_threads(job["threads"])
     input_ids = real_tokens(job["model"], job["rows"], job["tokens"])
-    model = load_model(job["model"], dtype=torch.float32).train()
+    model: Any = load(job["model"])
     if job.get("lora"):
         from peft import LoraConfig, get_peft_model
 
