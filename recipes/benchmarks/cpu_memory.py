@@ -3,11 +3,11 @@
     python recipes/benchmarks/cpu_memory.py --repeats 3 --check
     python recipes/benchmarks/cpu_memory.py --model hybrid
 
-SmolLM2-135M-Instruct (or "hybrid", a Qwen3.5-shaped model with random weights), float32, all weights
-trainable, 4,096 tokens of real source code, no optimizer step. Every measurement is a process of
-its own, so that no contender inherits another's memory; contenders take turns, so that a machine
-that slows down slows all of them down. Memory is the operating system's peak of the process, above
-what it was with the model loaded.
+SmolLM2-135M-Instruct (or "hybrid", a Qwen3.5-shaped model with random weights), float32, all
+weights trainable, 4,096 tokens of real source code, no optimizer step. Every measurement is a
+process of its own, so that no contender inherits another's memory; contenders take turns, so that a
+machine that slows down slows all of them down. Memory is the operating system's peak of the
+process, above what it was with the model loaded.
 """
 
 from __future__ import annotations

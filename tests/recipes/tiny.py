@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sppo_hf.model.tiny import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 
 SENTENCES = (
@@ -15,9 +16,18 @@ SENTENCES = (
 )
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """A two-layer Llama with grouped heads and a byte tokenizer; random, always the same."""
+def save_tiny_model(folder: Path, family: str | None = None) -> Path:
+    """A two-layer Llama with grouped heads and a byte tokenizer; random, always the same.
+
+    Or a tiny model of another family, with Transformers' own first weights.
+    """
     tokenizer = byte_tokenizer()
+    if family is not None:
+        model = build_tiny_model(family, vocab_size=len(tokenizer), dtype=torch.float32)
+        torch.manual_seed(0)
+        type(model)(model.config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
