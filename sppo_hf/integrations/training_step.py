@@ -1,8 +1,9 @@
 """A Trainer's training step, run once more with less memory where its first backward had none left.
 
 A forward that runs out of memory is run again by the engine itself. A backward cannot be: the graph
-may be larger than the model's, and whoever called it still holds the loss. The Trainer's step is the
-one place that has the batch and nothing of the failed step, so it is replaced on the *instance*.
+may be larger than the model's, and whoever called it still holds the loss. The Trainer's step is
+the one place that has the batch and nothing of the failed step, so it is replaced on the
+*instance*.
 """
 
 from __future__ import annotations

@@ -25,6 +25,12 @@ class Plans(StepObserver):
 
     def __init__(self) -> None:
         self.budgets: list[int | None] = []
+        self.losses: list[weakref.ref[torch.Tensor]] = []
+
+    def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
+        """See that nothing of an earlier step is left when the next one begins."""
+        if (direction, chunk) == ("forward", 0):
+            assert all(loss() is None for loss in self.losses)
 
     def on_plan(self, plan: Any, model_name: str) -> None:
         if plan.training:
@@ -47,15 +53,14 @@ def run_out_at(monkeypatch: pytest.MonkeyPatch, *calls: int, error: RuntimeError
 OUT = torch.OutOfMemoryError("CUDA out of memory. As injected")
 
 
-class LooksAtLosses(Trainer):
-    """Sees to it that nothing of a failed step, which holds its graph, is left in the next one."""
+class NotesLosses(Trainer):
+    """Notes the losses, which hold their graphs, without holding them."""
 
-    last: weakref.ref[torch.Tensor] | None = None
+    losses: list[weakref.ref[torch.Tensor]]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.last is None or self.last() is None
         loss = super().compute_loss(*args, **kwargs)
-        self.last = weakref.ref(loss)
+        self.losses.append(weakref.ref(loss))
         return loss
 
 
@@ -71,9 +76,10 @@ def train(folder: Any, **changes: Any) -> tuple[Trainer, Plans]:
     plans = Plans()
     plugin.observer.subscribe(plans)
     settings = {"max_steps": 3, "parallelism_config": plugin, **changes}
-    trainer = LooksAtLosses(
+    trainer = NotesLosses(
         make_model(), make_arguments(folder, **settings), train_dataset=make_rows(24)
     )
+    plans.losses = trainer.losses = []
     trainer.train()
     return trainer, plans
 
