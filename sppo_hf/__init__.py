@@ -20,6 +20,8 @@ __all__ = [
     "SPPOError",
     "SPPOPlugin",
     "ScheduleError",
+    "StepObserver",
+    "StepRecord",
     "UnsupportedModelError",
     "__version__",
 ]
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     )
     from sppo_hf.integrations.arguments import SPPOArguments
     from sppo_hf.integrations.plugin import SPPOPlugin
+    from sppo_hf.model.observer import StepObserver, StepRecord
 
 _HOMES = {
     "BudgetError": "sppo_hf.errors",
@@ -50,6 +53,8 @@ _HOMES = {
     "SPPOError": "sppo_hf.errors",
     "SPPOPlugin": "sppo_hf.integrations.plugin",
     "ScheduleError": "sppo_hf.errors",
+    "StepObserver": "sppo_hf.model.observer",
+    "StepRecord": "sppo_hf.model.observer",
     "UnsupportedModelError": "sppo_hf.errors",
 }
 

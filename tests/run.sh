@@ -116,11 +116,6 @@ if [[ ${SPPO_LINT:-1} != 0 ]]; then
     lint lint-imports --no-logo
     lint codespell
     lint pyright --pythonpath "$venv/bin/python"
-    shopt -s nullglob
-    notebooks=(notebooks/*.ipynb)
-    if ((${#notebooks[@]})); then
-        lint nbstripout --verify "${notebooks[@]}"
-    fi
 fi
 
 if ((${#failed[@]})); then

@@ -13,6 +13,7 @@ from sppo_hf.cli.check import check
 from sppo_hf.cli.config import config
 from sppo_hf.cli.estimate import estimate
 from sppo_hf.cli.plan import plan
+from sppo_hf.cli.renamed import RenamedOptions
 from sppo_hf.cli.simulate import simulate
 
 app = typer.Typer(
@@ -26,9 +27,8 @@ app.command()(bench)
 app.command()(calibrate)
 app.command()(check)
 app.command()(config)
-app.command()(estimate)
-app.command()(plan)
-app.command()(simulate)
+for command in (estimate, plan, simulate):
+    app.command(cls=RenamedOptions)(command)
 
 
 @app.callback()

@@ -6,12 +6,16 @@ imported, so the answer comes at once.
 
 from __future__ import annotations
 
+import dataclasses
+
 import typer
 
 from sppo_hf.cli import planning_arguments as given
 from sppo_hf.planning.answer_tables import estimate_table
 from sppo_hf.planning.ask import ask
 from sppo_hf.planning.plan_json import answer_to_dict
+
+_USUAL_RANK = 16
 
 
 def estimate(
@@ -56,10 +60,19 @@ def estimate(
     with given.bad_input(as_json):
         question = arguments.question()
         answer = ask(question)
+        also = [] if answer.fits or as_json else _adapters_that_fit(arguments)
     if as_json:
         given.echo_json(answer_to_dict(answer))
     else:
         out = given.console()
-        out.print(estimate_table(answer, arguments.title))
+        out.print(estimate_table(answer, arguments.title, also))
         out.print(arguments.hardware_note(question), style="dim", highlight=False)
     raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)
+
+
+def _adapters_that_fit(arguments: given.PlanningArguments) -> list[str]:
+    """Says so where adapters would fit in place of all weights."""
+    if arguments.lora is not None:
+        return []
+    with_adapters = dataclasses.replace(arguments, lora=_USUAL_RANK)
+    return [f"--lora {_USUAL_RANK}"] if ask(with_adapters.question()).fits else []

@@ -231,10 +231,10 @@ class PipelineArguments:
     def _check_size(self) -> None:
         """Refuse what would take minutes or gigabytes to simulate, before anything is made."""
         sizes = {
-            "--stages": self.stages,
-            "--virtual": self.virtual,
+            "--pp-size": self.stages,
+            "--pp-virtual-stages": self.virtual,
             "--micro-batches": self.micro_batches,
-            "--chunks": self.chunks,
+            "--num-chunks": self.chunks,
         }
         most = _MOST_UNITS if self.model is None else _MOST_UNITS_OF_MODEL
         units = math.prod(max(1, size) for size in sizes.values())

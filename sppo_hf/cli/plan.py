@@ -43,8 +43,9 @@ def plan(
     policy: Annotated[
         given.Policy,
         typer.Option(
+            "--offload",
             help="What leaves the device: auto solves for time; none, full and sppo (the paper's"
-            " rule) are fixed, and recompute nothing unless --recompute says so."
+            " rule) are fixed, and recompute nothing unless --recompute says so.",
         ),
     ] = given.Policy.auto,
     figure: Annotated[
@@ -132,7 +133,10 @@ def _plan_cluster(
     if as_json:
         given.echo_json(cluster_to_dict(answer))
     else:
-        given.console().print(cluster_table(answer, f"{arguments.title} on {gpus} devices"))
+        out = given.console()
+        out.print(cluster_table(answer, f"{arguments.title} on {gpus} devices"))
+        shared = dataclasses.replace(arguments, devices_of_host=min(gpus, gpus_per_node))
+        out.print(shared.hardware_note(shared.question()), style="dim", highlight=False)
     raise typer.Exit(given.FITS if answer.best else given.FITS_NOT)
 
 

@@ -5,6 +5,7 @@ Only arguments and printing; the search is `sppo_hf.planning.cluster`. Imports n
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from rich.console import Group
@@ -45,8 +46,8 @@ def ask_cluster(
         "--partition": arguments.partition.value != "auto",
         "--offload-kv": arguments.offload_kv.value != "auto",
         "--recompute": arguments.recompute is not None,
-        "--policy": arguments.policy.value != "auto",
-        "--disk": arguments.disk is not None,
+        "--offload": arguments.policy.value != "auto",
+        "--disk-memory": arguments.disk is not None,
     }
     for option in (name for name, given in chosen.items() if given):
         raise ConfigError(
@@ -54,7 +55,8 @@ def ask_cluster(
             "devices chooses chunks and what is kept, and uses no disk. Remedy: drop one of them, "
             "or ask `sppo simulate` about one layout."
         )
-    question = arguments.question()
+    devices_of_host = min(gpus, gpus_per_node)
+    question = dataclasses.replace(arguments, devices_of_host=devices_of_host).question()
     profile = question.device.profile
     assert profile is not None, "a question from the command line has a profile"
     rate = parse_bytes(link or DEFAULT_LINK, field="--link", total_bytes=None)
@@ -91,7 +93,7 @@ def cluster_table(answer: ClusterAnswer, title: str) -> Group:
 
     "again" is the share of compute that is recomputation; "host" is a whole node's.
     """
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for name in _COLUMNS:
         left = name in ("schedule", "stages", "chunks", "recompute")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)

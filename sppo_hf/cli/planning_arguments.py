@@ -32,10 +32,13 @@ from sppo_hf.rules import show
 FITS, FITS_NOT, BAD_INPUT = 0, 1, 2
 DEFAULT_HARDWARE = "h100-80gb"
 
+ASSUMED_HOST_MEMORY = "128GiB"
+"""Of each device of a profile that does not say: about what small GPU servers have."""
+
 MOST_TOKENS = 2**31 - 1
 """Longest row that is planned for."""
 
-_WIDTH = 110
+_WIDTH = 100
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
 _TOKENS_PER_UNIT = {"": 1, "K": 1024, "M": 1024**2}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -90,10 +93,16 @@ DeviceMemory = Annotated[
     typer.Option(help="Budget on the device, 80GiB, or a share of the profile's, 0.9."),
 ]
 HostMemory = Annotated[
-    str | None, typer.Option(help="Budget in host memory, 256GiB; no limit by default.")
+    str | None,
+    typer.Option(
+        help="Budget in host memory, 256GiB. By default most of what a calibrated machine has;"
+        f" {ASSUMED_HOST_MEMORY} for each device of a shipped profile, which does not say.",
+        show_default=False,
+    ),
 ]
 Disk = Annotated[
-    str | None, typer.Option(help="Budget on a fast disk, 1TiB; no disk is used by default.")
+    str | None,
+    typer.Option("--disk-memory", help="Budget on a fast disk, 1TiB; no disk is used by default."),
 ]
 Hardware = Annotated[
     str | None,
@@ -107,7 +116,10 @@ Lora = Annotated[
     int | None,
     typer.Option(help="Rank of LoRA adapters on all linear layers; without it all weights train."),
 ]
-Rows = Annotated[int, typer.Option(min=1, max=2**20, help="Rows that go through together.")]
+Rows = Annotated[
+    int,
+    typer.Option("--micro-batch-size", min=1, max=2**20, help="Rows that go through together."),
+]
 Accumulate = Annotated[
     bool,
     typer.Option(
@@ -143,6 +155,8 @@ class PlanningArguments:
     recompute: Mode | None
     offload_kv: Mode
     policy: Policy = Policy.auto
+    devices_of_host: int = 1
+    """Devices that share what is assumed of a host."""
 
     @property
     def title(self) -> str:
@@ -185,13 +199,30 @@ class PlanningArguments:
         note = f"Hardware: {profile.name}, {known}"
         if self.hardware is None:
             note += "; it is the default, --hardware names another"
+        if self._assumed_host_bytes(profile) is not None:
+            share = " for each device" if self.devices_of_host > 1 else ""
+            note += (
+                f". Host memory: {ASSUMED_HOST_MEMORY}{share} is assumed; --host-memory names the"
+                " machine's"
+            )
         return note + "."
+
+    def _assumed_host_bytes(self, profile: HardwareProfile) -> int | None:
+        """Host memory where neither the command line nor the profile knows it; None if one does."""
+        known = self.host_memory is not None or profile.host_bytes is not None
+        if known or profile.kind == "cpu":
+            return None
+        share = parse_bytes(ASSUMED_HOST_MEMORY, field="--host-memory", total_bytes=None)
+        return self.devices_of_host * share
 
     def _config(self, profile: HardwareProfile) -> SPPOConfig:
         recompute = self.recompute
         if recompute is None:
             # The fixed policies are the paper's: they decide what leaves, and recompute nothing.
             recompute = Mode.auto if self.policy is Policy.auto else Mode.none
+        host_bytes = self._assumed_host_bytes(profile)
+        if host_bytes is None:
+            host_bytes = _budget("--host-memory", self.host_memory, profile.host_bytes)
         return SPPOConfig(
             num_chunks=_num_chunks(self.num_chunks),
             partition=self.partition.value,
@@ -199,10 +230,10 @@ class PlanningArguments:
             offload_kv=self.offload_kv.value,
             recompute=recompute.value,
             device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),
-            host_memory=_budget("--host-memory", self.host_memory, profile.host_bytes),
-            disk_memory=_budget("--disk", self.disk, profile.disk_bytes),
+            host_memory=host_bytes,
+            disk_memory=_budget("--disk-memory", self.disk, profile.disk_bytes),
             # Nothing is written: planning asks only whether there is a disk.
-            offload_dir=None if self.disk is None else "--disk",
+            offload_dir=None if self.disk is None else "--disk-memory",
         )
 
 

@@ -1,4 +1,4 @@
-"""`sppo simulate --schedule NAME --stages P`: when every rank of a pipeline does what.
+"""`sppo simulate --pp-schedule NAME --pp-size P`: when every rank of a pipeline does what.
 
 Only arguments, printing and files; schedules are `sppo_hf.schedule`, a model's seconds and bytes
 `sppo_hf.planning.pipeline_cost`. Neither torch nor Transformers is imported, and matplotlib only to
@@ -28,12 +28,20 @@ _WIDEST_TEXT = 200
 
 
 def simulate(
-    schedule: Annotated[str, typer.Option(help=f"One of {', '.join(GENERATORS)}.")],
-    stages: Annotated[int, typer.Option(help="Ranks of the pipeline, each with one stage.")],
+    schedule: Annotated[
+        str, typer.Option("--pp-schedule", help=f"One of {', '.join(GENERATORS)}.")
+    ],
+    stages: Annotated[
+        int, typer.Option("--pp-size", help="Ranks of the pipeline, each with one stage.")
+    ],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    chunks: Annotated[int, typer.Option(help="Chunks of each micro-batch.")] = 1,
+    chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of each micro-batch.")] = 1,
     virtual: Annotated[
-        int, typer.Option(help=f"Stages of each rank; only {', '.join(INTERLEAVED)} has several.")
+        int,
+        typer.Option(
+            "--pp-virtual-stages",
+            help=f"Stages of each rank; only {', '.join(INTERLEAVED)} has several.",
+        ),
     ] = 1,
     forward: Annotated[
         float | None,

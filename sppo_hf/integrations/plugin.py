@@ -31,6 +31,7 @@ from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
 from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
+from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.model.convert import revert
 from sppo_hf.rules import show
 from sppo_hf.runtime.mesh import check_world
@@ -274,6 +275,7 @@ class SPPOPlugin(ParallelismConfig):
         tell_sharing_ranks(trainer, self.config.pp_size)
         evaluation = TrainerEvaluation(trainer)
         evaluation.install()
+        TrainerStep(trainer).install()
         if callback is not None:
             callback.watch(trainer, evaluation)
 

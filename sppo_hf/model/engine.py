@@ -33,7 +33,7 @@ from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.logits import LogitsCollector, LogitsRequest
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
-from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.observer import Direction, StepObserver
 from sppo_hf.model.plans import PlanBook
 from sppo_hf.model.room import OffloadRoom
 from sppo_hf.model.router_loss import RouterLoss
@@ -186,7 +186,7 @@ class Engine:
         try:
             return self._run_plan(call, layout, plan, logits, began)
         except RuntimeError as error:
-            if random is None or not self._plan_with_less(plan, error):
+            if random is None or not self._plan_with_less(plan, error, "forward"):
                 raise
         # Here, where the error and all that it holds of the failed forward are gone.
         random.restore()
@@ -195,8 +195,22 @@ class Engine:
         plan = self.plan(rows, tokens, device, return_logits=logits.whole)
         return self._run_plan(call, layout, plan, logits, began)
 
-    def _plan_with_less(self, plan: Plan, error: RuntimeError) -> bool:
-        """Whether a forward that raised `error` is worth a second try with less memory."""
+    def plan_after_failed_backward(self, error: RuntimeError) -> bool:
+        """Plan with less memory from now on, if it ran out in the first backward of a plan.
+
+        Args:
+            error: What the backward of the last forward raised.
+
+        Returns:
+            Whether the step is worth a second try: the forward must run again with the backward.
+        """
+        watch = self._last_watch()
+        if watch is None or not watch.is_in_backward or self.plans.has_trained(watch.plan):
+            return False
+        return self._plan_with_less(watch.plan, error, "backward")
+
+    def _plan_with_less(self, plan: Plan, error: RuntimeError, direction: Direction) -> bool:
+        """Whether what raised `error` is worth a second try with less memory."""
         # Sharded weights are gathered by all ranks together, so one cannot begin again by itself.
         if not ran_out_of_memory(error) or self.parts.is_sharded():
             return False
@@ -204,10 +218,10 @@ class Engine:
         if before is None or after is None:
             return False
         warnings.warn(
-            "the device's memory ran out in the first forward of a plan "
+            f"the device's memory ran out in the first {direction} of a plan "
             f"({str(error).splitlines()[0]}); this batch runs once more, planned with "
-            f"{format_bytes(after)} instead of {format_bytes(before)}. If it happens in backward "
-            f"too, set device_memory below that.",
+            f"{format_bytes(after)} instead of {format_bytes(before)}. If it happens again, set "
+            "device_memory below that.",
             stacklevel=2,
         )
         return True

@@ -70,6 +70,8 @@ class PlanBook:
         self._teacher = Teacher()
         self._have_run: dict[int, Plan] = {}
         """By identity; the plan is held, so that no other gets it."""
+        self._have_trained: dict[int, Plan] = {}
+        """Likewise."""
         self._shrunk = False
 
     def has_run(self, plan: Plan) -> bool:
@@ -80,8 +82,14 @@ class PlanBook:
         """A forward under `plan` has come to its end."""
         self._have_run[id(plan)] = plan
 
+    def has_trained(self, plan: Plan) -> bool:
+        """Whether a backward under `plan` has come to its end."""
+        return id(plan) in self._have_trained
+
     def shrink(self, plan: Plan) -> int | None:
         """Plan with less than the device budget of `plan` from now on, where nothing has run yet.
+
+        `plan` itself is dropped, for that is the one that failed.
 
         Returns:
             The new budget in bytes; None where there is none, or it was made smaller before.
@@ -91,7 +99,9 @@ class PlanBook:
         self._shrunk = True
         budget = int(_LESS * plan.budgets.device)
         self._config = self._config.replace(device_memory=budget)
-        self._plans = {key: plan for key, plan in self._plans.items() if self.has_run(plan)}
+        self._plans = {
+            key: one for key, one in self._plans.items() if self.has_run(one) and one is not plan
+        }
         return budget
 
     def get(
@@ -222,6 +232,7 @@ class PlanBook:
 
     def step_done(self, watch: ForwardWatch) -> None:
         """A training step has ended on the host; the device may be behind."""
+        self._have_trained[id(watch.plan)] = watch.plan
         self._teacher.step_done(watch)
 
     def correct(self, observer: StepObserver) -> None:

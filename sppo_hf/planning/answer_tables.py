@@ -27,7 +27,7 @@ from sppo_hf.planning.report import (
     start_table,
     warning_lines,
 )
-from sppo_hf.planning.solve import FirstLimit
+from sppo_hf.planning.solve import FirstLimit, over_budget
 from sppo_hf.rules import format_bytes
 
 MFU_NOTE = (
@@ -39,10 +39,16 @@ MFU_NOTE = (
 _MOST_ROWS = 16
 
 
-def estimate_table(answer: Answer, model_name: str) -> Group:
-    """Lays out the verdict, what is done and how fast it is, and bytes by tier and cause."""
+def estimate_table(answer: Answer, model_name: str, also: Sequence[str] = ()) -> Group:
+    """Lays out the verdict, what is done and how fast it is, and bytes by tier and cause.
+
+    Args:
+        answer: what was asked and what it came to.
+        model_name: for the title.
+        also: what else would make it fit, where it does not.
+    """
     table = start_table(f"SPPO estimate: {model_name}")
-    _add_verdict(table, answer)
+    _add_verdict(table, answer, also)
     table.add_section()
     if answer.plan is None:
         _add_question(table, answer)
@@ -126,15 +132,34 @@ def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
     return table
 
 
-def _add_verdict(table: Table, answer: Answer) -> None:
+def _add_verdict(table: Table, answer: Answer, also: Sequence[str] = ()) -> None:
     limit = answer.first_limit
     if limit is None:
         table.add_row("fits", Text("yes", style="green"), "")
     else:
-        why = f"{_lacking(limit)} at the {limit.moment}, in the plan that comes closest"
-        table.add_row("fits", Text("no", style="red"), why)
-    longest = format_tokens(answer.max_seq_len) if answer.max_seq_len else "none"
-    table.add_row("longest", longest, "rows that fit these budgets and settings")
+        lacking = over_budget(answer.estimate, answer.budgets)
+        why = " and ".join(f"{_lacking(one)} at the {one.moment}" for one in lacking)
+        table.add_row("fits", Text("no", style="red"), f"{why}, in the plan that comes closest")
+    if answer.max_seq_len:
+        what = "rows that fit these budgets and settings"
+        table.add_row("longest", format_tokens(answer.max_seq_len), what)
+    else:
+        table.add_row("longest", "none", "no row is short enough for these budgets and settings")
+    if limit is not None:
+        _add_remedies(table, answer, also)
+
+
+def _add_remedies(table: Table, answer: Answer, also: Sequence[str]) -> None:
+    """Adds what would make it fit, each by itself."""
+    words = {"host": ("host memory", "--host-memory"), "disk": ("fast disk", "--disk-memory")}
+    alone = [(one, "adapters in place of all weights") for one in also]
+    for tier, size in answer.enough.items():
+        what, option = words[tier]
+        alone.append((f"{format_bytes(size)} of {what}", option))
+    for index, (value, how) in enumerate(alone):
+        table.add_row("would do" if index == 0 else "", value, how)
+    several = "several GPUs" if alone else "neither host memory nor a disk is enough: several GPUs"
+    table.add_row("" if alone else "would do", several, "--gpus 8 of `sppo plan` says which layout")
 
 
 def _add_question(table: Table, answer: Answer) -> None:

@@ -7,8 +7,8 @@ breaks. Knows nothing of torch: the machine in question need not be this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 
 from sppo_hf.config import SPPOConfig
@@ -21,6 +21,7 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.model_profile import Tracer, Training, find_profile
+from sppo_hf.planning.modes import AWAY_TIERS, AwayTier
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
@@ -103,6 +104,10 @@ class Answer:
 
     max_seq_len: int
     """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
+
+    enough: Mapping[AwayTier, int] = field(default_factory=dict[AwayTier, int])
+    """Where nothing fits: bytes of a tier that would do alone, all else as asked. Not always the
+    least; tiers of which no amount would do are left out."""
 
     @property
     def fits(self) -> bool:
@@ -218,6 +223,7 @@ def ask(question: Question) -> Answer:
         estimate=closest,
         budgets=plan.budgets,
         max_seq_len=longest_tokens,
+        enough={} if question.device.kind == "cpu" else _enough(question, plan),
     )
 
 
@@ -347,6 +353,30 @@ def _closest(question: Question, plan: Plan) -> tuple[FirstLimit, MemoryEstimate
 
     closest = min((p for p in predictions if missing(p)), key=missing)
     return next(over_budget(closest, plan.budgets)), closest
+
+
+def _enough(question: Question, plan: Plan) -> dict[AwayTier, int]:
+    """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
+    found: dict[AwayTier, int] = {}
+    for tier in AWAY_TIERS:
+        sizes = _sizes_that_fit(question, plan, tier)
+        if (least := min(sizes, default=None)) is not None:
+            found[tier] = least
+    return found
+
+
+def _sizes_that_fit(question: Question, plan: Plan, tier: AwayTier) -> Iterator[int]:
+    """Yields what a tier holds in the plans that fit if it has no limit."""
+    if tier == "disk" and question.config.offload_dir is None:
+        # Nothing is written: what may be decided depends on whether there is a disk.
+        question = replace(question, config=question.config.replace(offload_dir="disk"))
+    unlimited = replace(plan.budgets, **{tier: None})
+    allowed = replace(plan, budgets=unlimited)
+    predictions = (
+        estimate(question.shape, decisions, device_kind=question.device.kind)
+        for decisions in _smallest(question, allowed, question.total_tokens)
+    )
+    yield from (found.peak_bytes(tier) for found in predictions if fits(found, unlimited))
 
 
 def _longest(question: Question, plan: Plan) -> int:

@@ -60,7 +60,7 @@ _RECOMPUTED: dict[Saved, str] = {
 
 SAVED: tuple[Saved, ...] = ("whole", "products", "skeleton")
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-AWAY_TIERS: tuple[Tier, ...] = ("host", "disk")
+AWAY_TIERS: tuple[AwayTier, ...] = ("host", "disk")
 """Tiers that a frame leaves the device for, nearest first."""
 
 ALL_MODES = tuple(FrameMode(saved, tier) for tier in TIERS for saved in SAVED)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.planning.chunk_groups import group_chunks
+from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import Plan
 from sppo_hf.rules import format_bytes
@@ -152,9 +153,8 @@ def _add_adapters(table: Table, plan: Plan) -> None:
 
 def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
     modes = {mode for row in plan.layer_modes for mode in row}
-    recompute = _all_or_some({mode.recompute for mode in modes})
     offload = _all_or_some({mode.offload for mode in modes})
-    table.add_row("recompute", recompute, plan.recompute_reason)
+    table.add_row("recompute", _recomputed({mode.saved for mode in modes}), plan.recompute_reason)
     table.add_row("offload", offload, plan.offload_reason)
     if layers and len(modes) > 1:
         for index, group in enumerate(group_chunks(plan, most=_MOST_GROUPS_SHOWN)):
@@ -164,6 +164,13 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
         out, back = (format_bytes(size or 0) for size in ahead)
         both = out if out == back else f"{out} out, {back} back"
         table.add_row("look-ahead", both, "on the device, waiting for a copy or ahead of its use")
+
+
+def _recomputed(saved: set[Saved]) -> str:
+    """Says what is recomputed: "none", "full", "selective and full in some layers"."""
+    words = {"products": "selective", "skeleton": "full"}
+    kinds = " and ".join(word for what, word in words.items() if what in saved)
+    return f"{kinds} in some layers" if kinds and "whole" in saved else kinds or "none"
 
 
 def _all_or_some(answers: set[bool]) -> str:

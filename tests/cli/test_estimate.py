@@ -1,6 +1,7 @@
 """`sppo estimate`: verdict, exit code, JSON and nothing else, bad input, and a quick start."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,52 @@ def test_what_is_too_long(tmp_path: Path) -> None:
     assert "fits no" in " ".join(out.split())
 
 
+def test_what_would_do_does(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    _, out, _ = run(model, "--seq-len", "256K", *SMALL)
+    sizes = dict(re.findall(r"([\d.]+ [GT]iB) of (host memory|fast disk)", out))
+    assert sorted(sizes.values()) == ["fast disk", "host memory"]
+    for size, what in sizes.items():
+        option = "--host-memory" if what == "host memory" else "--disk-memory"
+        number, unit = size.split()
+        # What is shown is rounded to three digits.
+        enough = f"{float(number) * 1.01:.2f}{unit}"
+        assert read_json(model, "--seq-len", "256K", *SMALL, option, enough)[0] == 0, option
+
+
+def test_adapters_are_named_where_all_weights_do_not_fit(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    code, out, _ = run(model, "--seq-len", "4K", "--num-chunks", "2")
+    assert code == 1
+    assert "--lora 16" in out
+    assert run(model, "--seq-len", "4K", "--num-chunks", "2", "--lora", "16")[0] == 0
+    code, out, _ = run(model, "--seq-len", "4K", "--device-memory", "8GiB", "--lora", "16")
+    assert code == 1
+    assert "neither" in out
+    assert "several GPUs" in " ".join(out.split())
+
+
+def test_assumed_host_memory_is_a_limit_and_is_said(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    _, out, _ = run(model, "--seq-len", "8K", "--lora", "16")
+    assert "128GiB is assumed" in " ".join(out.split())
+    _, out, _ = run(model, "--seq-len", "8K", "--lora", "16", "--host-memory", "128GiB")
+    assert "assumed; --host-memory" not in " ".join(out.split())
+    lengths = [
+        read_json(model, "--seq-len", "8K", "--lora", "16", *host)[1]["max_seq_len"]
+        for host in ((), ("--host-memory", "128GiB"), ("--host-memory", "256GiB"))
+    ]
+    assert lengths[0] == lengths[1] < lengths[2]
+
+
+def test_old_names_of_options_still_work(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    words = ("--seq-len", "4K", "--device-memory", "2GiB")
+    new = read_json(model, *words, "--micro-batch-size", "2", "--disk-memory=4GiB")
+    assert read_json(model, *words, "--rows", "2", "--disk=4GiB") == new
+    assert "--rows" not in run("--help")[1]
+
+
 def test_settings_reach_the_plan(tmp_path: Path) -> None:
     model = write_config(tmp_path, TINY)
     machine = ("--device-memory", "2GiB", "--host-memory", "1GiB")
@@ -77,7 +124,7 @@ def test_settings_reach_the_plan(tmp_path: Path) -> None:
     assert [chunk["tokens"] for chunk in result["chunks"]] == [1024] * 4
     assert all(chunk["recompute_layers"] == 2 for chunk in result["chunks"])
     assert result["kv_tier"] == "host"
-    rows = read_json(model, "--seq-len", "4K", *machine, "--rows", "2")[1]
+    rows = read_json(model, "--seq-len", "4K", *machine, "--micro-batch-size", "2")[1]
     assert rows["tokens_per_second"] == pytest.approx(2 * 4096 / rows["step_seconds"])
     other = read_json(model, "--seq-len", "4K", *machine, "--hardware", "a100")[1]
     assert "A100" in other["hardware"]

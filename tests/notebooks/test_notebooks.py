@@ -1,41 +1,68 @@
-"""Every notebook runs from top to bottom on a tiny model, and is kept without outputs."""
+"""Every notebook runs from top to bottom, and what is kept of it is what it shows."""
 
+import ast
+import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import sppo_hf
 from tests.recipes.tiny import save_tiny_model
 
 nbformat = pytest.importorskip("nbformat", reason="needs the extra `test`")
-nbclient = pytest.importorskip("nbclient", reason="needs the extra `test`")
+pytest.importorskip("nbclient", reason="needs the extra `test`")
+tools = import_module("recipes.tools.run_notebooks")
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]\d+)?")
+UNIT = re.compile(r"# (?:B|[KMGT]iB)\b")
+MACHINE = re.compile(
+    r"(?<![\w.])(?:/(?:home|root|tmp|work|usr|opt|mnt|Users|var)/|[A-Z]:\\)|site-packages"
+)
+CLOCK = re.compile(r"perf_counter|import time\b|%time|_seconds\b.*record|record\.\w*seconds")
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def said(cell):
+    """The text of a cell's outputs, whether printed or returned."""
+    texts = (out.get("text") or out.get("data", {}).get("text/plain", "") for out in cell.outputs)
+    return "\n".join(texts)
+
+
+def shape(cell):
+    """What a cell shows, with numbers and spaces masked, and which kinds of pictures."""
+    kinds = [sorted(out.get("data", ())) for out in cell.outputs]
+    masked = UNIT.sub("# bytes", NUMBER.sub("#", said(cell)))
+    return [" ".join(line.split()) for line in masked.splitlines()], kinds
+
+
+def code(path):
+    """The Python of a notebook, without what goes to the shell."""
+    lines = "\n".join(cell.source for cell in code_cells(path)).splitlines()
+    return "\n".join(
+        "pass" if line.startswith("!") else line for line in lines if not line.startswith("    --")
+    )
 
 
 def test_there_are_notebooks():
-    assert NOTEBOOKS
+    assert len(NOTEBOOKS) >= 3
 
 
 def _run(path, tmp_path, monkeypatch, family=None):
-    monkeypatch.setenv("SPPO_NOTEBOOK_TOKENS", "100")
+    monkeypatch.setenv("SPPO_NOTEBOOK_TOKENS", "96")
     monkeypatch.setenv("SPPO_NOTEBOOK_MODEL", str(save_tiny_model(tmp_path / "model", family)))
-    monkeypatch.setenv("SPPO_RECIPES", str(ROOT / "recipes"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(path, as_version=4)
-
-    # Raises CellExecutionError, which shows the cell and its traceback.
-    place = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=240, resources=place).execute()
-
-
-@pytest.mark.process
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_to_its_end(path, tmp_path, monkeypatch):
-    _run(path, tmp_path, monkeypatch)
+    ran = tools.run(path, tmp_path, timeout_seconds=240)
+    return [cell for cell in ran.cells if cell.cell_type == "code"]
 
 
 @pytest.mark.process
@@ -45,8 +72,51 @@ def test_the_first_notebook_takes_a_hybrid(tmp_path, monkeypatch):
     _run(NOTEBOOKS[0], tmp_path, monkeypatch, family="qwen3_5_text")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_kept_without_outputs(path):
-    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
-    assert cells
-    assert not any(cell.outputs or cell.execution_count for cell in cells)
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@each_notebook
+def test_a_notebook_runs_to_its_end_and_shows_what_is_kept(path, tmp_path, monkeypatch):
+    shown = _run(path, tmp_path, monkeypatch)
+    for kept, cell in zip(code_cells(path), shown, strict=True):
+        assert shape(cell) == shape(kept), kept.source
+
+
+@each_notebook
+def test_a_notebook_keeps_the_outputs_of_one_run(path):
+    cells = code_cells(path)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [out for cell in cells for out in cell.outputs]
+    assert any("image/png" in out.get("data", {}) for out in outputs)
+    assert any(said(cell).strip() for cell in cells)
+    assert {out.output_type for out in outputs} <= {"stream", "execute_result", "display_data"}
+    assert path.stat().st_size < 200_000
+
+
+@each_notebook
+def test_what_is_kept_names_no_place_and_reads_no_clock(path):
+    cells = code_cells(path)
+    assert not [found[0] for cell in cells if (found := MACHINE.search(said(cell)))]
+    assert not [out for cell in cells for out in cell.outputs if out.get("name") == "stderr"]
+    # Seconds that a shared machine took would mislead; simulated ones come from `sppo`.
+    assert not CLOCK.search("\n".join(cell.source for cell in cells))
+    assert not [cell.metadata for cell in cells if "execution" in cell.metadata]
+
+
+@each_notebook
+def test_a_notebook_uses_public_names_alone(path):
+    imports = [n for n in ast.walk(ast.parse(code(path))) if isinstance(n, ast.ImportFrom)]
+    ours = [n for n in imports if n.module and n.module.split(".")[0] == "sppo_hf"]
+    names = {(n.module, alias.name) for n in ours for alias in n.names}
+    assert names
+    for module, name in names:
+        public = name in sppo_hf.__all__ if module == "sppo_hf" else name[0] != "_"
+        # Schedules are plain data, and the modules of that room are documented for users.
+        assert public, name
+        assert module.split(".")[1:2] in ([], ["schedule"]), module
+    assert "sys.path" not in code(path)
+
+
+def test_a_place_on_a_machine_is_found():
+    assert MACHINE.search('File "/home/me/run.py"')
+    assert MACHINE.search("C:\\Users\\me")
+    assert not MACHINE.search("recipes/tmp/x, 3/4, sppo_hf/work")

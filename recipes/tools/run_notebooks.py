@@ -1,0 +1,88 @@
+"""Run the notebooks from top to bottom and keep what they show.
+
+    python recipes/tools/run_notebooks.py                    # all of notebooks/
+    python recipes/tools/run_notebooks.py notebooks/03*.ipynb
+
+No clock is kept, and nothing that libraries say to the error output, which names places on this
+machine. Pictures are stored with 64 colours, for they are stored again with every change.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(path: Path, folder: Path, *, timeout_seconds: int = 600) -> NotebookNode:
+    """Execute a notebook.
+
+    Args:
+        path: the notebook, which stays as it is.
+        folder: where its kernel works and writes its files.
+        timeout_seconds: of each cell.
+
+    Returns:
+        The notebook with its outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed; it shows the cell and its traceback.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    place = {"metadata": {"path": str(folder)}}
+    NotebookClient(
+        notebook, timeout=timeout_seconds, resources=place, record_timing=False
+    ).execute()
+    notebook.metadata["language_info"] = {"name": "python"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = _kept(cell.outputs)
+    return notebook
+
+
+def _kept(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Choose what is kept, with what came in pieces by chance joined."""
+    kept: list[NotebookNode] = []
+    for output in outputs:
+        if output.get("name") == "stderr":
+            continue
+        if "text" in output:
+            output.text = output.text.replace("\r\n", "\n")
+        if "image/png" in output.get("data", {}):
+            output.data["image/png"] = _smaller(output.data["image/png"])
+        if kept and output.get("name") == kept[-1].get("name") == "stdout":
+            kept[-1].text += output.text
+        else:
+            kept.append(output)
+    return kept
+
+
+def _smaller(picture: str) -> str:
+    """Store a PNG, in base64, with a palette."""
+    smaller = io.BytesIO()
+    opened = Image.open(io.BytesIO(base64.b64decode(picture)))
+    opened.convert("RGB").quantize(64).save(smaller, "PNG", optimize=True)
+    return base64.b64encode(smaller.getvalue()).decode()
+
+
+def main(paths: list[str]) -> None:
+    """Run the notebooks of these paths, or all, and write them back."""
+    chosen = [Path(path) for path in paths] or sorted((ROOT / "notebooks").glob("*.ipynb"))
+    for path in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            notebook = run(path, Path(folder))
+        nbformat.write(notebook, path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

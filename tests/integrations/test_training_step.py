@@ -1,0 +1,119 @@
+"""Memory runs out in a backward under the Trainer: once it is planned anew, else it is an error."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+
+from sppo_hf import SPPOPlugin, StepObserver
+from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from tests.integrations.training import make_arguments, make_model, make_rows
+
+BUDGET = 64 * 2**20
+LESS = int(0.95 * BUDGET)
+BACKWARDS = 2 * 4
+"""Calls of attention's backward in a step: layers times chunks."""
+
+
+class Plans(StepObserver):
+    """Notes the device budgets of the plans for training."""
+
+    def __init__(self) -> None:
+        self.budgets: list[int | None] = []
+        self.losses: list[weakref.ref[torch.Tensor]] = []
+
+    def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
+        """See that nothing of an earlier step is left when the next one begins."""
+        if (direction, chunk) == ("forward", 0):
+            assert all(loss() is None for loss in self.losses)
+
+    def on_plan(self, plan: Any, model_name: str) -> None:
+        if plan.training:
+            self.budgets.append(plan.budgets.device)
+
+
+def run_out_at(monkeypatch: pytest.MonkeyPatch, *calls: int, error: RuntimeError) -> None:
+    """Raise at these calls of attention's backward, counted from 1."""
+    original, counted = CPUFlash.backward, [0]
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        if counted[0] in calls:
+            # A new one, for an error holds the frames that it went through.
+            raise type(error)(str(error))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(CPUFlash, "backward", backward)
+
+
+OUT = torch.OutOfMemoryError("CUDA out of memory. As injected")
+
+
+class NotesLosses(Trainer):
+    """Notes the losses, which hold their graphs, without holding them."""
+
+    losses: list[weakref.ref[torch.Tensor]]
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.losses.append(weakref.ref(loss))
+        return loss
+
+
+def train(folder: Any, **changes: Any) -> tuple[Trainer, Plans]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = SPPOPlugin(
+        num_chunks=4,
+        attention_backend="cpu_flash",
+        device_memory=BUDGET,
+        correct_plan=False,
+        show_plan=False,
+    )
+    plans = Plans()
+    plugin.observer.subscribe(plans)
+    settings = {"max_steps": 3, "parallelism_config": plugin, **changes}
+    trainer = NotesLosses(
+        make_model(), make_arguments(folder, **settings), train_dataset=make_rows(24)
+    )
+    plans.losses = trainer.losses = []
+    trainer.train()
+    return trainer, plans
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("call", [1, BACKWARDS])
+def test_a_first_backward_is_run_again_with_less_memory(tmp_path, monkeypatch, call) -> None:
+    expected, plans = train(tmp_path)
+    assert plans.budgets == [BUDGET]
+    run_out_at(monkeypatch, call, error=OUT)
+    with pytest.warns(UserWarning, match="memory ran out in the first backward of a plan"):
+        ours, plans = train(tmp_path)
+    assert plans.budgets == [BUDGET, LESS]
+    torch.testing.assert_close(weights(ours), weights(expected), rtol=1e-6, atol=1e-7)
+    losses = [[e["loss"] for e in one.state.log_history if "loss" in e] for one in (ours, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("calls", "error", "changes"),
+    [
+        ((BACKWARDS + 1,), OUT, {}),
+        ((BACKWARDS + 1,), OUT, {"gradient_accumulation_steps": 2}),
+        ((1, 2), OUT, {}),
+        ((1,), RuntimeError("shapes do not fit"), {}),
+    ],
+    ids=["a later step", "onto gradients", "a second time", "another error"],
+)
+@pytest.mark.filterwarnings("ignore:the device's memory ran out")
+def test_what_is_not_run_again(tmp_path, monkeypatch, calls, error, changes) -> None:
+    run_out_at(monkeypatch, *calls, error=error)
+    with pytest.raises(type(error), match=str(error)):
+        train(tmp_path, **changes)
