@@ -45,7 +45,7 @@ def ask_cluster(
         "--partition": arguments.partition.value != "auto",
         "--offload-kv": arguments.offload_kv.value != "auto",
         "--recompute": arguments.recompute is not None,
-        "--policy": arguments.policy.value != "auto",
+        "--policy": arguments.policy != "auto",
         "--disk": arguments.disk is not None,
     }
     for option in (name for name, given in chosen.items() if given):

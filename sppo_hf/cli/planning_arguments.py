@@ -27,6 +27,7 @@ from sppo_hf.planning.config_file import find_config, load_config, shipped_model
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import show
 
 FITS, FITS_NOT, BAD_INPUT = 0, 1, 2
@@ -65,13 +66,8 @@ class Mode(StrEnum):
     full = "full"
 
 
-class Policy(StrEnum):
-    """Setting of `offload`; a choice on the command line."""
-
-    auto = "auto"
-    none = "none"
-    full = "full"
-    sppo = "sppo"
+POLICIES = ("auto", *OFFLOAD_POLICIES.names())
+"""Values of the setting `offload`."""
 
 
 Model = Annotated[
@@ -142,7 +138,7 @@ class PlanningArguments:
     num_chunks: str
     recompute: Mode | None
     offload_kv: Mode
-    policy: Policy = Policy.auto
+    policy: str = "auto"
 
     @property
     def title(self) -> str:
@@ -191,11 +187,11 @@ class PlanningArguments:
         recompute = self.recompute
         if recompute is None:
             # The fixed policies are the paper's: they decide what leaves, and recompute nothing.
-            recompute = Mode.auto if self.policy is Policy.auto else Mode.none
+            recompute = Mode.auto if self.policy == "auto" else Mode.none
         return SPPOConfig(
             num_chunks=_num_chunks(self.num_chunks),
             partition=self.partition.value,
-            offload=self.policy.value,
+            offload=self.policy,
             offload_kv=self.offload_kv.value,
             recompute=recompute.value,
             device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),
