@@ -43,9 +43,9 @@ def plan(
     policy: Annotated[
         str,
         typer.Option(
-            help=f"What leaves the device, one of {', '.join(given.POLICIES)}: auto solves for time;"
-            " the others (sppo is the paper's) are fixed, and recompute nothing unless --recompute"
-            " says so."
+            help=f"What leaves the device, one of {', '.join(given.POLICIES)}: auto solves for"
+            " time; the others (sppo is the paper's) are fixed, and recompute nothing unless"
+            " --recompute says so."
         ),
     ] = "auto",
     figure: Annotated[
