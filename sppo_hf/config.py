@@ -20,10 +20,12 @@ import yaml
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.reading import MOST_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
+from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, Registry
 from sppo_hf.rules import (
     Rule,
     budget,
     choice,
+    choice_of,
     count,
     flag,
     integer,
@@ -34,21 +36,7 @@ from sppo_hf.rules import (
     text,
 )
 
-__all__ = ["ATTENTION_BACKENDS", "PIPELINE_SCHEDULES", "SPPOConfig", "field_help", "parse_bytes"]
-
-ATTENTION_BACKENDS = (
-    "auto",
-    "reference",
-    "cpu_flash",
-    "aten_flash",
-    "cudnn",
-    "efficient",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-)
-
-PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "seq1f1b", "interleaved_seq1f1b", "zb_seq1f1b")
+__all__ = ["SPPOConfig", "field_help", "parse_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +63,7 @@ class SPPOConfig:
     order: Literal["auto", "by_layer", "by_chunk"] = "auto"
     """What runs first: all chunks of a layer, or all layers of a chunk, as a pipeline must."""
 
-    offload: Literal["auto", "none", "full", "sppo"] = "auto"
+    offload: str = "auto"
     """What leaves the device: "auto" as the solver decides, "sppo" by the paper's rule."""
 
     offload_kv: Literal["auto", "none", "full"] = "auto"
@@ -213,6 +201,12 @@ class SPPOConfig:
         with Path(path).open("w", encoding="utf-8") as file:
             write_yaml(self.to_dict(), file)
 
+    @property
+    def offload_chooses(self) -> bool:
+        """Whether `offload` is a rule by which some activations leave and others stay."""
+        facts = OFFLOAD_POLICIES.facts(self.offload)
+        return bool(facts.get("keeps") and facts.get("leaves"))
+
     def replace(self, **changes: Any) -> "SPPOConfig":
         """Return a copy with some settings changed, checked anew.
 
@@ -244,8 +238,17 @@ def field_help(name: str) -> str:
     """
     if name not in _RULES:
         _refuse_key(name)
-    return _helps()[name]
+    registry = _REGISTRIES.get(name)
+    names = "" if registry is None else f" One of auto, {', '.join(registry.names())}."
+    return _helps()[name] + names
 
+
+_REGISTRIES: dict[str, Registry[Any]] = {
+    "attention_backend": ATTENTION_BACKENDS,
+    "offload": OFFLOAD_POLICIES,
+    "pp_schedule": SCHEDULES,
+}
+"""Settings whose values other files add to."""
 
 # What may each setting be?
 _RULES: dict[str, Rule] = {
@@ -254,15 +257,15 @@ _RULES: dict[str, Rule] = {
     "chunk_tokens": integer(1, None),
     "partition": choice("auto", "flops", "even"),
     "order": choice("auto", "by_layer", "by_chunk"),
-    "offload": choice("auto", "none", "full", "sppo"),
+    "offload": choice_of(_REGISTRIES["offload"]),
     "offload_kv": choice("auto", "none", "full"),
     "offload_dir": text,
     "offload_checksum": flag,
     "recompute": choice("auto", "none", "full"),
-    "attention_backend": choice(*ATTENTION_BACKENDS),
+    "attention_backend": choice_of(_REGISTRIES["attention_backend"]),
     "micro_batch_size": integer(1, None),
     "pp_size": count(1),
-    "pp_schedule": choice(*PIPELINE_SCHEDULES),
+    "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
     "pp_virtual_stages": count(1),
     "pp_timeout_seconds": count(1),
     "device_memory": budget,
@@ -312,11 +315,12 @@ def _check_pipeline(config: SPPOConfig) -> None:
             "order='auto' or 'by_chunk' with pp_size above 1. Remedy: drop order, or use pp_size=1."
         )
     seen = f"pp_virtual_stages={config.pp_virtual_stages}"
-    if config.pp_virtual_stages > 1 and config.pp_schedule != "interleaved_seq1f1b":
+    interleaved = SCHEDULES.where("interleaved")
+    if config.pp_virtual_stages > 1 and config.pp_schedule not in interleaved:
         raise ConfigError(
             f"{seen} contradicts pp_schedule={config.pp_schedule!r}, which puts one stage on a "
-            "rank. Allowed: more than one with pp_schedule='interleaved_seq1f1b' alone. Remedy: "
-            "choose that schedule, or drop pp_virtual_stages."
+            f"rank. Allowed: more than one with pp_schedule={' or '.join(map(repr, interleaved))} "
+            "alone. Remedy: choose that schedule, or drop pp_virtual_stages."
         )
     for name, unset in (("pp_schedule", "auto"), ("pp_virtual_stages", 1)):
         value = getattr(config, name)

@@ -14,6 +14,7 @@ from os import PathLike, fspath
 from typing import Literal, NoReturn, cast
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.registry import Registry
 
 Rule = Callable[[str, object], object]
 
@@ -134,6 +135,11 @@ def choice(*names: str) -> Rule:
         refuse(field, value, allowed=allowed, remedy=nearest_remedy(value, names))
 
     return rule
+
+
+def choice_of(registry: Registry[object]) -> Rule:
+    """Rule for "auto" or a name in a registry, as it is when a value is checked."""
+    return lambda field, value: choice("auto", *registry.names())(field, value)
 
 
 def flag(field: str, value: object) -> object:

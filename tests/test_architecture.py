@@ -1,4 +1,4 @@
-"""The house rules that a linter cannot state: who may import what, docstrings."""
+"""The house rules that a linter cannot state: who may import what, no circles, docstrings."""
 
 import ast
 import contextlib
@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import sppo_hf
+from tests.imports import circles, import_graph
 
 importlinter = pytest.importorskip("importlinter.cli")
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sppo_hf"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-TORCH_FREE = ("errors", "rules", "config", "schedule", "planning")
+TORCH_FREE = ("errors", "registry", "rules", "config", "schedule", "planning")
 KNOWS_DISTRIBUTED = ("runtime", "integrations")
 
 
@@ -61,6 +62,16 @@ def test_import_contracts_hold(capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert status == 0, capsys.readouterr().out
     assert not logger.disabled
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = import_graph(ROOT)
+    assert len(graph) > 50
+    assert circles(graph) == []
+    # One arrow back, and the search sees it.
+    used = next(name for name, found in graph.items() if len(found) > 2)
+    graph[min(graph[used])].add(used)
+    assert used in circles(graph)[0]
 
 
 def test_only_runtime_and_integrations_touch_torch_distributed() -> None:

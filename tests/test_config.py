@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.config import ATTENTION_BACKENDS, SPPOConfig, field_help
+from sppo_hf.config import SPPOConfig, field_help
 from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES
 
 CUTS = st.one_of(
     st.just({}),
@@ -29,9 +30,9 @@ BUDGETS = st.one_of(
 OTHERS = st.fixed_dictionaries(
     {},
     optional={
-        "offload": st.sampled_from(["auto", "none", "full"]),
+        "offload": st.sampled_from(["auto", *OFFLOAD_POLICIES.names()]),
         "recompute": st.sampled_from(["auto", "none", "full"]),
-        "attention_backend": st.sampled_from(ATTENTION_BACKENDS),
+        "attention_backend": st.sampled_from(["auto", *ATTENTION_BACKENDS.names()]),
         "micro_batch_size": st.none() | st.integers(1, 64),
         "device_memory": BUDGETS,
         "host_memory": BUDGETS,

@@ -24,8 +24,8 @@ from torch import multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sppo_hf import SPPOConfig
-from sppo_hf.config import PIPELINE_SCHEDULES
 from sppo_hf.model.convert import get_engine
+from sppo_hf.registry import SCHEDULES
 from sppo_hf.runtime.pipeline import convert_to_stages
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 from sppo_hf.schedule.comparison_figure import draw_comparison
@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--schedule", choices=PIPELINE_SCHEDULES[1:], default="seq1f1b")
+    parser.add_argument("--schedule", choices=SCHEDULES.names(), default="seq1f1b")
     parser.add_argument("--virtual", type=int, default=1, help="stages of each rank")
     parser.add_argument("--micro-batches", type=int, default=4, help="rows of the batch")
     parser.add_argument("--chunks", type=int, default=4)

@@ -41,13 +41,14 @@ def plan(
     recompute: given.Recompute = None,
     offload_kv: given.OffloadKv = given.Mode.auto,
     policy: Annotated[
-        given.Policy,
+        str,
         typer.Option(
             "--offload",
-            help="What leaves the device: auto solves for time; none, full and sppo (the paper's"
-            " rule) are fixed, and recompute nothing unless --recompute says so.",
+            help=f"What leaves the device, one of {', '.join(given.POLICIES)}: auto solves for"
+            " time; the others (sppo is the paper's) are fixed, and recompute nothing unless"
+            " --recompute says so.",
         ),
-    ] = given.Policy.auto,
+    ] = "auto",
     figure: Annotated[
         Path | None,
         typer.Option(help=f"Draw the plan into a file ({', '.join(ENDINGS)})."),
@@ -142,9 +143,9 @@ def _plan_cluster(
 
 def _compare(arguments: given.PlanningArguments, answer: Answer) -> Sequence[PolicyResult]:
     """Lays all policies side by side, whichever of them was asked for."""
-    if arguments.policy is given.Policy.auto:
+    if arguments.policy == "auto":
         return compare_policies(answer.question, answer.plan or plan_for(answer.question))
-    automatic = dataclasses.replace(arguments, policy=given.Policy.auto).question()
+    automatic = dataclasses.replace(arguments, policy="auto").question()
     return compare_policies(automatic, plan_for(automatic))
 
 

@@ -46,7 +46,7 @@ def ask_cluster(
         "--partition": arguments.partition.value != "auto",
         "--offload-kv": arguments.offload_kv.value != "auto",
         "--recompute": arguments.recompute is not None,
-        "--offload": arguments.policy.value != "auto",
+        "--offload": arguments.policy != "auto",
         "--disk-memory": arguments.disk is not None,
     }
     for option in (name for name, given in chosen.items() if given):

@@ -27,6 +27,7 @@ from sppo_hf.planning.config_file import find_config, load_config, shipped_model
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import show
 
 FITS, FITS_NOT, BAD_INPUT = 0, 1, 2
@@ -68,13 +69,8 @@ class Mode(StrEnum):
     full = "full"
 
 
-class Policy(StrEnum):
-    """Setting of `offload`; a choice on the command line."""
-
-    auto = "auto"
-    none = "none"
-    full = "full"
-    sppo = "sppo"
+POLICIES = ("auto", *OFFLOAD_POLICIES.names())
+"""Values of the setting `offload`."""
 
 
 Model = Annotated[
@@ -154,7 +150,7 @@ class PlanningArguments:
     num_chunks: str
     recompute: Mode | None
     offload_kv: Mode
-    policy: Policy = Policy.auto
+    policy: str = "auto"
     devices_of_host: int = 1
     """Devices that share what is assumed of a host."""
 
@@ -219,14 +215,14 @@ class PlanningArguments:
         recompute = self.recompute
         if recompute is None:
             # The fixed policies are the paper's: they decide what leaves, and recompute nothing.
-            recompute = Mode.auto if self.policy is Policy.auto else Mode.none
+            recompute = Mode.auto if self.policy == "auto" else Mode.none
         host_bytes = self._assumed_host_bytes(profile)
         if host_bytes is None:
             host_bytes = _budget("--host-memory", self.host_memory, profile.host_bytes)
         return SPPOConfig(
             num_chunks=_num_chunks(self.num_chunks),
             partition=self.partition.value,
-            offload=self.policy.value,
+            offload=self.policy,
             offload_kv=self.offload_kv.value,
             recompute=recompute.value,
             device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),

@@ -18,18 +18,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     PreTrainedConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.model.adapters import quiet_peft
+from sppo_hf.model.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of
 from sppo_hf.model.tiny_families import FAMILIES, TinyFamily
 from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
 from sppo_hf.rules import format_bytes
@@ -38,14 +36,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
-    "BUILD_ERRORS",
     "LARGEST_BYTES",
     "VOCAB_SIZE",
     "add_lora",
     "build_tiny_model",
-    "decoder_config",
-    "first_line",
-    "loader_of",
     "make_batch",
     "model_from_config",
     "randomise",
@@ -60,13 +54,6 @@ VOCAB_SIZE = 97
 
 LARGEST_BYTES = 256 * 2**20
 """Most bytes of weights that a tiny model may take; what would take more is refused unbuilt."""
-
-BUILD_ERRORS = (
-    *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
-    *(AssertionError, ImportError, OSError, StrictDataclassError),
-)
-"""What model and configuration classes raise where settings do not fit together, or where some of
-them are looked up on the hub."""
 
 _LAYERS = 3
 _MOST_KINDS = 6
@@ -293,33 +280,6 @@ def _shares(total: int, parts: int) -> list[int]:
     return [(index + 1) * total // parts - index * total // parts for index in range(parts)]
 
 
-def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a causal language model: `config`, or that of its text decoder alone.
-
-    Returns:
-        `config` itself if Transformers has a language model of it as a whole, encoders of images
-        and sound included, or if its text decoder has none of its own.
-    """
-    text = config.get_text_config(decoder=True)
-    if loader_of(config) is None and loader_of(text) is not None:
-        return text
-    return config
-
-
-def loader_of(config: PreTrainedConfig) -> Any:
-    """The automatic class that makes a language model of this very configuration, or None."""
-    for loader in (AutoModelForCausalLM, AutoModelForMultimodalLM):
-        if type(config) not in loader._model_mapping:
-            continue
-        model_class: Any = loader._model_mapping[type(config)]
-        # Of some types AutoModelForCausalLM loads the text decoder alone, by the configuration
-        # inside; draft models are described by their model's configuration.
-        inner = getattr(config, "sub_configs", {}).get("text_config")
-        if inner is None or model_class.config_class is not inner:
-            return loader
-    return None
-
-
 def _check_causal(config: PreTrainedConfig) -> None:
     if loader_of(config) is None or config.is_encoder_decoder:
         raise ConfigError(
@@ -489,12 +449,6 @@ def _not_buildable(model_type: str, error: Exception) -> ConfigError:
         f"no tiny {model_type!r} can be built from shrunk settings ({first_line(error)}); save a"
         " small model of it and give its folder"
     )
-
-
-def first_line(error: Exception) -> str:
-    """An error of another library in one line: its class and the beginning of what it says."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
 
 
 @torch.no_grad()

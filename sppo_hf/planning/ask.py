@@ -411,8 +411,8 @@ def _smallest(
     cuts = _cuts(question, cost, total_tokens)
     for bounds in islice(cuts, most_cuts):
         base = _batch(plan).decisions(bounds, plan.num_layers)
-        # The paper's rule does not look for a place for K/V.
-        for kv_tier in choices.kv_tiers[: 1 if config.offload == "sppo" else None]:
+        # A rule that chooses frames does not look for a place for K/V.
+        for kv_tier in choices.kv_tiers[: 1 if config.offload_chooses else None]:
             placed = with_kv(base, kv_tier, cost.shape, plan.budgets, kind)
             if set_by_rule(config, question.device):
                 yield _ruled(config, cost, placed, choices)

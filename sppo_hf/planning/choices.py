@@ -113,7 +113,7 @@ def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
     # Where two tiers are away, something has to say what goes to which.
     one_place = config.offload == "none" or len(away_tiers(config, facts)) < 2
     fixed = config.offload != "auto" and config.recompute != "auto" and one_place
-    return fixed or config.offload == "sppo"
+    return fixed or config.offload_chooses
 
 
 def away_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:

@@ -170,7 +170,7 @@ def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "ev
     """
     if config.partition != "auto":
         return config.partition
-    return "flops" if stages > 1 or config.offload == "sppo" else "even"
+    return "flops" if stages > 1 or config.offload_chooses else "even"
 
 
 def partitions_of(config: SPPOConfig) -> tuple[Literal["flops", "even"], ...]:

@@ -57,6 +57,7 @@ from sppo_hf.planning.solve import (
     with_kv,
 )
 from sppo_hf.planning.stage_plan import shared_budgets
+from sppo_hf.registry import OFFLOAD_POLICIES
 
 __all__ = ["DeviceFacts", "Plan", "make_plan"]
 
@@ -216,8 +217,8 @@ def _decide(task: _Task) -> _Decided:
     config = task.config
     if not task.batch.training:
         return _evaluation(task)
-    if config.offload == "sppo":
-        return _paper(task)
+    if config.offload_chooses:
+        return _chosen(task)
     saves_memory = task.device.kind == "cpu" and config.device_memory is None
     if set_by_rule(config, task.device) or saves_memory or task.cost is None:
         return _by_rule(task)
@@ -238,24 +239,26 @@ def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
     return decisions
 
 
-def _paper(task: _Task) -> _Decided:
+def _chosen(task: _Task) -> _Decided:
+    """Some frames leave and others stay, by the rule that the user named."""
+    policy = task.config.offload
     if task.cost is None:
         raise ConfigError(
-            "offload='sppo' weighs copies against compute, but nothing is known of the speed of "
-            f"{task.device.name!r}. Run `sppo calibrate`, name a profile (hardware='h100'), or use "
-            "offload='full' or 'none'."
+            f"offload={policy!r} weighs copies against compute, but nothing is known of the speed "
+            f"of {task.device.name!r}. Run `sppo calibrate`, name a profile (hardware='h100'), or "
+            "use offload='full' or 'none'."
         )
     saved = "skeleton" if task.config.recompute == "full" else "whole"
     base = with_kv(
         _base(task), task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind
     )
-    decisions = fixed_policy(task.cost, base, "sppo", saved, _with_host(task.choices))
+    decisions = fixed_policy(task.cost, base, policy, saved, _with_host(task.choices))
     assert decisions is not None, "the rule uses tiers that are there"
     return _Decided(
         decisions=decisions,
-        recompute_reason="set by the user" if saved == "skeleton" else "sppo: never",
-        offload_reason="sppo: of each chunk as much as one chunk's compute time can copy",
-        prediction=_predict(task.cost, decisions, policy="sppo"),
+        recompute_reason="set by the user" if saved == "skeleton" else f"{policy}: never",
+        offload_reason=f"{policy}: {OFFLOAD_POLICIES.facts(policy)['reason']}",
+        prediction=_predict(task.cost, decisions, policy=policy),
     )
 
 

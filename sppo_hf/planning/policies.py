@@ -1,19 +1,43 @@
 """Fixed policies: modes of every frame by a rule instead of by a search.
 
-"none" keeps every frame, "full" offloads every frame, "sppo" is the paper's rule (see `policy`).
 Each may save frames whole or reduced. Also how counts of layers become modes of layers, which rules
-and solver share. Knows nothing of budgets.
+and solver share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import LayerModes
 from sppo_hf.planning.modes import FrameMode, Saved, Tier, mode_of
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policy import sppo_ratios
+from sppo_hf.registry import OFFLOAD_POLICIES
+
+Policy = Callable[[StageCost, Bounds, Saved, Tier], LayerModes]
+"""From what a model costs on a device, the chunks' bounds, how much is saved of a layer and the
+nearest tier away from the device: modes of all frames."""
+
+
+def register_policy(
+    name: str, *, keeps: bool, leaves: bool, reason: str
+) -> Callable[[Policy], Policy]:
+    """Decorator: the policy can be asked for by name, and is a candidate of the solver.
+
+    Args:
+        name: value of the setting `offload`.
+        keeps: whether some frames stay on the device.
+        leaves: whether some leave it. A policy of which both are true chooses between frames, so
+            it needs to know how fast the device is.
+        reason: what it does, for the plan's table.
+    """
+
+    def register(made: Policy) -> Policy:
+        OFFLOAD_POLICIES.add(name, made, keeps=keeps, leaves=leaves, reason=reason)
+        return made
+
+    return register
 
 
 def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerModes:
@@ -21,8 +45,26 @@ def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerMod
     return ((mode,) * num_layers,) * num_chunks
 
 
+@register_policy("none", keeps=True, leaves=False, reason="all stays on the device")
+def none_modes(cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier) -> LayerModes:
+    """Returns modes that keep every frame on the device."""
+    return uniform_modes(len(bounds), cost.shape.num_layers, mode_of(saved, "device"))
+
+
+@register_policy("full", keeps=False, leaves=True, reason="all leaves the device")
+def full_modes(cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier) -> LayerModes:
+    """Returns modes that let every frame leave."""
+    return uniform_modes(len(bounds), cost.shape.num_layers, mode_of(saved, tier))
+
+
+@register_policy(
+    "sppo",
+    keeps=True,
+    leaves=True,
+    reason="of each chunk as much as one chunk's compute time can copy",
+)
 def sppo_modes(
-    cost: StageCost, bounds: Bounds, *, saved: Saved = "whole", tier: Tier = "host"
+    cost: StageCost, bounds: Bounds, saved: Saved = "whole", tier: Tier = "host"
 ) -> LayerModes:
     """Returns the paper's rule: of each chunk as many layers leave as one chunk's compute can copy.
 

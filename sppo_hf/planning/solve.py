@@ -26,11 +26,12 @@ from sppo_hf.planning.least import (
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory import FRAGMENTATION
-from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier
 from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
+from sppo_hf.planning.policies import spread_kinds
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.schedule.timeline import Timeline
 
 _ATTEMPTS = 4
@@ -162,7 +163,7 @@ def fixed_policies(
 ) -> Iterator[tuple[str, Decisions]]:
     """Yields (name, decisions) of the fixed policies that use allowed modes only."""
     for saved in choices.saved:
-        for policy in ("none", "full", "sppo"):
+        for policy in OFFLOAD_POLICIES:
             decisions = fixed_policy(cost, base, policy, saved, choices)
             if decisions is not None:
                 yield f"{policy}, recompute {_RECOMPUTE[saved]}", decisions
@@ -173,17 +174,15 @@ def fixed_policy(
 ) -> Decisions | None:
     """Returns one fixed policy, or None where it needs a tier that is not allowed."""
     away: Tier | None = next((tier for tier in AWAY_TIERS if tier in choices.tiers), None)
-    if policy == "none":
-        if "device" not in choices.tiers:
-            return None
-        modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
-        return replace(base, layer_modes=modes)
-    if away is None or (policy == "sppo" and "device" not in choices.tiers):
+    facts = OFFLOAD_POLICIES.facts(policy)
+    if facts["keeps"] and "device" not in choices.tiers:
         return None
-    if policy == "full":
-        modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, away))
-    else:
-        modes = sppo_modes(cost, base.bounds, saved=saved, tier=away)
+    if not facts["leaves"]:
+        modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, "device")
+        return replace(base, layer_modes=modes)
+    if away is None:
+        return None
+    modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, away)
     return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
 
 

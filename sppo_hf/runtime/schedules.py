@@ -10,6 +10,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.validate import validate
 
 AUTO = "seq1f1b"
 """What "auto" is: the least idle time with one stage per rank and whole backwards."""
@@ -80,6 +81,7 @@ def _make(name: str, size: Size, forward_only: bool, reduce: bool) -> StepSchedu
         lowered = add_transfers(made.keep(lambda action: action.kind == "F"))
     else:
         lowered = lower(made, reduce=reduce)
+    validate(lowered)  # once for each size; nothing wrong is ever run
     splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
     return StepSchedule(
         name, lowered, splits=splits, reduces=reduce and not forward_only, virtual=size.num_virtual

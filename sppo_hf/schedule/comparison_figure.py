@@ -16,8 +16,7 @@ from sppo_hf.schedule.figure import add_legend, draw_compute, kind_handles, new_
 from sppo_hf.schedule.measured import Difference
 from sppo_hf.schedule.pipeline import bubble_fraction
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.timeline import Timeline
-from sppo_hf.schedule.waits import COMPUTE
+from sppo_hf.schedule.timeline import COMPUTE, Timeline
 
 _MEASURED_HEIGHT = 0.62
 _SIMULATED_HEIGHT = 0.42

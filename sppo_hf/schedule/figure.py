@@ -18,8 +18,7 @@ from sppo_hf.schedule import bars
 from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
 from sppo_hf.schedule.pipeline import alive_units, bubble_fraction
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.timeline import Timeline
-from sppo_hf.schedule.waits import COMPUTE
+from sppo_hf.schedule.timeline import COMPUTE, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

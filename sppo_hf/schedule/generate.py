@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sppo_hf.errors import ScheduleError
+from sppo_hf.registry import SCHEDULES
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.schedule import Schedule
 
@@ -48,6 +49,28 @@ class Size(NamedTuple):
         return sum(self.chunks) if self.chunks else self.num_micro_batches * self.num_chunks
 
 
+Generator = Callable[[Size], Schedule]
+
+
+def register_schedule(
+    name: str, *, interleaved: bool = False, even: bool = False
+) -> Callable[[Generator], Generator]:
+    """Decorator: the schedule can be asked for by name.
+
+    Args:
+        name: value of the setting `pp_schedule`.
+        interleaved: whether it may put several stages on a rank.
+        even: whether it needs as many chunks in each micro-batch.
+    """
+
+    def register(made: Generator) -> Generator:
+        SCHEDULES.add(name, made, interleaved=interleaved, even=even)
+        return made
+
+    return register
+
+
+@register_schedule("gpipe")
 def gpipe(size: Size) -> Schedule:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965); every unit is alive at once."""
     units, reverse = _orders(size)
@@ -60,6 +83,7 @@ def gpipe(size: Size) -> Schedule:
     )
 
 
+@register_schedule("1f1b", even=True)
 def one_forward_one_backward(size: Size) -> Schedule:
     """1F1B by whole micro-batches (PipeDream-Flush, arXiv 2006.09503).
 
@@ -76,6 +100,7 @@ def one_forward_one_backward(size: Size) -> Schedule:
     return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
+@register_schedule("seq1f1b")
 def seq1f1b(size: Size) -> Schedule:
     """1F1B by chunks (Seq1F1B, arXiv 2406.03488): rank r warms up with P - r - 2 + N forwards.
 
@@ -94,6 +119,7 @@ def seq1f1b(size: Size) -> Schedule:
     )
 
 
+@register_schedule("zb_seq1f1b")
 def zb_seq1f1b(size: Size) -> Schedule:
     """Seq1F1B with weight gradients apart and late (ZB-H1, arXiv 2401.10241, on chunks).
 
@@ -116,6 +142,7 @@ def zb_seq1f1b(size: Size) -> Schedule:
     return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
+@register_schedule("interleaved_seq1f1b", interleaved=True, even=True)
 def interleaved_seq1f1b(size: Size) -> Schedule:
     """Seq1F1B over several stages per rank (arXiv 2406.03488, after Megatron's, 2104.04473).
 
@@ -142,20 +169,13 @@ def interleaved_seq1f1b(size: Size) -> Schedule:
     return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
-GENERATORS: dict[str, Callable[[Size], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "seq1f1b": seq1f1b,
-    "interleaved_seq1f1b": interleaved_seq1f1b,
-    "zb_seq1f1b": zb_seq1f1b,
-}
+GENERATORS: dict[str, Generator] = SCHEDULES
 """Each generator by its name on the command line and in a config."""
 
-INTERLEAVED = frozenset({"interleaved_seq1f1b"})
+INTERLEAVED = frozenset(SCHEDULES.where("interleaved"))
 """Names of those that put several stages on a rank."""
 
-
-EVEN = INTERLEAVED | {"1f1b"}
+EVEN = frozenset(SCHEDULES.where("even"))
 """Names of those that need as many chunks in each micro-batch."""
 
 

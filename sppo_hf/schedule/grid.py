@@ -12,12 +12,14 @@ A step is a place in a rank's list, not an instant: what stands side by side nee
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.timeline import Timeline
-from sppo_hf.schedule.waits import COMPUTE
+from sppo_hf.schedule.timeline import COMPUTE, Timeline
+
+if TYPE_CHECKING:
+    from sppo_hf.schedule.schedule import Schedule
 
 NOTHING = "."
 """Where a rank has no action."""
@@ -26,16 +28,15 @@ _SHOWN_STEPS = 6
 _HEAD_LINES = 2
 
 
-def format_schedule(schedule: Schedule) -> str:
-    """Returns the text form; `parse_schedule` is its exact inverse."""
-    ranks = [[str(action) for action in rank] for rank in schedule.ranks]
+def format_grid(ranks: Sequence[Sequence[str]], chunks: int | tuple[int, ...]) -> str:
+    """Returns the text form of a schedule's actions; `parse_grid` is its exact inverse."""
     steps = range(max(map(len, ranks), default=0))
-    chunks = schedule.chunks if isinstance(schedule.chunks, tuple) else (schedule.chunks,)
+    chunks = chunks if isinstance(chunks, tuple) else (chunks,)
     return " ".join(("chunks", *map(str, chunks))) + "\n" + _table(ranks, steps)
 
 
-def parse_schedule(text: str) -> Schedule:
-    """Reads the text form.
+def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int | tuple[int, ...]]:
+    """Reads the text form; returns each rank's actions, and the chunks of each micro-batch.
 
     Columns are told apart by spaces, so every cell is filled, with "." where a rank has nothing;
     that may stand between actions too, and is then forgotten.
@@ -69,7 +70,7 @@ def parse_schedule(text: str) -> Schedule:
         for rank, cell in zip(ranks, cells, strict=True):
             if cell != NOTHING:
                 rank.append(_parsed(cell, number))
-    return Schedule(tuple(map(tuple, ranks)), counts[0] if len(counts) == 1 else tuple(counts))
+    return tuple(map(tuple, ranks)), counts[0] if len(counts) == 1 else tuple(counts)
 
 
 def show_marked(schedule: Schedule, marks: Collection[tuple[int, int]]) -> str:

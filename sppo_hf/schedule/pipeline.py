@@ -13,8 +13,8 @@ from itertools import pairwise
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change, simulate_positions
-from sppo_hf.schedule.timeline import Timeline
-from sppo_hf.schedule.waits import COMPUTE, Waits
+from sppo_hf.schedule.timeline import COMPUTE, Timeline
+from sppo_hf.schedule.waits import Waits
 
 _SAME = 1e-9
 """Periods that differ by no more than this share are the same, rounded differently."""

@@ -14,6 +14,7 @@ from itertools import accumulate, takewhile
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.grid import format_grid, parse_grid
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -140,20 +141,16 @@ class Schedule:
         return [[str(action) for action in rank] for rank in self.ranks]
 
     def __str__(self) -> str:
-        from sppo_hf.schedule.grid import format_schedule
-
-        return format_schedule(self)
+        return format_grid(self.texts(), self.chunks)
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """Reads the text form back; `str(schedule)` and this are exact inverses.
 
         Raises:
-            ScheduleError: see `grid.parse_schedule`.
+            ScheduleError: see `grid.parse_grid`.
         """
-        from sppo_hf.schedule.grid import parse_schedule
-
-        return parse_schedule(text)
+        return cls(*parse_grid(text))
 
 
 def _live(actions: Iterable[Action], last: Kind) -> Iterator[int]:

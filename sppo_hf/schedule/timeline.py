@@ -13,6 +13,9 @@ from typing import NamedTuple
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
 
+COMPUTE = ".compute"
+"""What the name of each rank's compute lane ends in: rank 3's is "3.compute"."""
+
 
 class Span(NamedTuple):
     """One action's time on its lane, in seconds since the start of the schedule."""

@@ -21,9 +21,7 @@ from itertools import accumulate
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
 from sppo_hf.schedule.schedule import Schedule
-
-COMPUTE = ".compute"
-"""What the name of each rank's compute lane ends in: rank 3's is "3.compute"."""
+from sppo_hf.schedule.timeline import COMPUTE
 
 _BESIDE: dict[Kind, str] = {"D": "d2h", "H": "h2d", "REDUCE_GRAD": "reduce"}
 _PEERS: dict[Kind, tuple[str, int]] = {

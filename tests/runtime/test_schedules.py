@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, ScheduleError
 from sppo_hf.runtime.schedules import StepSchedule, check_size, schedule_name, step_schedule
+from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.validate import validate
@@ -46,6 +47,15 @@ def test_evaluation_runs_forwards_alone(name: str) -> None:
     assert not step.reduces
     forwards = generate(name, Size(2, 3, 4)).keep(lambda action: action.kind == "F")
     assert step.schedule == add_transfers(forwards)
+
+
+def test_a_schedule_that_cannot_run_is_refused_before_it_runs(monkeypatch) -> None:
+    right = GENERATORS["gpipe"]
+    monkeypatch.setitem(
+        GENERATORS, "gpipe", lambda size: right(size).keep(lambda a: a != Action("B", 1, 2))
+    )
+    with pytest.raises(ScheduleError, match="0B2 .* needs 0RECV_B2"):
+        made("gpipe", size=(3, 7))
 
 
 def test_auto_is_seq1f1b() -> None:

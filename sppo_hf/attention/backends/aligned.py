@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from sppo_hf.attention.backends.base import (
     Attended,
+    Backend,
     CausalBand,
     Documents,
     DocumentsBackend,
@@ -136,6 +138,17 @@ def _offsets(documents: Documents, device: torch.device) -> Offsets:
 
     queries, keys = documents.num_queries, documents.num_keys
     return Offsets(sums(queries), sums(keys), max(queries), max(keys))
+
+
+def with_documents(
+    variants: tuple[Callable[..., Backend], ...],
+) -> tuple[Callable[[], Backend], ...]:
+    """Each variant with packed documents left to the kernel, then without."""
+    return tuple(
+        functools.partial(make, documents_at_once=at_once)
+        for make in variants
+        for at_once in (True, False)
+    )
 
 
 class AlignedBackend(DocumentsBackend):

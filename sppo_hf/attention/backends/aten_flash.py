@@ -7,6 +7,8 @@ Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens,
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +19,20 @@ from sppo_hf.attention.backends.aligned import (
     Offsets,
     Reach,
     cuda_half_reason,
+    with_documents,
 )
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import Backend, Requirement, register_backend
 from sppo_hf.attention.backends.heads import KernelNeeds
 
 
+@register_backend("aten_flash", cuda=4)
 class AtenFlash(AlignedBackend):
     """`aten::_flash_attention_forward` and its backward."""
 
-    name = "aten_flash"
+    @classmethod
+    def variants(cls) -> tuple[Callable[[], Backend], ...]:
+        """Grouped heads left to the kernel or not, each with packed documents or without."""
+        return with_documents((cls, functools.partial(cls, grouped_heads=False)))
 
     def __init__(
         self, *, grouped_heads: bool = True, documents_at_once: bool = True, aten: Any = None

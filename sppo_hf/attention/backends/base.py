@@ -16,12 +16,14 @@ afterwards. So every backward here takes the merged `(out, lse)` and returns the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from sppo_hf.registry import ATTENTION_BACKENDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +203,18 @@ class Backend(ABC):
     """
 
     name: str
+    """What it is registered as."""
 
     documents_at_once: bool = False
     """Whether `forward_documents` and `backward_documents` are there."""
 
     plans_each_shape: bool = False
     """Whether a kernel is built, which takes long, for every shape that has not come before."""
+
+    @classmethod
+    def variants(cls) -> tuple[Callable[[], Backend], ...]:
+        """Makers of this backend, the preferred one first; on CUDA the first exact one is taken."""
+        return (cls,)
 
     @abstractmethod
     def reason_unsupported(self, requirement: Requirement) -> str | None:
@@ -267,6 +275,26 @@ class Backend(ABC):
         Returns:
             Gradients of queries, keys and values; the queries' is this part's summand.
         """
+
+
+Made = TypeVar("Made", bound=type[Backend])
+
+
+def register_backend(name: str, **auto_rank: int) -> Callable[[Made], Made]:
+    """Class decorator: the backend can be asked for by name, and perhaps taken by "auto".
+
+    Args:
+        name: value of the setting `attention_backend`.
+        auto_rank: by device type (`cuda=3`), its place among the backends that "auto" may take; a
+            device type that is not named leaves it to who asks by name.
+    """
+
+    def register(made: Made) -> Made:
+        made.name = name
+        ATTENTION_BACKENDS.add(name, made.variants(), **auto_rank)
+        return made
+
+    return register
 
 
 class DocumentsBackend(Backend):

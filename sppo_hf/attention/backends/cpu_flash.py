@@ -22,6 +22,7 @@ from sppo_hf.attention.backends.base import (
     Gradients,
     Requirement,
     accumulation_dtype,
+    register_backend,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds
 from sppo_hf.attention.backends.rectangles import RectangleBackend
@@ -29,10 +30,10 @@ from sppo_hf.attention.backends.rectangles import RectangleBackend
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@register_backend("cpu_flash", cpu=1)
 class CPUFlash(RectangleBackend):
     """Fused CPU kernel, forward and backward; memory linear in tokens."""
 
-    name = "cpu_flash"
     widens = True
 
     def __init__(self, *, grouped_heads: bool | None = None, tile_rows: int = 512) -> None:

@@ -21,6 +21,7 @@ Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,22 +31,29 @@ from sppo_hf.attention.backends.aligned import cuda_half_reason
 from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.base import (
     Attended,
+    Backend,
     CausalBand,
     Gradients,
     Requirement,
     accumulation_dtype,
     determinism,
+    register_backend,
 )
-from sppo_hf.attention.backends.heads import KernelNeeds
+from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
 from sppo_hf.attention.backends.rectangles import RectangleBackend
 from sppo_hf.attention.backends.reference import Reference
 
 
+@register_backend("cudnn", cuda=5)
 class CuDNN(RectangleBackend):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
 
-    name = "cudnn"
     plans_each_shape = True
+
+    @classmethod
+    def variants(cls) -> tuple[Callable[[], Backend], ...]:
+        """Heads adapted less or more."""
+        return head_variants(cls, native_sizes=True)
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo_hf.attention.backends.base import Attended, Gradients, Requirement
+from sppo_hf.attention.backends.base import Attended, Gradients, Requirement, register_backend
 from sppo_hf.attention.backends.heads import KernelNeeds
 from sppo_hf.attention.backends.rectangles import RectangleBackend
 
@@ -22,10 +22,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LSE_MULTIPLE = 32
 
 
+@register_backend("efficient", cuda=6)
 class Efficient(RectangleBackend):
     """`aten::_scaled_dot_product_efficient_attention` and its backward."""
-
-    name = "efficient"
 
     def __init__(self, *, aten: Any = None) -> None:
         """Make one.

@@ -24,9 +24,10 @@ from sppo_hf.attention.backends.aligned import (
     Offsets,
     Reach,
     cuda_half_reason,
+    with_documents,
 )
-from sppo_hf.attention.backends.base import Requirement
-from sppo_hf.attention.backends.heads import KernelNeeds
+from sppo_hf.attention.backends.base import Backend, Requirement, register_backend
+from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
 
 _UNLIMITED = -1
 """An unlimited window side, in the packages' words."""
@@ -38,6 +39,13 @@ class _FlashAttention(AlignedBackend):
     module_name: str
     package_name: str
     largest_head_size = 256
+    native_head_sizes = False
+    """Whether values may have another head size than keys."""
+
+    @classmethod
+    def variants(cls) -> tuple[Callable[[], Backend], ...]:
+        """Heads adapted less or more, each with packed documents left to the kernel or not."""
+        return with_documents(head_variants(cls, native_sizes=cls.native_head_sizes))
 
     def __init__(
         self,
@@ -136,10 +144,10 @@ class _FlashAttention(AlignedBackend):
         return self._call_backward(tensors, _settings(reach, scale, softcap, offsets))
 
 
+@register_backend("flash_attention_2", cuda=3)
 class FlashAttention2(_FlashAttention):
     """Package flash-attn."""
 
-    name = "flash_attention_2"
     module_name = "flash_attn.flash_attn_interface"
     package_name = "flash-attn"
 
@@ -160,10 +168,10 @@ class FlashAttention2(_FlashAttention):
         return grads["dq"], grads["dk"], grads["dv"]
 
 
+@register_backend("flash_attention_3", cuda=1)
 class FlashAttention3(_FlashAttention):
     """Package flash-attn-3 (Hopper)."""
 
-    name = "flash_attention_3"
     module_name = "flash_attn_interface"
     package_name = "flash-attn-3"
 
@@ -179,12 +187,13 @@ class FlashAttention3(_FlashAttention):
         return grads["dq"], grads["dk"], grads["dv"]
 
 
+@register_backend("flash_attention_4", cuda=2)
 class FlashAttention4(_FlashAttention):
     """Package flash-attn-4 (CuTe kernels for Hopper and Blackwell)."""
 
-    name = "flash_attention_4"
     module_name = "flash_attn.cute.interface"
     package_name = "flash-attn-4"
+    native_head_sizes = True
 
     def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
         extra = {"return_lse": True}

@@ -9,6 +9,7 @@ H head size; R = G*C for queries grouped by key head.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo_hf.attention.backends.base import Attended, Gradients
+from sppo_hf.attention.backends.base import Attended, Backend, Gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,23 @@ class KernelNeeds:
         if self.equal_head_sizes:
             qk_size = v_size = max(qk_size, v_size)
         return qk_size, v_size
+
+
+def head_variants(
+    make: Callable[..., Backend], *, native_sizes: bool
+) -> tuple[Callable[[], Backend], ...]:
+    """Variants that leave more and more of the heads' adaptation to us.
+
+    Args:
+        make: class of the backend.
+        native_sizes: try values of another head size than the keys' unpadded first.
+    """
+    sizes = (False, True) if native_sizes else (True,)
+    return tuple(
+        functools.partial(make, grouped_heads=grouped, equal_head_sizes=equal)
+        for grouped in (True, False)
+        for equal in sizes
+    )
 
 
 def adapted_forward(

@@ -24,6 +24,7 @@ from sppo_hf.attention.backends.base import (
     Requirement,
     accumulation_dtype,
     empty_forward,
+    register_backend,
 )
 from sppo_hf.attention.merge import merge_into
 
@@ -38,10 +39,9 @@ class _Tile(NamedTuple):
     keys: slice
 
 
+@register_backend("reference")
 class Reference(Backend):
     """Tiled attention from elementary operations; the yardstick for all others."""
-
-    name = "reference"
 
     def __init__(self, tile_bytes: int = _TILE_BYTES) -> None:
         """Make one.

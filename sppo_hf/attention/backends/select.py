@@ -10,84 +10,33 @@ Knows the backends and what they say about themselves, nothing of models.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.base import Backend, Requirement, determinism
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
-from sppo_hf.attention.backends.cudnn import CuDNN
-from sppo_hf.attention.backends.efficient import Efficient
-from sppo_hf.attention.backends.flash_attn import (
-    FlashAttention2,
-    FlashAttention3,
-    FlashAttention4,
-)
 from sppo_hf.attention.backends.race import race, race_key
-from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.timing import run_apart
 from sppo_hf.attention.backends.verify import find_mismatch
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.race_store import RaceResult, publish_race, race_path, read_race
+from sppo_hf.registry import ATTENTION_BACKENDS
 
 logger = logging.getLogger(__name__)
 
-Factory = Callable[[], Backend]
-
-
-def _head_variants(make: Callable[..., Backend], *, native_sizes: bool) -> tuple[Factory, ...]:
-    """Variants that leave more and more of the heads' adaptation to us.
-
-    Args:
-        make: class of the backend.
-        native_sizes: try values of another head size than the keys' unpadded first.
-    """
-    sizes = (False, True) if native_sizes else (True,)
-    return tuple(
-        functools.partial(make, grouped_heads=grouped, equal_head_sizes=equal)
-        for grouped in (True, False)
-        for equal in sizes
-    )
-
-
-def _with_documents(variants: tuple[Factory, ...]) -> tuple[Factory, ...]:
-    """Each variant with packed documents left to the kernel, then without."""
-    return tuple(
-        functools.partial(cast("Callable[..., Backend]", make), documents_at_once=at_once)
-        for make in variants
-        for at_once in (True, False)
-    )
-
-
-BACKENDS: dict[str, tuple[Factory, ...]] = {
-    "reference": (Reference,),
-    "cpu_flash": (CPUFlash,),
-    "aten_flash": _with_documents((AtenFlash, functools.partial(AtenFlash, grouped_heads=False))),
-    "cudnn": _head_variants(CuDNN, native_sizes=True),
-    "efficient": (Efficient,),
-    "flash_attention_2": _with_documents(_head_variants(FlashAttention2, native_sizes=False)),
-    "flash_attention_3": _with_documents(_head_variants(FlashAttention3, native_sizes=False)),
-    "flash_attention_4": _with_documents(_head_variants(FlashAttention4, native_sizes=True)),
-}
+BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = ATTENTION_BACKENDS.load()
 """Variants of every backend by name, the preferred one first."""
 
-AUTO_ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("cpu_flash",),
-    "cuda": (
-        "flash_attention_3",
-        "flash_attention_4",
-        "flash_attention_2",
-        "aten_flash",
-        "cudnn",
-        "efficient",
-    ),
-}
+
+def _auto_order(device_type: str) -> tuple[str, ...]:
+    able = ATTENTION_BACKENDS.where(device_type)
+    return tuple(sorted(able, key=lambda name: ATTENTION_BACKENDS.facts(name)[device_type]))
+
+
+AUTO_ORDER: dict[str, tuple[str, ...]] = {kind: _auto_order(kind) for kind in ("cpu", "cuda")}
 """Backends that "auto" tries per device type before it falls back to the reference."""
 
 VERIFIED_DEVICE_TYPES = frozenset({"cuda"})
@@ -127,8 +76,8 @@ def select_backend(name: str, requirement: Requirement) -> Selection:
         return _select_automatically(requirement)
     if name not in BACKENDS:
         allowed = ["auto", *BACKENDS]
-        nearest = difflib.get_close_matches(name, allowed, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        nearest = ATTENTION_BACKENDS.nearest(name)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise ConfigError(
             f"attention_backend={name!r} is unknown; allowed are {', '.join(allowed)}{hint}"
         )

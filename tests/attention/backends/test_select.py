@@ -73,7 +73,7 @@ def test_named_but_unable_says_which_can():
         select_backend("flash_attention_2", requirement())
     assert str(caught.value) == (
         "attention_backend='flash_attention_2' cannot serve CPU, float32, head size 64: "
-        "it runs on CUDA, not on cpu. Backends that can: reference, cpu_flash; "
+        "it runs on CUDA, not on cpu. Backends that can: cpu_flash, reference; "
         "or set attention_backend='auto'"
     )
 
@@ -138,7 +138,7 @@ def test_a_named_backend_that_is_wrong_is_refused(verdicts):
     table["cudnn"] = "raised RuntimeError"
     with pytest.raises(ConfigError, match="it raised RuntimeError") as caught:
         select_backend("cudnn", requirement(device_type="cuda", dtype=torch.bfloat16))
-    assert "reference, aten_flash, efficient, flash_attention_2;" in str(caught.value)
+    assert "aten_flash, efficient, flash_attention_2, reference;" in str(caught.value)
 
 
 def test_a_variant_steps_in(verdicts, monkeypatch):

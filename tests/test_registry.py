@@ -1,0 +1,95 @@
+"""Registries: names are known before a room is imported, and an entry is one decorator."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sppo_hf import registry
+from sppo_hf.config import SPPOConfig, field_help
+from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.planning.policies import register_policy, uniform_modes
+from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, Registry
+from sppo_hf.schedule.generate import Size, generate, register_schedule, seq1f1b
+
+REGISTRIES = {
+    "attention_backend": ATTENTION_BACKENDS,
+    "offload": OFFLOAD_POLICIES,
+    "pp_schedule": SCHEDULES,
+}
+
+
+@pytest.fixture
+def forgets(monkeypatch):
+    """Whatever a test registers is gone behind it."""
+    for known in REGISTRIES.values():
+        monkeypatch.setattr(known, "_added", dict(known._added))
+    before = {field: set(known) for field, known in REGISTRIES.items()}
+    yield
+    for field, known in REGISTRIES.items():
+        for name in set(known) - before[field]:
+            del known[name]
+
+
+@pytest.mark.parametrize("known", REGISTRIES.values(), ids=REGISTRIES)
+def test_what_is_written_is_what_is_registered(known):
+    written = known.names()
+    assert len(written) > 2
+    assert tuple(known.load()) == written
+    for name in written:
+        # Decorators add the keywords that were left out.
+        assert known._written[name].items() <= known.facts(name).items()
+    assert known.names() == written
+
+
+def test_names_need_no_import_of_torch():
+    script = (
+        "import sys; from sppo_hf.config import SPPOConfig; "
+        "SPPOConfig(attention_backend='cudnn', pp_size=2, pp_schedule='gpipe'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("field", REGISTRIES)
+def test_settings_take_what_is_registered_and_say_so(field):
+    for name in REGISTRIES[field].names():
+        assert getattr(SPPOConfig(pp_size=2, **{field: name}), field) == name
+        assert name in field_help(field)
+    with pytest.raises(ConfigError) as caught:
+        SPPOConfig(pp_size=2, **{field: "no_such"})
+    assert all(name in str(caught.value) for name in REGISTRIES[field].names())
+
+
+def test_a_schedule_is_one_decorator(forgets):
+    @register_schedule("mine")
+    def mine(size):
+        return seq1f1b(size)
+
+    assert SPPOConfig(pp_size=2, pp_schedule="mine").pp_schedule == "mine"
+    size = Size(2, 2, 2)
+    assert generate("mine", size) == generate("seq1f1b", size)
+    with pytest.raises(ConfigError, match="puts one stage on a rank"):
+        SPPOConfig(pp_size=2, pp_schedule="mine", pp_virtual_stages=2)
+
+
+def test_a_name_is_taken_once(forgets):
+    with pytest.raises(SPPOError, match="was used before"):
+        register_policy("full", keeps=False, leaves=True, reason="")(uniform_modes)
+
+
+def test_a_file_may_have_any_number_of_entries(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_PACKAGE", tmp_path)
+    Path(tmp_path / "one.py").write_text(
+        '@add("a", rank=1)\nclass A: ...\n\n'
+        '@add(\n    "b",\n    text="(x)",\n)\n@other\ndef b(): ...\n'
+    )
+    Path(tmp_path / "none.py").write_text('add = "@add(c)"\n')
+    known = Registry("add", ".")
+    # A decorator in the first line has no line before it.
+    Path(tmp_path / "two.py").write_text('"""Two."""\n\n@add("c")\nclass C: ...\n')
+    assert known.names() == ("a", "b", "c")
+    assert known.facts("b") == {"text": "(x)"}
+    assert known.facts("d") == {}
+    assert known.where("rank") == ("a",)
