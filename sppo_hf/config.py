@@ -143,6 +143,10 @@ class SPPOConfig:
     show_plan: bool = True
     """Whether a table of the plan is printed before the first step."""
 
+    trace_dir: str | None = None
+    """Folder for what every rank did in its last step: `rank0.actions`, and when, as a trace for
+    ui.perfetto.dev; None keeps nothing."""
+
     show_progress: bool = True
     """Whether a step that takes more than a few seconds shows a progress bar of its chunks."""
 
@@ -276,6 +280,7 @@ _RULES: dict[str, Rule] = {
     "loss_tile_tokens": integer(1, "auto"),
     "return_logits": flag,
     "show_plan": flag,
+    "trace_dir": text,
     "show_progress": flag,
     "log_metrics": flag,
 }

@@ -31,7 +31,7 @@ from sppo_hf.planning.limits import (
     limit_text,
     limit_warnings,
 )
-from sppo_hf.planning.lowering import estimate
+from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.modes import KEEP, Tier, mode_of
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
@@ -65,6 +65,9 @@ __all__ = ["DeviceFacts", "Plan", "make_plan"]
 class Plan(Decisions):
     """How one batch shape is run, and why so."""
 
+    shape: ModelShape
+    """What runs: the model, or a stage of it."""
+
     device: DeviceFacts
     """Where it runs."""
 
@@ -94,6 +97,10 @@ class Plan(Decisions):
 
     warnings: tuple[str, ...] = ()
     """What a user should know before the first step; nothing here stops it."""
+
+    def program(self) -> StepProgram:
+        """Returns the step as a program: what runs, in order, with its bytes and seconds."""
+        return StepProgram(self, self.shape, self.device.kind, self.cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +194,7 @@ def make_plan(
     shared = {f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)}
     return Plan(
         **shared,
+        shape=shape,
         device=device,
         backend_name=backend_name,
         backend_reason=backend_reason,
