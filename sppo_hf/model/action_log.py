@@ -107,7 +107,8 @@ class TraceFolder:
                 f"trace_dir={folder!r} cannot be written: {error.strerror}. Allowed: a folder, or "
                 "where one can be made. Remedy: name another one, or drop trace_dir."
             ) from error
-        self._rank = int(os.environ.get("RANK", "0"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        """Whose files they are: that of the launcher, among all processes."""
 
     def keep_log(self, log: ActionLog) -> None:
         """Write what a step did; its times follow with a later `poll` if the device is behind."""
@@ -130,8 +131,8 @@ class TraceFolder:
 
     def _write_actions(self, actions: Sequence[Action]) -> None:
         text = "".join(f"{action}\n" for action in actions)
-        (self._folder / f"rank{self._rank}.actions").write_text(text, encoding="utf-8")
+        (self._folder / f"rank{self.rank}.actions").write_text(text, encoding="utf-8")
 
     def _write_times(self, done: Sequence[Done]) -> None:
-        path = self._folder / f"rank{self._rank}.trace.json"
-        write_trace(executed_timeline(self._rank, done), path)
+        path = self._folder / f"rank{self.rank}.trace.json"
+        write_trace(executed_timeline(self.rank, done), path)

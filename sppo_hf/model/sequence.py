@@ -303,6 +303,10 @@ class Sequence:
         first = self._number(chunk, 0)
         self._tape.prefetch(range(first + len(self._layers) - 1, first - 1, -1))
 
+    def settle(self) -> None:
+        """Let compute wait until few enough bytes are on their way out."""
+        self._offload.close_frame(self._plan.leave_bytes)
+
     def _number(self, chunk: int, layer: int) -> int:
         """A frame's number: its place in the order of forward; `layer` counts from the first."""
         return chunk * len(self._layers) + layer

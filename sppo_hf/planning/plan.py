@@ -54,11 +54,15 @@ from sppo_hf.planning.solve import (
     least_memory,
     over_budget,
     play,
+    tightened,
     with_kv,
 )
-from sppo_hf.planning.stage_plan import shared_budgets
+from sppo_hf.planning.stage_plan import asked_by_unit, shared_budgets
 
 __all__ = ["DeviceFacts", "Plan", "make_plan"]
+
+# Of a stage's plan, until it fits with copies by unit.
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,7 @@ def make_plan(
     accumulates: bool = False,
     correction: Correction | None = None,
     bounds: Bounds | None = None,
-    alive: float = 1.0,
+    alive: float | None = None,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
@@ -149,7 +153,8 @@ def make_plan(
         accumulates: whether gradients of earlier batches are there when this one runs.
         correction: what the first steps taught about the profile.
         bounds: chunks that must stay as they are; by default they are decided here too.
-        alive: in a pipeline, batches that share the budgets; see `shared_budgets`.
+        alive: of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None
+            for a device of its own.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -158,7 +163,7 @@ def make_plan(
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     budgets = read_budgets(config, device)
-    if alive > 1:
+    if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
         budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)
     task = _Task(
@@ -188,7 +193,7 @@ def make_plan(
         bounds=bounds,
     )
     check_standing_bytes(config, shape, budgets, training=training)
-    decided = _decide(task)
+    decided = _decide(task) if alive is None else _decide_by_unit(task)
     predicted = estimate(shape, decided.decisions, device_kind=device.kind)
     check_named_budgets(config, budgets, predicted)
     shared = {f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)}
@@ -230,6 +235,37 @@ def _decide(task: _Task) -> _Decided:
     if set_by_rule(config, task.device) or saves_memory or task.cost is None:
         return _by_rule(task)
     return _solved(task, task.cost)
+
+
+def _decide_by_unit(task: _Task) -> _Decided:
+    """Decides about a stage, whose copies take more room than those of single frames."""
+    best: _Decided | None = None
+    lowered = task
+    for _ in range(_ATTEMPTS):
+        try:
+            decided = _decide(lowered)
+        except BudgetError:
+            if best is None:
+                raise
+            break
+        best = _copied_by_unit(task, decided)
+        predicted = estimate(task.shape, best.decisions, device_kind=task.device.kind)
+        over = list(over_budget(predicted, task.budgets))
+        if not over or best is decided:
+            break
+        lowered = replace(lowered, budgets=tightened(lowered.budgets, over))
+    assert best is not None, "the first attempt decides or raises"
+    return best
+
+
+def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
+    made = asked_by_unit(decided.decisions, task.shape, task.device.kind)
+    if made is decided.decisions:
+        return decided
+    if task.cost is None or decided.prediction is None:
+        return replace(decided, decisions=made)
+    predicted = _predict(task.cost, made, policy=decided.prediction.policy)
+    return replace(decided, decisions=made, prediction=predicted)
 
 
 def _evaluation(task: _Task) -> _Decided:

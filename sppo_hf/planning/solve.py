@@ -230,7 +230,7 @@ def _mixed(
             if not over:
                 yield "solver", decisions, bound
                 break
-            tight = _tightened(tight, over)
+            tight = tightened(tight, over)
 
 
 def _mode_sets(choices: Choices) -> Iterator[tuple[FrameMode, ...]]:
@@ -289,8 +289,8 @@ def _settled(
     return looking_ahead(cost, decisions, min(most, least + max(0, spare)))
 
 
-def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
-    """Budgets lowered by what rounding broke them by, and a little more."""
+def tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
+    """Returns budgets lowered by what they were broken by, and a little more."""
     lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
 
     def of(tier: Tier) -> int | None:

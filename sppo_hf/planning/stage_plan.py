@@ -10,6 +10,8 @@ import math
 from dataclasses import replace
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import (
     Bounds,
@@ -76,6 +78,19 @@ def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
         layers=shape.layers[layers.start : layers.stop],
         vocab_size=shape.vocab_size if last else 1,
     )
+
+
+def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> Decisions:
+    """Returns the decisions about a stage with copies by unit, as a pipeline's schedule lists them.
+
+    While a unit computes, one is on its way out (D), and the one that is used next on its way back
+    (H), all layers of it (`schedule.lower.add_offload`).
+    """
+    away = StepProgram(decisions, shape, device_kind).away_bytes.sum(axis=1)
+    if not away.any():
+        return decisions
+    leave_bytes = max(int(away.max()), decisions.leave_bytes or 0)
+    return replace(decisions, leave_bytes=leave_bytes, fetch_bytes=None, fetch_chunks=1)
 
 
 def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:

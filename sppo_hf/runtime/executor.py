@@ -40,7 +40,7 @@ class Executor:
         """Prepare; runs nothing.
 
         Args:
-            schedule: Lowered: with sends and receives.
+            schedule: Lowered: with sends and receives, and with the copies of this rank.
             rank: This rank in the pipeline.
             units: Computes.
             transport: Carries messages.
@@ -67,6 +67,8 @@ class Executor:
             "B": self._backward,
             "I": self._backward,
             "W": self._weights,
+            "D": lambda action: self._units.settle(*self._place(action)),
+            "H": lambda action: self._units.prefetch(*self._place(action)),
             "SEND_F": lambda action: self._send(action, action.stage + 1),
             "SEND_B": lambda action: self._send(action, action.stage - 1),
             "RECV_F": lambda action: self._receive(action, action.stage - 1),

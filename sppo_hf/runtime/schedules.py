@@ -28,6 +28,8 @@ class StepSchedule:
     """Whether gradients are reduced over replicas."""
     virtual: int
     """Stages of each rank."""
+    sent: frozenset[tuple[int, int]] = frozenset()
+    """The (stage, unit) that an action sends away."""
 
 
 def schedule_name(config: SPPOConfig) -> str:
@@ -42,6 +44,7 @@ def step_schedule(
     *,
     forward_only: bool,
     reduce: bool,
+    leaves: frozenset[tuple[int, int]] = frozenset(),
 ) -> StepSchedule:
     """Make (or find) the schedule of a step.
 
@@ -51,10 +54,12 @@ def step_schedule(
         chunks: Of each.
         forward_only: Whether nothing is run backward.
         reduce: Whether gradients are reduced over replicas.
+        leaves: The (stage, chunk) of which anything leaves the device. A rank may leave out those
+            of others, whose lists it does not run.
     """
     name = schedule_name(config)
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make(name, size, forward_only, reduce)
+    return _make(name, size, forward_only, reduce, leaves)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -74,13 +79,27 @@ def check_size(name: str, size: Size) -> None:
 
 
 @lru_cache(maxsize=64)
-def _make(name: str, size: Size, forward_only: bool, reduce: bool) -> StepSchedule:
+def _make(
+    name: str,
+    size: Size,
+    forward_only: bool,
+    reduce: bool,
+    leaves: frozenset[tuple[int, int]],
+) -> StepSchedule:
     made = generate(name, size)
     if forward_only:
         lowered = add_transfers(made.keep(lambda action: action.kind == "F"))
     else:
-        lowered = lower(made, reduce=reduce)
+        chunks = size.num_chunks
+        lowered = lower(
+            made, leaves=lambda stage, unit: (stage, unit % chunks) in leaves, reduce=reduce
+        )
     splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
     return StepSchedule(
-        name, lowered, splits=splits, reduces=reduce and not forward_only, virtual=size.num_virtual
+        name,
+        lowered,
+        splits=splits,
+        reduces=reduce and not forward_only,
+        virtual=size.num_virtual,
+        sent=frozenset((a.stage, a.unit) for rank in lowered.ranks for a in rank if a.kind == "D"),
     )

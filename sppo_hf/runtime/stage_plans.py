@@ -34,6 +34,16 @@ class BatchPlans:
     """Of each stage of this rank."""
     micro_batches: int = 1
 
+    @property
+    def leaves(self) -> frozenset[tuple[int, int]]:
+        """The (stage, chunk) of this rank of which anything leaves the device."""
+        return frozenset(
+            (stage, chunk)
+            for stage, plan in self.by_stage.items()
+            for chunk, row in enumerate(plan.layer_modes)
+            if plan.training and any(mode.offload for mode in row)
+        )
+
     def longest_step_seconds(self, ranks: int) -> float:
         """Predicted seconds if `ranks` ranks, all as fast as this one, ran one after the other.
 
