@@ -32,7 +32,7 @@ from sppo_hf.planning.limits import (
     limit_warnings,
 )
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.modes import KEEP, Tier, mode_of
+from sppo_hf.planning.modes import KEEP, SAVED_BY_RECOMPUTE, Saved, Tier, mode_of
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
@@ -63,6 +63,35 @@ __all__ = ["DeviceFacts", "Plan", "make_plan"]
 
 # Of a stage's plan, until it fits with copies by unit.
 _ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStep:
+    """What all stages of a pipeline do together in a step."""
+
+    schedule: str
+    """Name of the schedule."""
+
+    reason: str
+    """Why this one, and these chunks."""
+
+    ranks: int
+    """Of the pipeline."""
+
+    replicas: int
+    """Pipelines beside this one."""
+
+    micro_batches: int
+    """Of a step."""
+
+    step_seconds: float | None = None
+    """Predicted, of all stages and micro-batches; None where speeds are unknown."""
+
+    bubble_fraction: float = 0.0
+    """Share of the ranks' time without compute."""
+
+    mfu: float | None = None
+    """Of all ranks' dense bf16 peak; None where that is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +127,9 @@ class Plan(Decisions):
 
     cost: StageCost | None = None
     """What the prediction was made with."""
+
+    pipeline: PipelineStep | None = None
+    """Of a stage: what it is a part of. All else is then of one micro-batch on this stage."""
 
     warnings: tuple[str, ...] = ()
     """What a user should know before the first step; nothing here stops it."""
@@ -289,7 +321,7 @@ def _paper(task: _Task) -> _Decided:
             f"{task.device.name!r}. Run `sppo calibrate`, name a profile (hardware='h100'), or use "
             "offload='full' or 'none'."
         )
-    saved = "skeleton" if task.config.recompute == "full" else "whole"
+    saved = SAVED_BY_RECOMPUTE.get(task.config.recompute, "whole")
     base = with_kv(
         _base(task), task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind
     )
@@ -297,7 +329,7 @@ def _paper(task: _Task) -> _Decided:
     assert decisions is not None, "the rule uses tiers that are there"
     return _Decided(
         decisions=decisions,
-        recompute_reason="set by the user" if saved == "skeleton" else "sppo: never",
+        recompute_reason="sppo: never" if task.config.recompute == "auto" else "set by the user",
         offload_reason="sppo: of each chunk as much as one chunk's compute time can copy",
         prediction=_predict(task.cost, decisions, policy="sppo"),
     )
@@ -311,9 +343,10 @@ def _by_rule(task: _Task) -> _Decided:
     """Modes that need no search: the user fixed them, or memory alone counts."""
     config, device = task.config, task.device
     base = _base(task)
-    recompute, recompute_reason = True, "auto: least memory, and attention is never run again"
+    saved: Saved = "skeleton"
+    recompute_reason = "auto: least memory, and attention is never run again"
     if config.recompute != "auto":
-        recompute, recompute_reason = config.recompute == "full", "set by the user"
+        saved, recompute_reason = SAVED_BY_RECOMPUTE[config.recompute], "set by the user"
     away = away_tiers(config, device)
     offload, offload_reason = bool(away), "auto: copies overlap with compute on their own streams"
     if config.offload != "auto":
@@ -323,7 +356,7 @@ def _by_rule(task: _Task) -> _Decided:
     elif device.kind == "cpu":
         offload_reason = "auto: on a CPU the host's memory is the device's"
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
-    mode = mode_of("skeleton" if recompute else "whole", tier)
+    mode = mode_of(saved, tier)
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
     # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
     # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.

@@ -25,8 +25,15 @@ from sppo_hf.planning.least import (
 )
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.memory import FRAGMENTATION
-from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
+from sppo_hf.planning.modes import (
+    AWAY_TIERS,
+    RECOMPUTE_BY_SAVED,
+    FrameMode,
+    Saved,
+    Tier,
+    mode_of,
+)
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.policies import sppo_modes, spread_kinds, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
@@ -165,7 +172,7 @@ def fixed_policies(
         for policy in ("none", "full", "sppo"):
             decisions = fixed_policy(cost, base, policy, saved, choices)
             if decisions is not None:
-                yield f"{policy}, recompute {_RECOMPUTE[saved]}", decisions
+                yield f"{policy}, recompute {RECOMPUTE_BY_SAVED[saved]}", decisions
 
 
 def fixed_policy(
@@ -183,7 +190,9 @@ def fixed_policy(
     if policy == "full":
         modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, away))
     else:
-        modes = sppo_modes(cost, base.bounds, saved=saved, tier=away)
+        tables = byte_tables(cost.shape, base, cost.profile.kind)
+        kv_bytes = int(tables.of_layers(tables.kv_out_forward).sum())
+        modes = sppo_modes(cost, base.bounds, saved=saved, tier=away, kv_bytes=kv_bytes)
     return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
 
 
@@ -298,6 +307,3 @@ def tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
         return None if budget is None else budget - lowered.get(tier, 0)
 
     return Budgets(device=of("device"), host=of("host"), disk=of("disk"))
-
-
-_RECOMPUTE: dict[Saved, str] = {"whole": "none", "products": "selective", "skeleton": "full"}

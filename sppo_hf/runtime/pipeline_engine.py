@@ -39,7 +39,7 @@ from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan
 from sppo_hf.runtime.agreement import agree, refused, settings_number
 from sppo_hf.runtime.call_limits import refuse_call
-from sppo_hf.runtime.executor import Done, Executor
+from sppo_hf.runtime.executor import Done, Executor, UnitMarks
 from sppo_hf.runtime.gradients import (
     PipelineLoss,
     Replicas,
@@ -73,6 +73,8 @@ class Prepared:
     reduces: bool
     """Whether gradients are reduced over replicas."""
     watch: StepWatch = field(init=False)
+    units: list[UnitMarks] = field(init=False)
+    """When they ran."""
 
     def plan(self, stage: int, micro_batch: int) -> Plan:
         """The plan of a micro-batch on a stage: what no action sends away stays.
@@ -286,7 +288,14 @@ class PipelineEngine(Engine):
         if self.traces is not None and training:
             self.traces.keep(self.executed)
         if records:
-            prepared.watch.done(self.executed, training=training)
+            step = prepared.plans.step
+            stats = prepared.watch.done(
+                self.executed,
+                training=training,
+                planned_seconds=None if step is None else step.step_seconds,
+            )
+            if training and prepared.bounds == prepared.plans.bounds:
+                self._stage_plans.step_done(prepared.plans, prepared.units, stats)
         return gradients, units
 
     def _prepare(
@@ -307,6 +316,8 @@ class PipelineEngine(Engine):
         prepared = None
         try:
             self._agree(call, layout)
+            if training:
+                self._stage_plans.correct()
             prepared = self._plan(call, layout, training=training, reduces=reduces)
             prepared.watch = StepWatch(self, call, prepared.step, began=began, name=self._activity)
         except Exception as error:
@@ -321,6 +332,8 @@ class PipelineEngine(Engine):
                 PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
             )
         assert prepared is not None, "nothing was refused, so all was planned"
+        prepared.plans = self._stage_plans.agree_on_step(prepared.plans, reduces=reduces)
+        self._allow_step(prepared.plans)
         return prepared
 
     def _plan(
@@ -332,10 +345,10 @@ class PipelineEngine(Engine):
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
-        self._allow_step(plans)
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         step = step_schedule(
             self.config,
+            plans.schedule,
             len(rows),
             len(bounds),
             forward_only=not training,
@@ -455,7 +468,7 @@ class PipelineEngine(Engine):
             assert gradients is not None, "only a training step reduces"
             gradients.start_reducing(self._parameters_of(stage), self.replicas)
 
-        self.executed = Executor(
+        executor = Executor(
             prepared.step.schedule,
             self.mesh.pp_rank,
             units,
@@ -465,7 +478,9 @@ class PipelineEngine(Engine):
             scale=scale,
             reduce=reduce,
             on_action=prepared.watch.action,
-        ).run()
+        )
+        self.executed = executor.run()
+        prepared.units = executor.units
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
         shared = self.shared_parameters()

@@ -1,4 +1,4 @@
-"""The schedule of a step: which one the settings ask for, lowered, and made once for each size."""
+"""The schedule of a step, lowered, and made once for each size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
-
-AUTO = "seq1f1b"
-"""What "auto" is: the least idle time with one stage per rank and whole backwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +29,9 @@ class StepSchedule:
     """The (stage, unit) that an action sends away."""
 
 
-def schedule_name(config: SPPOConfig) -> str:
-    """Name of the schedule that the settings ask for."""
-    return AUTO if config.pp_schedule == "auto" else config.pp_schedule
-
-
 def step_schedule(
     config: SPPOConfig,
+    name: str,
     micro_batches: int,
     chunks: int,
     *,
@@ -49,7 +42,8 @@ def step_schedule(
     """Make (or find) the schedule of a step.
 
     Args:
-        config: Ranks, schedule, stages per rank.
+        config: Ranks, stages per rank.
+        name: Of the schedule.
         micro_batches: Of the batch.
         chunks: Of each.
         forward_only: Whether nothing is run backward.
@@ -57,7 +51,6 @@ def step_schedule(
         leaves: The (stage, chunk) of which anything leaves the device. A rank may leave out those
             of others, whose lists it does not run.
     """
-    name = schedule_name(config)
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
     return _make(name, size, forward_only, reduce, leaves)
 

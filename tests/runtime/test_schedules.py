@@ -6,7 +6,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
-from sppo_hf.runtime.schedules import StepSchedule, check_size, schedule_name, step_schedule
+from sppo_hf.runtime.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.validate import validate
@@ -22,7 +22,7 @@ def made(
     **settings: Any,
 ) -> StepSchedule:
     config = SPPOConfig(pp_size=pp_size, pp_schedule=name, **settings)  # type: ignore[arg-type]
-    return step_schedule(config, *size, forward_only=forward_only, reduce=reduce)
+    return step_schedule(config, name, *size, forward_only=forward_only, reduce=reduce)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -46,13 +46,6 @@ def test_evaluation_runs_forwards_alone(name: str) -> None:
     assert not step.reduces
     forwards = generate(name, Size(2, 3, 4)).keep(lambda action: action.kind == "F")
     assert step.schedule == add_transfers(forwards)
-
-
-def test_auto_is_seq1f1b() -> None:
-    config = SPPOConfig(pp_size=2)
-    assert schedule_name(config) == "seq1f1b"
-    step = step_schedule(config, 3, 4, forward_only=False, reduce=False)
-    assert step.schedule == made("seq1f1b").schedule
 
 
 def test_a_schedule_is_made_once_for_each_size() -> None:
