@@ -29,11 +29,11 @@ from sppo_hf.rules import (
     count,
     flag,
     integer,
-    lengths,
     parse_bytes,
     say,
     show,
     text,
+    whole_numbers,
 )
 
 __all__ = ["SPPOConfig", "field_help", "parse_bytes"]
@@ -76,8 +76,9 @@ class SPPOConfig:
     """Whether bytes that went to disk are checked when they return, by the disk's own threads;
     damage is then an OffloadError and never a wrong gradient."""
 
-    recompute: Literal["auto", "none", "full"] = "auto"
-    """Whether backward recomputes layers (never their attention) instead of keeping all."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """What backward computes again instead of keeping all: "selective" elementwise work, "full"
+    layers; never attention."""
 
     attention_backend: str = "auto"
     """Attention kernel by name; "auto" takes the fastest that is exact for model and device."""
@@ -94,6 +95,9 @@ class SPPOConfig:
 
     pp_virtual_stages: int = 1
     """Stages of each rank of a pipeline; above 1 for "interleaved_seq1f1b" alone."""
+
+    pp_layers: tuple[int, ...] | None = None
+    """Decoder layers of each stage, first to last; None balances the stages."""
 
     pp_timeout_seconds: int = 600
     """Seconds without a sign of life after which the other ranks of a pipeline end the run."""
@@ -131,6 +135,10 @@ class SPPOConfig:
     show_plan: bool = True
     """Whether a table of the plan is printed before the first step."""
 
+    trace_dir: str | None = None
+    """Folder for what every rank did in its last step: `rank0.actions`, and when, as a trace for
+    ui.perfetto.dev; None keeps nothing."""
+
     show_progress: bool = True
     """Whether a step that takes more than a few seconds shows a progress bar of its chunks."""
 
@@ -165,8 +173,9 @@ class SPPOConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain JSON types; `from_dict` takes them back unchanged."""
         settings = {name: getattr(self, name) for name in _RULES}
-        if self.chunk_lengths is not None:
-            settings["chunk_lengths"] = list(self.chunk_lengths)
+        for name in ("chunk_lengths", "pp_layers"):
+            if settings[name] is not None:
+                settings[name] = list(settings[name])
         return settings
 
     @classmethod
@@ -253,7 +262,7 @@ _REGISTRIES: dict[str, Registry[Any]] = {
 # What may each setting be?
 _RULES: dict[str, Rule] = {
     "num_chunks": integer(1, "auto"),
-    "chunk_lengths": lengths,
+    "chunk_lengths": whole_numbers("tokens", instead=", or use num_chunks or chunk_tokens"),
     "chunk_tokens": integer(1, None),
     "partition": choice("auto", "flops", "even"),
     "order": choice("auto", "by_layer", "by_chunk"),
@@ -261,12 +270,13 @@ _RULES: dict[str, Rule] = {
     "offload_kv": choice("auto", "none", "full"),
     "offload_dir": text,
     "offload_checksum": flag,
-    "recompute": choice("auto", "none", "full"),
+    "recompute": choice("auto", "none", "selective", "full"),
     "attention_backend": choice_of(_REGISTRIES["attention_backend"]),
     "micro_batch_size": integer(1, None),
     "pp_size": count(1),
     "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
     "pp_virtual_stages": count(1),
+    "pp_layers": whole_numbers("layers"),
     "pp_timeout_seconds": count(1),
     "device_memory": budget,
     "host_memory": budget,
@@ -279,6 +289,7 @@ _RULES: dict[str, Rule] = {
     "loss_tile_tokens": integer(1, "auto"),
     "return_logits": flag,
     "show_plan": flag,
+    "trace_dir": text,
     "show_progress": flag,
     "log_metrics": flag,
 }
@@ -322,7 +333,15 @@ def _check_pipeline(config: SPPOConfig) -> None:
             f"rank. Allowed: more than one with pp_schedule={' or '.join(map(repr, interleaved))} "
             "alone. Remedy: choose that schedule, or drop pp_virtual_stages."
         )
-    for name, unset in (("pp_schedule", "auto"), ("pp_virtual_stages", 1)):
+    stages = config.pp_size * config.pp_virtual_stages
+    if config.pp_size > 1 and config.pp_layers and len(config.pp_layers) != stages:
+        raise ConfigError(
+            f"pp_layers={show(config.pp_layers)} has {len(config.pp_layers)} numbers, but "
+            f"pp_size={config.pp_size} x pp_virtual_stages={config.pp_virtual_stages} makes "
+            f"{stages} stages. Allowed: the layers of each stage, first to last. Remedy: give "
+            f"{stages} numbers, or drop pp_layers."
+        )
+    for name, unset in (("pp_schedule", "auto"), ("pp_virtual_stages", 1), ("pp_layers", None)):
         value = getattr(config, name)
         if config.pp_size == 1 and value != unset:
             raise ConfigError(

@@ -175,21 +175,31 @@ def _can_be_path(written: str) -> bool:
         return False
 
 
-def lengths(field: str, value: object) -> object:
-    """Rule for chunk lengths: None, or a list or tuple of whole numbers of tokens, each >= 1."""
-    allowed = "None (null in YAML) or a list of whole numbers of tokens, each >= 1"
-    if value is None:
-        return None
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        remedy = "write a list such as [512, 512], or use num_chunks or chunk_tokens"
-        refuse(field, value, allowed=allowed, remedy=remedy)
-    items = cast(Sequence[object], value)
-    if not items:
-        refuse(field, items, allowed=allowed, remedy=f"list the lengths, or drop {field}")
-    return tuple(
-        _whole_number(f"{field}[{index}]", item, least=1, allowed="a whole number of tokens >= 1")
-        for index, item in enumerate(items)
-    )
+def whole_numbers(unit: str, *, instead: str = "") -> Rule:
+    """Rule for None, or a list or tuple of whole numbers, each >= 1.
+
+    Args:
+        unit: Of what they are numbers, for messages: "tokens".
+        instead: What else may be done, for messages: ", or use ...".
+    """
+    allowed = f"None (null in YAML) or a list of whole numbers of {unit}, each >= 1"
+
+    def check(field: str, value: object) -> object:
+        if value is None:
+            return None
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+            remedy = f"write a list such as [512, 512]{instead}"
+            refuse(field, value, allowed=allowed, remedy=remedy)
+        items = cast(Sequence[object], value)
+        if not items:
+            refuse(field, items, allowed=allowed, remedy=f"list them, or drop {field}")
+        each = f"a whole number of {unit} >= 1"
+        return tuple(
+            _whole_number(f"{field}[{index}]", item, least=1, allowed=each)
+            for index, item in enumerate(items)
+        )
+
+    return check
 
 
 def budget(field: str, value: object) -> object:

@@ -94,7 +94,7 @@ def refused(settings: Any) -> str:
         ("chunk_lengths", [4, 0, 4], ["chunk_lengths[1]", "0 (int)", "tokens >= 1"]),
         ("chunk_lengths", [4, True], ["chunk_lengths[1]", "True (bool)"]),
         ("chunk_lengths", ["4"], ["chunk_lengths[0]", "4 without quotes"]),
-        ("chunk_lengths", [], ["[] (list)", "list the lengths"]),
+        ("chunk_lengths", [], ["[] (list)", "list them"]),
         ("chunk_lengths", 512, ["512 (int)", "[512, 512]"]),
         ("chunk_lengths", "512,512", ["'512,512' (str)", "[512, 512]"]),
         ("chunk_lengths", b"ab", ["b'ab' (bytes)"]),

@@ -20,7 +20,7 @@ from sppo_hf.planning.answer_tables import plan_tables
 from sppo_hf.planning.ask import Answer, PolicyResult, ask, compare_policies, plan_for, timeline_of
 from sppo_hf.planning.figure import draw_plan
 from sppo_hf.planning.modes import TIERS
-from sppo_hf.planning.plan_json import answer_to_dict, policies_to_list
+from sppo_hf.planning.plan_json import actions_to_list, answer_to_dict, policies_to_list
 from sppo_hf.schedule.figure import ENDINGS
 from sppo_hf.schedule.trace import write_trace
 
@@ -108,7 +108,8 @@ def plan(
         results = _compare(arguments, answer)
         _write_files(answer, arguments.title, figure, trace)
     if as_json:
-        given.echo_json({**answer_to_dict(answer), "policies": policies_to_list(results)})
+        policies, actions = policies_to_list(results), actions_to_list(answer.plan)
+        given.echo_json({**answer_to_dict(answer), "policies": policies, "actions": actions})
     else:
         out = given.console()
         out.print(plan_tables(answer, results, arguments.title))

@@ -19,6 +19,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
 from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.modes import RECOMPUTE_BY_SAVED
 from sppo_hf.rules import format_bytes
 
 _COLUMNS = (
@@ -29,7 +30,6 @@ _MOST_ACTIONS = 300_000
 """Simulated for one answer; at about ten microseconds each that is about three seconds."""
 
 _OFFLOADED = {"full": "all offloaded", "sppo": "some offloaded"}
-_RECOMPUTE = {"whole": "none", "products": "selective", "skeleton": "full"}
 
 
 def ask_cluster(
@@ -142,7 +142,7 @@ def _cells(plan: ClusterPlan) -> tuple[str, ...]:
         layout.schedule.removesuffix("_seq1f1b"),
         stages,
         f"{layout.num_chunks} {layout.partition}",
-        _RECOMPUTE[layout.saved] + offloaded,
+        RECOMPUTE_BY_SAVED[layout.saved] + offloaded,
         f"{plan.tokens_per_second:,.0f}",
         f"{plan.step_seconds:,.1f} s",
         f"{plan.bubble_fraction:.1%}",
@@ -156,5 +156,5 @@ def _name(plan: ClusterPlan) -> str:
     layout = plan.layout
     return (
         f"{layout.schedule} with {layout.stages} x {layout.replicas}, {layout.num_chunks} chunks, "
-        f"recompute {_RECOMPUTE[layout.saved]}, offload {layout.offload}"
+        f"recompute {RECOMPUTE_BY_SAVED[layout.saved]}, offload {layout.offload}"
     )

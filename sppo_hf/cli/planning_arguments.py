@@ -61,8 +61,17 @@ class Partition(StrEnum):
     even = "even"
 
 
+class Recomputed(StrEnum):
+    """Setting of `recompute`; a choice on the command line."""
+
+    auto = "auto"
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 class Mode(StrEnum):
-    """Setting of `recompute` and `offload_kv`; a choice on the command line."""
+    """Setting of `offload_kv`; a choice on the command line."""
 
     auto = "auto"
     none = "none"
@@ -126,7 +135,7 @@ ComputeDtype = Annotated[Dtype, typer.Option(help="Dtype of weights and compute.
 Cut = Annotated[Partition, typer.Option(help="How chunks are cut.")]
 NumChunks = Annotated[str, typer.Option(help="Number of chunks, or auto.")]
 Recompute = Annotated[
-    Mode | None, typer.Option(help="What backward computes again. [default: auto]")
+    Recomputed | None, typer.Option(help="What backward computes again. [default: auto]")
 ]
 OffloadKv = Annotated[Mode, typer.Option(help="Whether K/V leave the device too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -148,7 +157,7 @@ class PlanningArguments:
     dtype: Dtype
     partition: Partition
     num_chunks: str
-    recompute: Mode | None
+    recompute: Recomputed | None
     offload_kv: Mode
     policy: str = "auto"
     devices_of_host: int = 1
@@ -215,7 +224,8 @@ class PlanningArguments:
         recompute = self.recompute
         if recompute is None:
             # The fixed policies are the paper's: they decide what leaves, and recompute nothing.
-            recompute = Mode.auto if self.policy == "auto" else Mode.none
+            automatic = self.policy == "auto"
+            recompute = Recomputed.auto if automatic else Recomputed.none
         host_bytes = self._assumed_host_bytes(profile)
         if host_bytes is None:
             host_bytes = _budget("--host-memory", self.host_memory, profile.host_bytes)

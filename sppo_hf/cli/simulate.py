@@ -22,6 +22,7 @@ from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.figure import ENDINGS, draw_schedule
 from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED
 from sppo_hf.schedule.grid import over_time
+from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.trace import write_trace
 
 _WIDEST_TEXT = 200
@@ -136,12 +137,14 @@ def simulate(
 
 
 def _to_dict(simulated: Simulated) -> dict[str, Any]:
+    bare = simulated.lowered is simulated.schedule
     return {
         "bubble_fraction": simulated.bubble_fraction,
         "step_seconds": simulated.timeline.end_seconds,
         "peak_units": simulated.peak_units,
         "peak_bytes": simulated.peak_bytes,
-        "actions": simulated.schedule.texts(),
+        # A rank sends also where sends were given no time.
+        "actions": (lower(simulated.schedule) if bare else simulated.lowered).texts(),
     }
 
 

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
+from sppo_hf.model.action_log import ActionLog, TraceFolder
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.guard import check_router_loss
@@ -74,6 +75,9 @@ class Engine:
         self.head = ModelHead(parts, original_forward)
         self.room = OffloadRoom(config)
         self.plans = PlanBook(parts, config, self.room)
+        self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
+        """Keeps what the last step did, where the settings ask for it."""
+        self._log: ActionLog | None = None
         self._warned: set[str] = set()
         self._has_run = False
         self._passes_on = False
@@ -241,8 +245,11 @@ class Engine:
             device=call.device,
             took=self.take_stats,
             began_seconds=began_seconds,
-            on_step=self.plans.step_done,
+            on_step=self._step_done,
         )
+        if self.traces is not None:
+            self.traces.poll()
+            self._log = ActionLog(call.device) if torch.is_grad_enabled() else None
         self._last_watch = weakref.ref(watch)
         router_loss = RouterLoss.of(self.parts)
         if router_loss is not None and (call.head_arguments or not call.has_labels):
@@ -262,6 +269,12 @@ class Engine:
         watch.forward_done(output)
         self.plans.ran(plan)
         return output
+
+    def _step_done(self, watch: ForwardWatch) -> None:
+        self.plans.step_done(watch)
+        log, self._log = self._log, None
+        if self.traces is not None and log is not None:
+            self.traces.keep_log(log)
 
     def _wanted_logits(self, call: ForwardCall) -> LogitsRequest:
         """What this call does with logits."""
@@ -396,6 +409,8 @@ class Engine:
             choose_backend=self.plans.choose_backend,
             counters=self.counters,
             offload=self.offload,
+            log=self._log,
+            first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(self.config)),
         )
         constants = dict(call.constants)
         if router_loss is not None:
@@ -473,6 +488,8 @@ class Engine:
 
     def close(self) -> None:
         """Wait for copies under way and give the host memory back."""
+        if self.traces is not None:
+            self.traces.poll()
         self.room.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:

@@ -170,6 +170,11 @@ def model_shape(parts: ModelParts) -> ModelShape:
     )
 
 
+def whole_shape(parts: ModelParts) -> ModelShape:
+    """The shape of the model that `parts` may be a stage of, as its configuration has it."""
+    return ModelShape.from_profile(model_profile(parts))
+
+
 def model_profile(parts: ModelParts) -> ModelProfile:
     """What the model's layers cost as it is trained now; traced once for a configuration."""
     dtype_bytes, dtype = _compute_bytes(parts), parts.causal_lm.dtype

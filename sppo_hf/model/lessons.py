@@ -15,7 +15,7 @@ from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.plan import Plan
 
 # The first step allocates, pins and compiles; the second is like all that follow.
-_STEP_MEASURED = 2
+STEP_MEASURED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Teacher:
         if id(plan) not in self._steps:
             self._plans.append(plan)  # keeps its id from being given away
         steps = self._steps[id(plan)] = self._steps.get(id(plan), 0) + 1
-        if steps == _STEP_MEASURED:
+        if steps == STEP_MEASURED:
             self._waiting.append(watch)
 
     def lessons(self) -> Iterator[Lesson]:

@@ -114,6 +114,7 @@ class RecomputedFrame:
         label: str,
         reads: ReadTensors,
         states: States | None = None,
+        number: int | None = None,
     ) -> None:
         """Make a frame.
 
@@ -127,11 +128,13 @@ class RecomputedFrame:
             label: Name of the frame in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
             states: States that its mixers read.
+            number: Its place in the order of forward, for the tape.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
         self._run_layer = run_layer
         self._tape = tape
+        self._number = number
         self._offload = offload
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
         self._mode = mode
@@ -192,7 +195,7 @@ class RecomputedFrame:
         self._keep = None
         self._reads.leave_out_own_writes(self._versions)
         if self._meta:
-            self._tape.record(self)
+            self._tape.record(self, self._number)
         else:
             self._release()  # nothing in the layer needs a gradient
 

@@ -31,7 +31,9 @@ from torch import Tensor, nn
 
 from sppo_hf.attention.kv import KVStore, LayerKV
 from sppo_hf.attention.pieces import RowSpans
+from sppo_hf.attention.streamed import KVStream
 from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.model.action_log import ActionLog
 from sppo_hf.model.arena import ChunkArena, return_free_heap
 from sppo_hf.model.attend import (
     ChooseBackend,
@@ -60,6 +62,7 @@ from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.planning.modes import FrameMode
 from sppo_hf.planning.plan import Plan
+from sppo_hf.schedule.actions import Action, Kind
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
@@ -154,6 +157,8 @@ class Sequence:
         layers: range | None = None,
         linked: bool = True,
         around_layers: AroundLayers = contextlib.nullcontext,
+        log: ActionLog | None = None,
+        first_unit: int = 0,
     ) -> None:
         """Prepare empty stores for every layer.
 
@@ -169,6 +174,8 @@ class Sequence:
             linked: Whether autograd itself walks from chunk to chunk. If not, the caller runs each
                 chunk's backward by itself, in reverse.
             around_layers: Is entered around every forward of layers, the first and the second.
+            log: Is told what each layer does; None where nobody asks, or whole units are noted.
+            first_unit: How the log counts this sequence's first chunk.
         """
         self._parts = parts
         self._plan = plan
@@ -176,8 +183,13 @@ class Sequence:
         self._choose_backend = choose_backend
         self._counters = counters
         self._offload = offload
-        self._tape = offload.new_tape(leave_bytes=plan.leave_bytes, fetch_bytes=plan.fetch_bytes)
+        # Without links the caller says when the frames of a chunk are to come.
+        asked = plan.program().lowest_asked if plan.training and linked else []
+        self._tape = offload.new_tape(
+            leave_bytes=plan.leave_bytes, asked=asked, on_prefetch=self._prefetched
+        )
         self._stream = kv_stream(plan, offload, rows=rows, leave_bytes=plan.leave_bytes)
+        self._log = None if log is None else _LayerLog(log, plan, self._stream, first_unit)
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
@@ -217,6 +229,8 @@ class Sequence:
                 break
             on_chunk(chunk)
             yield chunk, self.run_chunk(chunk, slices.chunk(start, end))
+            if self._log is not None:
+                self._log.end_head()  # the loss is done when the next chunk is asked for
         self.end_forward()
 
     def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
@@ -282,7 +296,24 @@ class Sequence:
 
     def start_backward(self) -> None:
         """Bring back what backward needs first: little else runs on the device before it."""
-        self._tape.start_backward()
+        self._tape.start_backward(self._number(self._chunk, len(self._layers) - 1))
+
+    def prefetch(self, chunk: int) -> None:
+        """Bring back all frames of a chunk, first needed first."""
+        first = self._number(chunk, 0)
+        self._tape.prefetch(range(first + len(self._layers) - 1, first - 1, -1))
+
+    def settle(self) -> None:
+        """Let compute wait until few enough bytes are on their way out."""
+        self._offload.close_frame(self._plan.leave_bytes)
+
+    def _number(self, chunk: int, layer: int) -> int:
+        """A frame's number: its place in the order of forward; `layer` counts from the first."""
+        return chunk * len(self._layers) + layer
+
+    def _prefetched(self, number: int) -> None:
+        if self._log is not None:
+            self._log.prefetched(*divmod(number, len(self._layers)))
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -307,7 +338,10 @@ class Sequence:
         if isinstance(frame, RecomputedFrame):
             call.stash = frame
         call.link = self._links[index - self._layers.start]
-        self._watch_heap(index, end, args[0] if args else kwargs["hidden_states"])
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._watch_heap(index, end, hidden)
+        if self._log is not None:
+            self._log.begin_layer(self._chunk, index - self._layers.start, hidden)
         apart = documents_apart(layer, call.states)
         apart.__enter__()
         self._open.append((call, begin_layer(call), frame, apart))
@@ -364,6 +398,8 @@ class Sequence:
         recorded = len(self._tape)
         if frame is not None:
             frame.close()
+        if self._log is not None:
+            self._log.end_layer(self._chunk, index - self._layers.start, frame)
         if self._stream is not None and len(self._tape) == recorded:
             self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
         if call.kv is not None and not call.attended:
@@ -382,6 +418,9 @@ class Sequence:
         Norms of 16-bit models work in float32 and save what they work on: at 128K tokens 2 GiB of
         Llama-3.1-8B, and 1 GiB more where their weights train.
         """
+        if self._log is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._log.begin_layer(self._chunk, len(self._layers), hidden)
         if not torch.is_grad_enabled():
             return
         frame = RecomputedFrame(
@@ -432,6 +471,7 @@ class Sequence:
                 mode=mode,
                 label=f"layer {call.layer}, chunk {call.chunk}",
                 reads=self._reads_of(layer),
+                number=self._number(call.chunk, call.layer - self._layers.start),
             )
         label = f"layer {call.layer}, chunk {call.chunk}"
         casts = WeightCasts.of(layer, self._plan.device.kind, label)
@@ -444,7 +484,80 @@ class Sequence:
             label=label,
             tier=mode.tier,
             casts=casts,
+            number=self._number(call.chunk, call.layer - self._layers.start),
         )
+
+
+class _LayerLog:
+    """Tells an action log what the layers of one sequence do; see [Note: the order that is noted].
+
+    Layers count from the first of the sequence; the one behind the last is norm and head.
+    """
+
+    def __init__(
+        self, log: ActionLog, plan: Plan, stream: KVStream | None, first_unit: int
+    ) -> None:
+        self._log = log
+        self._plan = plan
+        self._mover = None if stream is None else stream.mover
+        self._first_unit = first_unit
+        self._moved = (0, 0)
+        self._away: set[tuple[int, int]] = set()
+        """(chunk, layer) of frames that moved."""
+
+    def begin_layer(self, chunk: int, layer: int, hidden: Tensor) -> None:
+        """Forward enters a layer, whose input is `hidden`."""
+        if layer and hidden.requires_grad:
+            # The gradient of this layer's input is that of the output of the one before.
+            hidden.register_hook(lambda _grad: self._enter_backward(chunk, layer - 1))
+        self._log.begin(self._action("F", chunk, layer))
+
+    def end_layer(self, chunk: int, layer: int, frame: Frame | None) -> None:
+        """Forward has left a layer."""
+        came, left = self._streamed()
+        if came:
+            self._log.note(self._action("K", chunk, layer, 0))
+        self._log.end()
+        moved = frame is not None and any(handle.is_moved for handle in frame.handles())
+        if moved:
+            self._away.add((chunk, layer))
+            self._log.note(self._action("D", chunk, layer))
+            if self._plan.mode(layer, chunk).tier == "disk":
+                self._log.note(self._action("S", chunk, layer))
+        if left:
+            self._log.note(self._action("O", chunk, layer, 0))
+
+    def end_head(self) -> None:
+        """A chunk's loss is done."""
+        self._log.end()
+
+    def prefetched(self, chunk: int, layer: int) -> None:
+        """A frame is on its way back."""
+        if (chunk, layer) in self._away:
+            if self._plan.mode(layer, chunk).tier == "disk":
+                self._log.note(self._action("L", chunk, layer))
+            self._log.note(self._action("H", chunk, layer))
+
+    def _enter_backward(self, chunk: int, layer: int) -> None:
+        def ended() -> None:
+            came, left = self._streamed()
+            if came:
+                self._log.note(self._action("K", chunk, layer, 1))
+            self._log.end()
+            if left:
+                self._log.note(self._action("O", chunk, layer, 1))
+
+        self._log.begin(self._action("B", chunk, layer), ended)
+
+    def _streamed(self) -> tuple[bool, bool]:
+        """Whether keys and values came, and whether they or their gradients left, since asked."""
+        if self._mover is None:
+            return False, False
+        (came, left), self._moved = self._moved, (self._mover.fetches, self._mover.sends)
+        return self._moved[0] > came, self._moved[1] > left
+
+    def _action(self, kind: Kind, chunk: int, layer: int, part: int | None = None) -> Action:
+        return Action(kind, 0, self._first_unit + chunk, layer, part)
 
 
 class _Again:

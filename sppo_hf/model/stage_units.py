@@ -31,7 +31,7 @@ from sppo_hf.planning.partition import Bounds
 # B rows of a micro-batch, C tokens of a chunk, T tokens of the sequence, D model width.
 
 MakeSequence = Callable[..., Sequence]
-"""Makes the sequence of (stage) for one micro-batch; takes Sequence's keywords that vary."""
+"""Makes the sequence of (stage, micro-batch); takes Sequence's keywords that vary."""
 
 AddLoss = Callable[[Tensor, slice, slice], Tensor]
 """Takes a chunk's hidden states `[B, C, D]`, which rows of the batch they are and which tokens;
@@ -154,6 +154,7 @@ class StageUnits:
         spans = self._layout.rows
         sequence = self._make_sequence(
             stage,
+            micro_batch,
             rows=None if spans is None else spans[start:end],
             last_position=positions.max().view(1, 1),
             around_layers=self._around_layers if self._split else contextlib.nullcontext,
@@ -228,6 +229,34 @@ class StageUnits:
         )
         self.losses.append(loss.detach())
         return loss
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def settle(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """Send a unit away: its layers' copies were started as each ran, and this is their end.
+
+        Compute waits until no more than one unit is on its way out.
+
+        Raises:
+            SPPOError: Its forward has not just run.
+        """
+        running = self._running.get((stage, micro_batch))
+        if running is None or chunk != running.due_chunk - 1:
+            due = None if running is None else running.due_chunk - 1
+            raise _out_of_order("device to host", stage, micro_batch, chunk, due)
+        running.sequence.settle()
+
+    def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """Start bringing back all that a unit's backward needs.
+
+        Raises:
+            SPPOError: Nothing of it waits for a backward.
+        """
+        running = self._running.get((stage, micro_batch))
+        if running is None or chunk not in running.units:
+            due = None if running is None else max(running.units, default=None)
+            raise _out_of_order("host to device", stage, micro_batch, chunk, due)
+        running.sequence.prefetch(chunk)
 
     # -- backward ----------------------------------------------------------------------------
 

@@ -62,6 +62,12 @@ class CudaMark:
         return self.event.elapsed_time(later.event) / 1e3
 
 
+def mark(device: torch.device | str) -> Mark:
+    """The point in a device's work at which the host is now."""
+    device = torch.device(device)
+    return CudaMark(device) if device.type == "cuda" else ClockMark()
+
+
 @dataclass(slots=True)
 class Stopwatch:
     """The marks of one forward call and its backward."""
@@ -73,9 +79,7 @@ class Stopwatch:
 
     def enter(self, phase: Phase, chunk: int = 0) -> None:
         """Mark that a chunk begins, or that a phase ends."""
-        device = torch.device(self.device)
-        mark = CudaMark(device) if device.type == "cuda" else ClockMark()
-        self._marks.append((phase, chunk, mark))
+        self._marks.append((phase, chunk, mark(self.device)))
 
     def ready(self) -> bool:
         """Whether all marks have been passed."""
@@ -85,7 +89,7 @@ class Stopwatch:
         """Seconds per chunk in a phase; chunks that several groups of rows went through add up."""
         assert self.ready(), "seconds are known once the work is done"
         sums = [0.0] * num_chunks
-        for (name, chunk, mark), (_, _, later) in zip(self._marks, self._marks[1:], strict=False):
+        for (name, chunk, begin), (_, _, later) in zip(self._marks, self._marks[1:], strict=False):
             if name == phase:
-                sums[chunk] += mark.seconds_until(later)
+                sums[chunk] += begin.seconds_until(later)
         return tuple(sums)

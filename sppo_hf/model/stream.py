@@ -51,9 +51,14 @@ class EngineMover(Mover):
         self._leave_bytes = leave_bytes
         self._trims = engine.device.type == "cpu"
         self._fetched_bytes = 0
+        self.fetches = 0
+        """How often something was fetched so far."""
+        self.sends = 0
+        """How often something was sent away."""
 
     def send(self, tensor: Tensor) -> OffloadedTensor:
         """See `Mover.send`."""
+        self.sends += 1
         return self._engine.start_offload(tensor, label=LABEL, tier=self._tier)
 
     def prefetch(self, handle: OffloadedTensor) -> None:
@@ -63,6 +68,7 @@ class EngineMover(Mover):
     def fetch(self, handle: OffloadedTensor) -> Tensor:
         """See `Mover.fetch`."""
         tensor = self._engine.wait_for(handle)
+        self.fetches += 1
         self._fetched_bytes += tensor.numel() * tensor.element_size()
         return tensor
 

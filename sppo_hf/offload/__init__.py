@@ -4,8 +4,8 @@ The files, lowest first: `lanes` starts copies and orders them, `pool` sub-alloc
 `holes` serve the disk too), `spans` and `cargo` say which bytes of a storage are where, `handles`
 how a tensor looks at them. `disk*` keep host bytes in files by threads of their own, `staging` is
 the way there and back, with `returns` for its regions. `leaving` and `origins` list what is on its
-way out and what has moved already, `moves` holds all cargoes, `tape` is the order in which frames
-come back, `engine` is the door to all of it, `frames` hooks it to what autograd saves.
+way out and what has moved already, `moves` holds all cargoes, `tape` has frames come back in the
+order that was planned, `engine` is the door to all of it, `frames` hooks it to what autograd saves.
 
 [Note: offload lifetimes]
 
@@ -27,11 +27,11 @@ that keeps it, and `tests/fakes` checks all of them with vector clocks.
 3. *Few sources wait at a time.* The host may enqueue a whole forward before the first copy ends;
    polling alone would then keep every source alive. So when a frame closes, the compute stream
    waits for the oldest copies until at most `leave_bytes` are on their way, and those sources are
-   freed. In backward the tape asks for frames only while at most `fetch_bytes` of them are ahead of
-   their use (and for the next one always), and before bytes come back, the compute stream waits
-   for copies whose tensors nobody wants any more. So the device holds the frame in work and one
-   window, no more, however far the host is ahead; a window is one frame where none is given. A
-   slow bus shows as stall seconds. Which copies compute waits for follows from sizes alone.
+   freed. In backward the tape asks for the frames that the step's program lists with the one that
+   is entered, and before bytes come back, the compute stream waits for copies whose tensors nobody
+   wants any more. So the device holds the frame in work and those that were planned to be ahead of
+   their use, no more, however far the host is ahead. A slow bus shows as stall seconds. Which
+   copies compute waits for follows from sizes alone.
 4. *A destination is free before it is written.* `StreamCopier.start_h2d` allocates it on the
    compute stream and makes the H2D lane wait for an event recorded there after the allocation, so
    earlier users of the block are through. It also waits for the D2H copy that filled the host

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,21 +61,28 @@ class OffloadEngine:
         """The device whose tensors move."""
         return self._copier.device
 
-    def new_tape(self, *, leave_bytes: int | None = None, fetch_bytes: int | None = None) -> Tape:
+    def new_tape(
+        self,
+        *,
+        leave_bytes: int | None = None,
+        asked: Sequence[int] | None = None,
+        on_prefetch: Callable[[int], None] | None = None,
+    ) -> Tape:
         """A tape for one sequence; its `record` is this engine's frame boundary.
 
         Args:
             leave_bytes: when a frame closes, compute waits until no more than these device bytes
                 are on their way out. The engine's, whichever tape or K/V store they are from: the
                 device's memory is one. None: until only the frame that closes is on its way.
-            fetch_bytes: the most bytes of this tape's frames that are prefetched and not yet in
-                use, but for the next frame, which always is. None: that one alone.
+            asked: which frames each frame prefetches; see `Tape`.
+            on_prefetch: is told the number of each frame that is prefetched.
         """
         return Tape(
             self,
             leave_bytes=leave_bytes,
-            fetch_bytes=fetch_bytes or 0,
+            asked=asked,
             reads_ahead=self._staging is not None,
+            on_prefetch=on_prefetch,
         )
 
     def reserve(self, host_bytes: int) -> int | None:

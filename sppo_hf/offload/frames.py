@@ -46,6 +46,7 @@ class OffloadFrame:
         label: what the frame is, for messages.
         tier: where its bytes are to wait. What an earlier frame has moved waits where that put it.
         casts: knows autocast's casts of weights; None where there are none worth knowing.
+        number: its place in the order of forward, for the tape.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class OffloadFrame:
         label: object = None,
         tier: Tier = "host",
         casts: WeightCasts | None = None,
+        number: int | None = None,
     ) -> None:
         self._engine = engine
         self._tape = tape
@@ -64,6 +66,7 @@ class OffloadFrame:
         self._label = label
         self._tier: Tier = tier
         self._casts = casts
+        self._number = number
         self._hooks: saved_tensors_hooks | None = None
         self._closed = False
         self._used = False
@@ -89,7 +92,7 @@ class OffloadFrame:
         """Stop catching, and put the frame on the tape."""
         self.cancel()
         self._closed = True
-        self._tape.record(self)
+        self._tape.record(self, self._number)
 
     def cancel(self) -> None:
         """Stop catching after an exception; what was caught returns with its graph."""

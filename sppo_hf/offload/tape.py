@@ -1,13 +1,22 @@
-"""The order in which frames closed in forward, read backward to bring each back ahead of its use.
+"""The frames of one forward, by their numbers, and the prefetches that are due in its backward.
+
+When backward enters a frame, those are prefetched that the step's program lists there. Which these
+are comes in as data (`StepProgram.asked` in `sppo_hf.planning.lowering`), so the order that was
+planned and simulated is the order that runs.
 
 Knows nothing of tensors: a frame is anything that names its handles. The tape looks at frames
 weakly: autograd's graph owns them, so a dropped graph takes its frames and their bytes with it.
+
+[Note: backwards that are not the planned one] A batch with padding runs fewer chunks, a gradient of
+a part of the graph enters fewer layers, and a graph may be walked in several goes. What a frame
+that is not there would have asked for is then asked for by the next one that is entered; a jump
+asks for nothing between, and what it lands on comes back when it is entered.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from sppo_hf.offload.handles import OffloadedTensor
@@ -28,10 +37,6 @@ class Mover(Protocol):
         """Let compute wait until at most `leave_bytes` are on their way out."""
         ...
 
-    def bytes_to_fetch(self, handles: Iterable[OffloadedTensor]) -> int:
-        """Device bytes that a prefetch of all `handles` would take."""
-        ...
-
     def prefetch(self, handle: OffloadedTensor) -> None:
         """Start bringing the tensor back to the device."""
         ...
@@ -44,15 +49,14 @@ class Mover(Protocol):
 class Tape:
     """The frames of one sequence, made by `OffloadEngine.new_tape`.
 
-    The look-ahead is counted per tape, since only the frames of one tape have an order among
-    them; autograd reads the tapes of several forwards one after another.
-
     Args:
         mover: moves what the frames' handles stand for.
         leave_bytes: what may be on its way out when a frame has closed; None for one frame.
-        fetch_bytes: the most bytes of frames that are prefetched and not yet used. The next frame
-            that has bytes is always prefetched, whatever its size.
+        asked: by number of a frame, the lowest number that has been prefetched once backward has
+            entered it (its own and those above are); None: the frame before it. A frame above the
+            end asks for nothing but itself.
         reads_ahead: whether frames beyond those are read from disk as early as there is room.
+        on_prefetch: is told the number of a frame when its bytes are asked for.
     """
 
     def __init__(
@@ -60,84 +64,95 @@ class Tape:
         mover: Mover,
         *,
         leave_bytes: int | None = None,
-        fetch_bytes: int = 0,
+        asked: Sequence[int] | None = None,
         reads_ahead: bool = False,
+        on_prefetch: Callable[[int], None] | None = None,
     ) -> None:
         assert leave_bytes is None or leave_bytes >= 0, "a bound on bytes is not negative"
-        assert fetch_bytes >= 0, "a tape cannot look back"
         self._mover = mover
         self._leave_bytes = leave_bytes
-        self._fetch_bytes = fetch_bytes
-        self._frames: list[weakref.ref[Frame]] = []
-        self._index_of: weakref.WeakKeyDictionary[Frame, int] = weakref.WeakKeyDictionary()
+        self._asked = asked
+        self._frames: dict[int, weakref.ref[Frame]] = {}
+        self._number_of: weakref.WeakKeyDictionary[Frame, int | None] = weakref.WeakKeyDictionary()
         self._reads_ahead = reads_ahead
+        self._on_prefetch = on_prefetch
+        self._told: set[int] = set()
+        self._recorded = 0
         # Backward is at frame `_at`; all between it and `_next` has been asked for, and all
         # between it and `_next_read` is on the host or being read.
         self._at = self._next = self._next_read = -1
-        self._ahead: dict[int, int] = {}
-        """Bytes of frames by index that were prefetched and not yet used."""
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return self._recorded
 
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes of frames that are prefetched, not yet used and still wanted."""
-        for index in [index for index in self._ahead if self._frames[index]() is None]:
-            del self._ahead[index]  # this part of the graph was dropped
-        return sum(self._ahead.values())
+    def record(self, frame: Frame, number: int | None = None) -> None:
+        """Take `frame` (weakly referenced, hashed by identity) when it closes.
 
-    def record(self, frame: Frame) -> None:
-        """Append `frame` (weakly referenced, hashed by identity) when it closes."""
-        assert frame not in self._index_of, "a frame closes once"
-        self._index_of[frame] = len(self._frames)
-        self._frames.append(weakref.ref(frame))
+        Args:
+            frame: Has its handles.
+            number: Its place in the order of forward; None: it is prefetched for no other frame,
+                and prefetches none.
+        """
+        assert frame not in self._number_of, "a frame closes once"
+        self._number_of[frame] = number
+        self._recorded += 1
+        if number is not None:
+            self._frames[number] = weakref.ref(frame)
         self._mover.close_frame(self._leave_bytes)
 
     def on_backward(self, frame: Frame) -> None:
-        """Prefetch `frame` and those before it within the window; call at its first use.
+        """Prefetch `frame` and those that are listed with it; call at its first use.
 
         Cheap when called again: what is there or under way is not asked for twice.
         """
-        assert frame in self._index_of, "a frame is used in backward after it has closed"
-        index = self._index_of[frame]
-        self._ahead.pop(index, None)
-        for handle in frame.handles():
-            self._mover.prefetch(handle)
-        self._look_ahead_of(index)
+        assert frame in self._number_of, "a frame is used in backward after it has closed"
+        number = self._number_of[frame]
+        if number is None:
+            for handle in frame.handles():
+                self._mover.prefetch(handle)
+            return
+        self._fetch(number)
+        self._enter(number)
 
-    def start_backward(self) -> None:
-        """Prefetch the last frames; worth calling where the loss's own backward runs before."""
-        self._look_ahead_of(len(self._frames))
+    def start_backward(self, number: int) -> None:
+        """Do now what entering frame `number` would, where little else runs before."""
+        self._enter(number)
 
-    def _look_ahead_of(self, index: int) -> None:
-        if index <= self._next or index > self._at:  # backward has jumped
-            self._next = self._next_read = index - 1
-        self._at = index
-        self._fetch_ahead()
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Prefetch the frames of these numbers, in their order."""
+        for number in numbers:
+            self._fetch(number)
+
+    def _enter(self, number: int) -> None:
+        if number > self._at:  # backward has begun, or begun anew
+            self._next = self._next_read = number
+        self._at = number
+        lowest = number - 1 if self._asked is None else number + 1
+        if self._asked is not None and number < len(self._asked):
+            lowest = self._asked[number]
+        for due in range(min(self._next, number), max(lowest, 0) - 1, -1):
+            self._fetch(due)
+            self._next = due - 1
         if self._reads_ahead:
             self._read_ahead()
 
-    def _fetch_ahead(self) -> None:
-        while self._next >= 0:
-            frame = self._frames[self._next]()
-            handles = tuple(frame.handles()) if frame is not None else ()
-            # A frame without bytes (kept, dropped, or back already) is no frame to stop at.
-            num_bytes = self._mover.bytes_to_fetch(handles)
-            if num_bytes > 0:
-                ahead_bytes = self.ahead_bytes
-                if ahead_bytes > 0 and ahead_bytes + num_bytes > self._fetch_bytes:
-                    return
-                self._ahead[self._next] = num_bytes
-                for handle in handles:
-                    self._mover.prefetch(handle)
-            self._next -= 1
+    def _fetch(self, number: int) -> None:
+        handles = tuple(self._handles(number))
+        if handles and self._on_prefetch is not None and number not in self._told:
+            self._told.add(number)
+            self._on_prefetch(number)
+        for handle in handles:
+            self._mover.prefetch(handle)
+
+    def _handles(self, number: int) -> Iterable[OffloadedTensor]:
+        reference = self._frames.get(number)
+        frame = None if reference is None else reference()
+        return () if frame is None else frame.handles()
 
     def _read_ahead(self) -> None:
         self._next_read = min(self._next_read, self._next)
         while self._next_read >= 0:
-            frame = self._frames[self._next_read]()
-            for handle in frame.handles() if frame is not None else ():
+            for handle in self._handles(self._next_read):
                 if not self._mover.read_ahead(handle):
                     return
             self._next_read -= 1

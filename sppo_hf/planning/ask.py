@@ -21,7 +21,7 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.model_profile import Tracer, Training, find_profile
-from sppo_hf.planning.modes import AWAY_TIERS, AwayTier
+from sppo_hf.planning.modes import AWAY_TIERS, SAVED_BY_RECOMPUTE, AwayTier
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
@@ -421,7 +421,7 @@ def _smallest(
 
 
 def _ruled(config: SPPOConfig, cost: StageCost, base: Decisions, choices: Choices) -> Decisions:
-    saved = "skeleton" if config.recompute == "full" else "whole"
+    saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
     decisions = fixed_policy(cost, base, config.offload, saved, choices)
     assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
     return decisions

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.modes import SAVED, Saved, Tier
+from sppo_hf.planning.modes import SAVED, SAVED_BY_RECOMPUTE, Tier
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.solve import Choices
 
@@ -89,11 +89,7 @@ def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
 
 def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     """Returns the modes and tiers that the config allows on this kind of device."""
-    saved: dict[str, tuple[Saved, ...]] = {
-        "auto": SAVED,
-        "none": ("whole",),
-        "full": ("skeleton",),
-    }
+    saved = SAVED if config.recompute == "auto" else (SAVED_BY_RECOMPUTE[config.recompute],)
     away = away_tiers(config, facts)
     tiers: tuple[Tier, ...] = ("device", *away)
     if config.offload == "none":
@@ -105,7 +101,7 @@ def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
         kv_tiers = ("device",)
     elif config.offload_kv == "full":
         kv_tiers = away or ("host",)
-    return Choices(saved=saved[config.recompute], tiers=tiers, kv_tiers=kv_tiers)
+    return Choices(saved=saved, tiers=tiers, kv_tiers=kv_tiers)
 
 
 def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:

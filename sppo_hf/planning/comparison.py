@@ -28,7 +28,10 @@ def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group
     """
     planned = before.prediction
     assert planned is not None, "a plan is corrected where it predicted something"
-    table = Table(box=SIMPLE_HEAD, title="SPPO: measured beside planned", title_justify="left")
+    title = "SPPO: measured beside planned"
+    if before.pipeline is not None:
+        title += ", one micro-batch on this rank's stage"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("what", style="bold")
     table.add_column("planned", justify="right")
     table.add_column("measured", justify="right")

@@ -68,6 +68,10 @@ class Decisions:
     fetch_bytes: int | None = None
     """Device bytes that may have come back before their use; None: those of one frame."""
 
+    fetch_chunks: int | None = None
+    """Instead of bytes: the chunks that have come back, whole, before their use; as a pipeline asks
+    for them, unit by unit."""
+
     staging_bytes: int = 2**30
     """Host bytes through which frames pass on their way to and from the disk."""
 

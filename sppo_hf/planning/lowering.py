@@ -18,7 +18,8 @@ forward, and given back with the backward.
 the next unit waits until no more than `leave_bytes` are on their way out. When backward enters a
 frame that leaves or is recomputed, frames are asked for in the order of backward, as long as those
 ahead of their use stay within `fetch_bytes`; one frame may always be ahead. Frames that are kept
-whole ask for nothing. `sppo_hf.offload` carries this out.
+whole ask for nothing. In a pipeline whole chunks are asked for, as `fetch_chunks` says.
+`sppo_hf.offload` carries this out: its tape is given `lowest_asked`.
 """
 
 from __future__ import annotations
@@ -152,12 +153,31 @@ class StepProgram:
     # -- the look-ahead ------------------------------------------------------------------------
 
     @cached_property
+    def asked(self) -> Bytes:
+        """[chunks * layers, in the order of backward] Places asked for once each is entered."""
+        asked = np.zeros(self.away_bytes.size, dtype=np.int64)
+        on_tape, following, _ = self._look_ahead
+        asked[on_tape] = following
+        return np.maximum.accumulate(asked)
+
+    @cached_property
     def asked_bytes(self) -> Bytes:
         """[chunks * layers, in the order of backward] Bytes asked for by each point of it."""
-        asked = np.zeros(self.away_bytes.size, dtype=np.int64)
-        on_tape, following, sums = self._look_ahead
-        asked[on_tape] = sums[following]
-        return np.maximum.accumulate(asked)
+        _, _, sums = self._look_ahead
+        return sums[self.asked]
+
+    @cached_property
+    def lowest_asked(self) -> list[int]:
+        """The same as the engine counts, in the order of forward: the lowest frame asked for.
+
+        By a frame's number, which is that of its forward among all layers' forwards.
+        """
+        return (self.asked.size - self.asked)[::-1].tolist()
+
+    @cached_property
+    def actions(self) -> list[Action]:
+        """All actions in the order in which they are enqueued."""
+        return self.lanes.listed
 
     @cached_property
     def asked_at(self) -> dict[int, list[int]]:
@@ -176,6 +196,12 @@ class StepProgram:
         limit = self.decisions.fetch_bytes or 0
         sizes = self._in_backward(self.away_bytes)
         sums = np.concatenate(([0], np.cumsum(sizes)))
+        if self.decisions.fetch_chunks is not None:
+            # The first layer of each chunk asks for all of it, and of as many more.
+            layers = self.points.num_layers
+            first = np.arange(0, sizes.size, layers)
+            asked = first + (1 + self.decisions.fetch_chunks) * layers
+            return first, np.minimum(asked, sizes.size), sums
         kept_whole = SAVED.index("whole")
         on_tape = np.flatnonzero(self._in_backward(self.modes) != kept_whole)
         used = sums[on_tape + 1]

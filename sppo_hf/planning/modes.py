@@ -18,6 +18,16 @@ input, the attention output and its log-sum-exp; the layer's linear part is reco
 itself is never run again.
 """
 
+SAVED_BY_RECOMPUTE: dict[str, Saved] = {
+    "none": "whole",
+    "selective": "products",
+    "full": "skeleton",
+}
+"""What is saved by the setting `recompute`, where that says it."""
+
+RECOMPUTE_BY_SAVED: dict[Saved, str] = {saved: word for word, saved in SAVED_BY_RECOMPUTE.items()}
+"""The same the other way round: what tables and settings call it."""
+
 Tier = Literal["device", "host", "disk"]
 """Where bytes wait: beside the compute, in host memory, or in files below `offload_dir`."""
 

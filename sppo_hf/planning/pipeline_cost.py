@@ -29,8 +29,7 @@ from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.modes import KEEP, SAVED, Saved
 from sppo_hf.planning.moments import Bytes
 from sppo_hf.planning.partition import Bounds
-from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.policy import sppo_ratios
+from sppo_hf.planning.policies import sppo_layers, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, loss_tile_tokens
 from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.schedule.actions import Action, Kind
@@ -222,12 +221,22 @@ class PipelineCost:
             return ()
         if offload == "full":
             return ((1.0,) * len(self.bounds),) * len(self.stages)
-        room = self._compute["F"].sum(axis=1) / self.cost.d2h_seconds(1.0, both=True)
-        # What K/V leave of the link while forwards run.
-        room -= self._streamed["F"][1].sum(axis=1)
+        work = self._counts @ self.cost.unit_seconds(self.bounds).forward
         return tuple(
-            sppo_ratios(sizes, max(0.0, most) / len(sizes))
-            for sizes, most in zip(self._frames.tolist(), room.tolist(), strict=True)
+            tuple(
+                leaving / len(stage)
+                for leaving in sppo_layers(
+                    self.cost, sizes, seconds, num_layers=len(stage), kv_bytes=kv_bytes
+                )
+            )
+            for stage, sizes, seconds, kv_bytes in zip(
+                self.stages,
+                self._frames.tolist(),
+                work.sum(axis=1).tolist(),
+                # What K/V leave of the link while forwards run.
+                self._streamed["F"][1].sum(axis=1).tolist(),
+                strict=True,
+            )
         )
 
     def _changed(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:

@@ -31,8 +31,8 @@ from sppo_hf.planning.limits import (
     limit_text,
     limit_warnings,
 )
-from sppo_hf.planning.lowering import estimate
-from sppo_hf.planning.modes import KEEP, Tier, mode_of
+from sppo_hf.planning.lowering import StepProgram, estimate
+from sppo_hf.planning.modes import KEEP, SAVED_BY_RECOMPUTE, Saved, Tier, mode_of
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
@@ -54,17 +54,53 @@ from sppo_hf.planning.solve import (
     least_memory,
     over_budget,
     play,
+    tightened,
     with_kv,
 )
-from sppo_hf.planning.stage_plan import shared_budgets
+from sppo_hf.planning.stage_plan import asked_by_unit, shared_budgets
 from sppo_hf.registry import OFFLOAD_POLICIES
 
 __all__ = ["DeviceFacts", "Plan", "make_plan"]
+
+# Of a stage's plan, until it fits with copies by unit.
+_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStep:
+    """What all stages of a pipeline do together in a step."""
+
+    schedule: str
+    """Name of the schedule."""
+
+    reason: str
+    """Why this one, and these chunks."""
+
+    ranks: int
+    """Of the pipeline."""
+
+    replicas: int
+    """Pipelines beside this one."""
+
+    micro_batches: int
+    """Of a step."""
+
+    step_seconds: float | None = None
+    """Predicted, of all stages and micro-batches; None where speeds are unknown."""
+
+    bubble_fraction: float = 0.0
+    """Share of the ranks' time without compute."""
+
+    mfu: float | None = None
+    """Of all ranks' dense bf16 peak; None where that is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Decisions):
     """How one batch shape is run, and why so."""
+
+    shape: ModelShape
+    """What runs: the model, or a stage of it."""
 
     device: DeviceFacts
     """Where it runs."""
@@ -93,8 +129,15 @@ class Plan(Decisions):
     cost: StageCost | None = None
     """What the prediction was made with."""
 
+    pipeline: PipelineStep | None = None
+    """Of a stage: what it is a part of. All else is then of one micro-batch on this stage."""
+
     warnings: tuple[str, ...] = ()
     """What a user should know before the first step; nothing here stops it."""
+
+    def program(self) -> StepProgram:
+        """Returns the step as a program: what runs, in order, with its bytes and seconds."""
+        return StepProgram(self, self.shape, self.device.kind, self.cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +169,7 @@ def make_plan(
     accumulates: bool = False,
     correction: Correction | None = None,
     bounds: Bounds | None = None,
-    alive: float = 1.0,
+    alive: float | None = None,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
@@ -143,7 +186,8 @@ def make_plan(
         accumulates: whether gradients of earlier batches are there when this one runs.
         correction: what the first steps taught about the profile.
         bounds: chunks that must stay as they are; by default they are decided here too.
-        alive: in a pipeline, batches that share the budgets; see `shared_budgets`.
+        alive: of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None
+            for a device of its own.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -152,7 +196,7 @@ def make_plan(
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     budgets = read_budgets(config, device)
-    if alive > 1:
+    if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
         budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)
     task = _Task(
@@ -182,12 +226,13 @@ def make_plan(
         bounds=bounds,
     )
     check_standing_bytes(config, shape, budgets, training=training)
-    decided = _decide(task)
+    decided = _decide(task) if alive is None else _decide_by_unit(task)
     predicted = estimate(shape, decided.decisions, device_kind=device.kind)
     check_named_budgets(config, budgets, predicted)
     shared = {f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)}
     return Plan(
         **shared,
+        shape=shape,
         device=device,
         backend_name=backend_name,
         backend_reason=backend_reason,
@@ -225,6 +270,37 @@ def _decide(task: _Task) -> _Decided:
     return _solved(task, task.cost)
 
 
+def _decide_by_unit(task: _Task) -> _Decided:
+    """Decides about a stage, whose copies take more room than those of single frames."""
+    best: _Decided | None = None
+    lowered = task
+    for _ in range(_ATTEMPTS):
+        try:
+            decided = _decide(lowered)
+        except BudgetError:
+            if best is None:
+                raise
+            break
+        best = _copied_by_unit(task, decided)
+        predicted = estimate(task.shape, best.decisions, device_kind=task.device.kind)
+        over = list(over_budget(predicted, task.budgets))
+        if not over or best is decided:
+            break
+        lowered = replace(lowered, budgets=tightened(lowered.budgets, over))
+    assert best is not None, "the first attempt decides or raises"
+    return best
+
+
+def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
+    made = asked_by_unit(decided.decisions, task.shape, task.device.kind)
+    if made is decided.decisions:
+        return decided
+    if task.cost is None or decided.prediction is None:
+        return replace(decided, decisions=made)
+    predicted = _predict(task.cost, made, policy=decided.prediction.policy)
+    return replace(decided, decisions=made, prediction=predicted)
+
+
 def _evaluation(task: _Task) -> _Decided:
     """Nothing waits for a backward; only K/V may have to leave."""
     return _Decided(decisions=_kv_placed(task, _base(task)), recompute_reason="", offload_reason="")
@@ -248,7 +324,7 @@ def _chosen(task: _Task) -> _Decided:
             f"of {task.device.name!r}. Run `sppo calibrate`, name a profile (hardware='h100'), or "
             "use offload='full' or 'none'."
         )
-    saved = "skeleton" if task.config.recompute == "full" else "whole"
+    saved = SAVED_BY_RECOMPUTE.get(task.config.recompute, "whole")
     base = with_kv(
         _base(task), task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind
     )
@@ -256,7 +332,9 @@ def _chosen(task: _Task) -> _Decided:
     assert decisions is not None, "the rule uses tiers that are there"
     return _Decided(
         decisions=decisions,
-        recompute_reason="set by the user" if saved == "skeleton" else f"{policy}: never",
+        recompute_reason=(
+            f"{policy}: never" if task.config.recompute == "auto" else "set by the user"
+        ),
         offload_reason=f"{policy}: {OFFLOAD_POLICIES.facts(policy)['reason']}",
         prediction=_predict(task.cost, decisions, policy=policy),
     )
@@ -270,9 +348,10 @@ def _by_rule(task: _Task) -> _Decided:
     """Modes that need no search: the user fixed them, or memory alone counts."""
     config, device = task.config, task.device
     base = _base(task)
-    recompute, recompute_reason = True, "auto: least memory, and attention is never run again"
+    saved: Saved = "skeleton"
+    recompute_reason = "auto: least memory, and attention is never run again"
     if config.recompute != "auto":
-        recompute, recompute_reason = config.recompute == "full", "set by the user"
+        saved, recompute_reason = SAVED_BY_RECOMPUTE[config.recompute], "set by the user"
     away = away_tiers(config, device)
     offload, offload_reason = bool(away), "auto: copies overlap with compute on their own streams"
     if config.offload != "auto":
@@ -282,7 +361,7 @@ def _by_rule(task: _Task) -> _Decided:
     elif device.kind == "cpu":
         offload_reason = "auto: on a CPU the host's memory is the device's"
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
-    mode = mode_of("skeleton" if recompute else "whole", tier)
+    mode = mode_of(saved, tier)
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
     # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
     # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.

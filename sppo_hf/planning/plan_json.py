@@ -50,6 +50,11 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
     }
 
 
+def actions_to_list(plan: Plan | None) -> list[list[str]]:
+    """Returns what the only rank does, in order, as `sppo_hf.schedule.actions` writes it."""
+    return [] if plan is None else [[str(action) for action in plan.program().actions]]
+
+
 def policies_to_list(results: Sequence[PolicyResult]) -> list[dict[str, Any]]:
     """Returns a comparison of policies in plain JSON types, in the same order."""
     return [

@@ -15,9 +15,9 @@ from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.registry import OFFLOAD_POLICIES
 
-Policy = Callable[[StageCost, Bounds, Saved, Tier], LayerModes]
-"""From what a model costs on a device, the chunks' bounds, how much is saved of a layer and the
-nearest tier away from the device: modes of all frames."""
+Policy = Callable[[StageCost, Bounds, Saved, Tier, float], LayerModes]
+"""From a model's costs on a device, the chunks' bounds, how much is saved of a layer, the nearest
+tier away from the device and the bytes of K/V that go there too: modes of all frames."""
 
 
 def register_policy(
@@ -46,13 +46,17 @@ def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerMod
 
 
 @register_policy("none", keeps=True, leaves=False, reason="all stays on the device")
-def none_modes(cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier) -> LayerModes:
+def none_modes(
+    cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier, kv_bytes: float = 0.0
+) -> LayerModes:
     """Returns modes that keep every frame on the device."""
     return uniform_modes(len(bounds), cost.shape.num_layers, mode_of(saved, "device"))
 
 
 @register_policy("full", keeps=False, leaves=True, reason="all leaves the device")
-def full_modes(cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier) -> LayerModes:
+def full_modes(
+    cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier, kv_bytes: float = 0.0
+) -> LayerModes:
     """Returns modes that let every frame leave."""
     return uniform_modes(len(bounds), cost.shape.num_layers, mode_of(saved, tier))
 
@@ -64,26 +68,57 @@ def full_modes(cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier) -> Lay
     reason="of each chunk as much as one chunk's compute time can copy",
 )
 def sppo_modes(
-    cost: StageCost, bounds: Bounds, saved: Saved = "whole", tier: Tier = "host"
+    cost: StageCost,
+    bounds: Bounds,
+    saved: Saved = "whole",
+    tier: Tier = "host",
+    kv_bytes: float = 0.0,
 ) -> LayerModes:
     """Returns the paper's rule: of each chunk as many layers leave as one chunk's compute can copy.
 
-    `alpha_i = min(1, BW * T_chunk / A_i)` with T_chunk the mean forward time of a chunk; layers are
-    whole, so alpha is rounded to the nearest of them. The last chunk stays, as does what is not
-    offloaded. The copies' speed is that of both directions at once, as in a pipeline, whose
-    forwards and backwards take turns; plans for a pipeline count on the same.
+    Args:
+        cost: Seconds and bytes of a device's layers.
+        bounds: The chunks.
+        saved: What is kept of a layer.
+        tier: Where it goes.
+        kv_bytes: What K/V of all chunks and layers copy to the host meanwhile.
     """
     num_layers = cost.shape.num_layers
     layers = range(num_layers)
     sizes = [sum(cost.frame_bytes(i, end - start, saved) for i in layers) for start, end in bounds]
     forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
-    threshold_bytes = forward / len(bounds) / cost.d2h_seconds(1.0, both=True)
     keep, away = mode_of(saved, "device"), mode_of(saved, tier)
-    modes: list[tuple[FrameMode, ...]] = []
-    for ratio in sppo_ratios(sizes, threshold_bytes):
-        leaving = round(ratio * num_layers)
-        modes.append(spread({away: leaving, keep: num_layers - leaving}, num_layers))
-    return tuple(modes)
+    return tuple(
+        spread({away: leaving, keep: num_layers - leaving}, num_layers)
+        for leaving in sppo_layers(cost, sizes, forward, num_layers=num_layers, kv_bytes=kv_bytes)
+    )
+
+
+def sppo_layers(
+    cost: StageCost,
+    frame_bytes: Sequence[float],
+    forward_seconds: float,
+    *,
+    num_layers: int,
+    kv_bytes: float,
+) -> list[int]:
+    """Returns how many layers of each chunk leave by the paper's rule, on a device or a stage.
+
+    `alpha_i = min(1, BW * T_chunk / A_i)` with T_chunk the mean forward time of a chunk, the head's
+    left out; layers are whole, so alpha is rounded to the nearest of them. The last chunk stays, as
+    does what is not offloaded. The copies' speed is that of both directions at once, as in a
+    pipeline, whose forwards and backwards take turns, less what K/V take of it.
+
+    Args:
+        cost: Its rate of copies is looked at.
+        frame_bytes: A_i of every chunk, all layers of the stage together.
+        forward_seconds: Of all chunks through all layers.
+        num_layers: Of the stage.
+        kv_bytes: What K/V of all chunks copy to the host meanwhile.
+    """
+    room = max(0.0, forward_seconds / cost.d2h_seconds(1.0, both=True) - kv_bytes)
+    ratios = sppo_ratios(frame_bytes, room / len(frame_bytes))
+    return [round(ratio * num_layers) for ratio in ratios]
 
 
 def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode, ...]:

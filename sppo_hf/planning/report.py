@@ -15,7 +15,7 @@ from rich.text import Text
 from sppo_hf.planning.chunk_groups import group_chunks
 from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
-from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.plan import PipelineStep, Plan
 from sppo_hf.rules import format_bytes
 
 _MOST_LENGTHS_SHOWN = 6
@@ -104,12 +104,29 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
         if plan.kv_block_tokens >= plan.total_tokens:
             blocks = "layer by layer"
         table.add_row("K/V", f"on the {plan.kv_tier}", f"streamed back {blocks}")
+    if plan.pipeline is not None:
+        _add_pipeline(table, plan, plan.pipeline)
+        return
     predicted = plan.prediction
     if predicted is not None:
         speed = format_speed(predicted.tokens_per_second, predicted.mfu)
         if predicted.stall_seconds > 0.0005 * predicted.step_seconds:
             speed += f"; {format_seconds(predicted.stall_seconds)} of it waits for copies"
         table.add_row("step", format_seconds(predicted.step_seconds), f"predicted: {speed}")
+
+
+def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:
+    """Adds the schedule, and the step of all stages together."""
+    ranks = f"{step.schedule} over {step.ranks} ranks"
+    if step.replicas > 1:
+        ranks += f", {step.replicas} times"
+    table.add_row("schedule", ranks, step.reason)
+    if step.step_seconds is not None:
+        tokens = step.micro_batches * plan.batch_rows * plan.total_tokens
+        speed = format_speed(tokens / step.step_seconds, step.mfu)
+        said = f"predicted, all stages and {step.micro_batches} micro-batches: {speed}"
+        said += f"; ranks idle {step.bubble_fraction:.1%}"
+        table.add_row("step", format_seconds(step.step_seconds), said)
 
 
 def speeds_known(plan: Plan) -> str:

@@ -25,8 +25,8 @@ from sppo_hf.planning.least import (
 )
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.memory import FRAGMENTATION
-from sppo_hf.planning.modes import AWAY_TIERS, FrameMode, Saved, Tier
+from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
+from sppo_hf.planning.modes import AWAY_TIERS, RECOMPUTE_BY_SAVED, FrameMode, Saved, Tier
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.policies import spread_kinds
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
@@ -166,7 +166,7 @@ def fixed_policies(
         for policy in OFFLOAD_POLICIES:
             decisions = fixed_policy(cost, base, policy, saved, choices)
             if decisions is not None:
-                yield f"{policy}, recompute {_RECOMPUTE[saved]}", decisions
+                yield f"{policy}, recompute {RECOMPUTE_BY_SAVED[saved]}", decisions
 
 
 def fixed_policy(
@@ -178,11 +178,13 @@ def fixed_policy(
     if facts["keeps"] and "device" not in choices.tiers:
         return None
     if not facts["leaves"]:
-        modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, "device")
+        modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, "device", 0.0)
         return replace(base, layer_modes=modes)
     if away is None:
         return None
-    modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, away)
+    tables = byte_tables(cost.shape, base, cost.profile.kind)
+    kv_bytes = int(tables.of_layers(tables.kv_out_forward).sum())
+    modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, away, kv_bytes)
     return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
 
 
@@ -229,7 +231,7 @@ def _mixed(
             if not over:
                 yield "solver", decisions, bound
                 break
-            tight = _tightened(tight, over)
+            tight = tightened(tight, over)
 
 
 def _mode_sets(choices: Choices) -> Iterator[tuple[FrameMode, ...]]:
@@ -288,8 +290,8 @@ def _settled(
     return looking_ahead(cost, decisions, min(most, least + max(0, spare)))
 
 
-def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
-    """Budgets lowered by what rounding broke them by, and a little more."""
+def tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
+    """Returns budgets lowered by what they were broken by, and a little more."""
     lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
 
     def of(tier: Tier) -> int | None:
@@ -297,6 +299,3 @@ def _tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
         return None if budget is None else budget - lowered.get(tier, 0)
 
     return Budgets(device=of("device"), host=of("host"), disk=of("disk"))
-
-
-_RECOMPUTE: dict[Saved, str] = {"whole": "none", "products": "selective", "skeleton": "full"}

@@ -10,6 +10,8 @@ import math
 from dataclasses import replace
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import (
     Bounds,
@@ -26,7 +28,8 @@ from sppo_hf.planning.shape import ModelShape
 # time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
 # slow.
 _UNITS_PER_STAGE = 4
-_LEAST_TOKENS = {"cpu": 16, "cuda": 2048}
+LEAST_TOKENS = {"cpu": 16, "cuda": 2048}
+"""Of a chunk, on average, by kind of device: below, kernels are slow."""
 
 
 def pipeline_bounds(
@@ -54,11 +57,15 @@ def pipeline_bounds(
     bounds = chunk_bounds(config, shape, total_tokens, device_kind=device_kind, stages=stages)
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     wanted = math.ceil(_UNITS_PER_STAGE * stages / micro_batches)
-    most = max(1, total_tokens // _LEAST_TOKENS.get(device_kind, 1))
+    most = max(1, total_tokens // LEAST_TOKENS.get(device_kind, 1))
     if fixed or len(bounds) >= min(wanted, most):
         return bounds
-    number = min(wanted, most)
-    if partition_of(config, stages=stages) == "even":
+    return cut_number(config, shape, total_tokens, min(wanted, most))
+
+
+def cut_number(config: SPPOConfig, shape: ModelShape, total_tokens: int, number: int) -> Bounds:
+    """Returns so many chunks of a pipeline's row, even or of the same work as the settings say."""
+    if partition_of(config, stages=config.pp_size) == "even":
         return lengthened(even_bounds(total_tokens, number), shape)
     return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, number), shape)
 
@@ -76,6 +83,19 @@ def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
         layers=shape.layers[layers.start : layers.stop],
         vocab_size=shape.vocab_size if last else 1,
     )
+
+
+def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> Decisions:
+    """Returns the decisions about a stage with copies by unit, as a pipeline's schedule lists them.
+
+    While a unit computes, one is on its way out (D), and the one that is used next on its way back
+    (H), all layers of it (`schedule.lower.add_offload`).
+    """
+    away = StepProgram(decisions, shape, device_kind).away_bytes.sum(axis=1)
+    if not away.any():
+        return decisions
+    leave_bytes = max(int(away.max()), decisions.leave_bytes or 0)
+    return replace(decisions, leave_bytes=leave_bytes, fetch_bytes=None, fetch_chunks=1)
 
 
 def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:

@@ -20,7 +20,7 @@ from sppo_hf.runtime.mesh import PipelineMesh
 
 _SHARED_SETTINGS = (
     *("num_chunks", "chunk_lengths", "chunk_tokens", "partition", "micro_batch_size"),
-    *("pp_size", "pp_schedule", "pp_virtual_stages"),
+    *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers"),
 )
 
 
@@ -104,3 +104,15 @@ def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
     box: list[ValueT] = [value]
     dist.broadcast_object_list(box, mesh.world_rank(0), group=mesh.control)
     return box[0]
+
+
+def all_say(mesh: PipelineMesh, value: ValueT) -> list[ValueT]:
+    """What each rank of the pipeline has, first to last; all of them call this at once.
+
+    Args:
+        mesh: The ranks.
+        value: This rank's; can be pickled.
+    """
+    said: list[Any] = [None] * mesh.pp_size
+    dist.all_gather_object(said, value, group=mesh.control)
+    return said

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,19 @@ from torch.profiler import record_function
 
 from sppo_hf.errors import PipelineError
 from sppo_hf.model.stage_units import StageUnits
+from sppo_hf.model.stopwatch import Mark, mark
 from sppo_hf.runtime.transport import Transport
-from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
+from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
 from sppo_hf.schedule.measured import Done
 from sppo_hf.schedule.schedule import Schedule
+
+
+class UnitMarks(NamedTuple):
+    """A unit that ran, between two marks in the device's work."""
+
+    action: Action
+    begin: Mark
+    end: Mark
 
 
 class Executor:
@@ -40,7 +50,7 @@ class Executor:
         """Prepare; runs nothing.
 
         Args:
-            schedule: Lowered: with sends and receives.
+            schedule: Lowered: with sends and receives, and with the copies of this rank.
             rank: This rank in the pipeline.
             units: Computes.
             transport: Carries messages.
@@ -62,11 +72,17 @@ class Executor:
         self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
         self._last_stage = schedule.num_stages - 1
         self._ready_seconds = 0.0
+        self._device = scale.device
+        self._ready: Mark = mark(self._device)
+        self.units: list[UnitMarks] = []
+        """When each unit ran by the device's clock, known once the device has passed the last."""
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward,
             "W": self._weights,
+            "D": lambda action: self._units.settle(*self._place(action)),
+            "H": lambda action: self._units.prefetch(*self._place(action)),
             "SEND_F": lambda action: self._send(action, action.stage + 1),
             "SEND_B": lambda action: self._send(action, action.stage - 1),
             "RECV_F": lambda action: self._receive(action, action.stage - 1),
@@ -87,9 +103,14 @@ class Executor:
         done: list[Done] = []
         for step, action in enumerate(self._schedule.ranks[self._rank]):
             start = self._ready_seconds = time.perf_counter()
+            computes = action.kind in COMPUTE_KINDS
+            if computes:
+                self._ready = mark(self._device)
             self._on_action(action, f"action {step} ({self._say(action)})")
             with record_function(f"sppo/{action}"):
                 self._handlers[action.kind](action)
+            if computes:
+                self.units.append(UnitMarks(action, self._ready, mark(self._device)))
             done.append(Done(action, start, time.perf_counter(), self._ready_seconds))
         self._transport.finish()
         if self._outbox or not self._units.finished():
@@ -133,6 +154,7 @@ class Executor:
         tensor = self._transport.take(Action(kind, action.stage, action.unit))
         # What was waited is no part of the unit's own seconds.
         self._ready_seconds = time.perf_counter()
+        self._ready = mark(self._device)
         return tensor
 
     def _send(self, action: Action, stage: int) -> None:

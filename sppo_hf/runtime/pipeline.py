@@ -6,6 +6,7 @@ The entry of this room for those who attach SPPO to something; see `pipeline_eng
 from __future__ import annotations
 
 import functools
+from itertools import accumulate, pairwise
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -91,8 +92,18 @@ def cut_of_shape(shape: ModelShape, config: SPPOConfig, pp_rank: int) -> StageCu
             "stage per layer. Remedy: a smaller pp_size (the other processes become data-parallel "
             "replicas), or fewer pp_virtual_stages."
         )
-    layers, head = layer_costs(shape, BALANCE_TOKENS)
-    cut = split_layers(layers, stages, last=head)
+    if config.pp_layers is not None:
+        if sum(config.pp_layers) != len(shape.layers):
+            raise ConfigError(
+                f"pp_layers={list(config.pp_layers)} are {sum(config.pp_layers)} layers, but the "
+                f"model has {len(shape.layers)}. Allowed: numbers that sum to that. Remedy: change "
+                "them, or drop pp_layers, which balances the stages."
+            )
+        ends = list(accumulate(config.pp_layers, initial=0))
+        cut = tuple(range(start, end) for start, end in pairwise(ends))
+    else:
+        layers, head = layer_costs(shape, BALANCE_TOKENS)
+        cut = split_layers(layers, stages, last=head)
     return StageCut(cut, tuple(range(pp_rank, stages, config.pp_size)))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -34,10 +34,12 @@ from sppo_hf.model.stage_units import AddLoss, StageUnits, first_layer_hook, las
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.model.versions import ReadTensors
+from sppo_hf.planning.modes import mode_of
 from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.plan import Plan
 from sppo_hf.runtime.agreement import agree, refused, settings_number
 from sppo_hf.runtime.call_limits import refuse_call
-from sppo_hf.runtime.executor import Done, Executor
+from sppo_hf.runtime.executor import Done, Executor, UnitMarks
 from sppo_hf.runtime.gradients import (
     PipelineLoss,
     Replicas,
@@ -71,6 +73,25 @@ class Prepared:
     reduces: bool
     """Whether gradients are reduced over replicas."""
     watch: StepWatch = field(init=False)
+    units: list[UnitMarks] = field(init=False)
+    """When they ran."""
+
+    def plan(self, stage: int, micro_batch: int) -> Plan:
+        """The plan of a micro-batch on a stage: what no action sends away stays.
+
+        Those are the units whose backward follows their forward at once.
+        """
+        plan = self.plans.by_stage[stage]
+        if not plan.training or not any(m.offload for row in plan.layer_modes for m in row):
+            return plan
+        first = micro_batch * len(self.bounds)
+        modes = tuple(
+            row
+            if (stage, first + chunk) in self.step.sent
+            else tuple(mode_of(mode.saved, "device") for mode in row)
+            for chunk, row in enumerate(plan.layer_modes)
+        )
+        return replace(plan, layer_modes=modes)
 
 
 class _RefusedByAll(Exception):
@@ -118,6 +139,8 @@ class PipelineEngine(Engine):
         """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
         self.replicas = Replicas(mesh.replicas, mesh.replicas_control)
         self._stage_plans = StagePlans(self)
+        if self.traces is not None:
+            self.traces.rank = mesh.world_rank(mesh.pp_rank)
         self.uniform = True
         """Whether the last loss of a caller's own weighed all tokens alike; see `token_outputs`."""
         self._scale = 1.0
@@ -262,8 +285,17 @@ class PipelineEngine(Engine):
             raise
         finally:
             self._units = None
+        if self.traces is not None and training:
+            self.traces.keep(self.executed)
         if records:
-            prepared.watch.done(self.executed, training=training)
+            step = prepared.plans.step
+            stats = prepared.watch.done(
+                self.executed,
+                training=training,
+                planned_seconds=None if step is None else step.step_seconds,
+            )
+            if training and prepared.bounds == prepared.plans.bounds:
+                self._stage_plans.step_done(prepared.plans, prepared.units, stats)
         return gradients, units
 
     def _prepare(
@@ -284,6 +316,8 @@ class PipelineEngine(Engine):
         prepared = None
         try:
             self._agree(call, layout)
+            if training:
+                self._stage_plans.correct()
             prepared = self._plan(call, layout, training=training, reduces=reduces)
             prepared.watch = StepWatch(self, call, prepared.step, began=began, name=self._activity)
         except Exception as error:
@@ -298,6 +332,8 @@ class PipelineEngine(Engine):
                 PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
             )
         assert prepared is not None, "nothing was refused, so all was planned"
+        prepared.plans = self._stage_plans.agree_on_step(prepared.plans, reduces=reduces)
+        self._allow_step(prepared.plans)
         return prepared
 
     def _plan(
@@ -309,10 +345,15 @@ class PipelineEngine(Engine):
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
-        self._allow_step(plans)
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         step = step_schedule(
-            self.config, len(rows), len(bounds), forward_only=not training, reduce=reduces
+            self.config,
+            plans.schedule,
+            len(rows),
+            len(bounds),
+            forward_only=not training,
+            reduce=reduces,
+            leaves=plans.leaves if training else frozenset(),
         )
         if not self._size_checked:
             # Later batches may be short: the last one of an epoch, or one with much padding. They
@@ -357,10 +398,10 @@ class PipelineEngine(Engine):
     ) -> StageUnits:
         cut = self.staged.cut
 
-        def make_sequence(stage: int, **varying: Any) -> Sequence:
+        def make_sequence(stage: int, micro_batch: int, **varying: Any) -> Sequence:
             return Sequence(
                 self.parts,
-                prepared.plans.by_stage[stage],
+                prepared.plan(stage, micro_batch),
                 choose_backend=self.plans.choose_backend,
                 counters=self.counters,
                 offload=self.offload,
@@ -427,7 +468,7 @@ class PipelineEngine(Engine):
             assert gradients is not None, "only a training step reduces"
             gradients.start_reducing(self._parameters_of(stage), self.replicas)
 
-        self.executed = Executor(
+        executor = Executor(
             prepared.step.schedule,
             self.mesh.pp_rank,
             units,
@@ -437,7 +478,9 @@ class PipelineEngine(Engine):
             scale=scale,
             reduce=reduce,
             on_action=prepared.watch.action,
-        ).run()
+        )
+        self.executed = executor.run()
+        prepared.units = executor.units
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
         shared = self.shared_parameters()

@@ -1,4 +1,4 @@
-"""The schedule of a step: which one the settings ask for, lowered, and made once for each size."""
+"""The schedule of a step, lowered, and made once for each size."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
-
-AUTO = "seq1f1b"
-"""What "auto" is: the least idle time with one stage per rank and whole backwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +26,34 @@ class StepSchedule:
     """Whether gradients are reduced over replicas."""
     virtual: int
     """Stages of each rank."""
-
-
-def schedule_name(config: SPPOConfig) -> str:
-    """Name of the schedule that the settings ask for."""
-    return AUTO if config.pp_schedule == "auto" else config.pp_schedule
+    sent: frozenset[tuple[int, int]] = frozenset()
+    """The (stage, unit) that an action sends away."""
 
 
 def step_schedule(
     config: SPPOConfig,
+    name: str,
     micro_batches: int,
     chunks: int,
     *,
     forward_only: bool,
     reduce: bool,
+    leaves: frozenset[tuple[int, int]] = frozenset(),
 ) -> StepSchedule:
     """Make (or find) the schedule of a step.
 
     Args:
-        config: Ranks, schedule, stages per rank.
+        config: Ranks, stages per rank.
+        name: Of the schedule.
         micro_batches: Of the batch.
         chunks: Of each.
         forward_only: Whether nothing is run backward.
         reduce: Whether gradients are reduced over replicas.
+        leaves: The (stage, chunk) of which anything leaves the device. A rank may leave out those
+            of others, whose lists it does not run.
     """
-    name = schedule_name(config)
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make(name, size, forward_only, reduce)
+    return _make(name, size, forward_only, reduce, leaves)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -75,14 +73,28 @@ def check_size(name: str, size: Size) -> None:
 
 
 @lru_cache(maxsize=64)
-def _make(name: str, size: Size, forward_only: bool, reduce: bool) -> StepSchedule:
+def _make(
+    name: str,
+    size: Size,
+    forward_only: bool,
+    reduce: bool,
+    leaves: frozenset[tuple[int, int]],
+) -> StepSchedule:
     made = generate(name, size)
     if forward_only:
         lowered = add_transfers(made.keep(lambda action: action.kind == "F"))
     else:
-        lowered = lower(made, reduce=reduce)
+        chunks = size.num_chunks
+        lowered = lower(
+            made, leaves=lambda stage, unit: (stage, unit % chunks) in leaves, reduce=reduce
+        )
     validate(lowered)  # once for each size; nothing wrong is ever run
     splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
     return StepSchedule(
-        name, lowered, splits=splits, reduces=reduce and not forward_only, virtual=size.num_virtual
+        name,
+        lowered,
+        splits=splits,
+        reduces=reduce and not forward_only,
+        virtual=size.num_virtual,
+        sent=frozenset((a.stage, a.unit) for rank in lowered.ranks for a in rank if a.kind == "D"),
     )

@@ -14,6 +14,7 @@ from sppo_hf.schedule.actions import Action
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sppo_hf.offload.stats import OffloadStats
     from sppo_hf.runtime.executor import Done
     from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
@@ -55,12 +56,17 @@ class StepWatch:
             units = self._step.schedule.num_units
             self._engine.observer.on_unit(direction, action.unit, units)
 
-    def done(self, executed: Sequence[Done], *, training: bool) -> None:
-        """The schedule has run; report what it cost.
+    def done(
+        self, executed: Sequence[Done], *, training: bool, planned_seconds: float | None
+    ) -> OffloadStats:
+        """The schedule has run; report what it cost, beside the seconds that were predicted.
 
         Tokens and FLOPs of the batch are split among the ranks of the pipeline, so that sums over
         all ranks count each once. Waiting for another rank is no stall here: the schedule's idle
         time is in the difference of seconds and compute.
+
+        Returns:
+            What was copied and waited for.
         """
         engine, call = self._engine, self._call
         mesh = engine.mesh
@@ -68,6 +74,7 @@ class StepWatch:
         flops = step_flops if training else forward_flops
         forwards = [done for done in executed if done.action.kind == "F"]
         forward = sum(done.end_seconds - done.start_seconds for done in forwards)
+        stats = engine.take_stats()
         engine.observer.on_record(
             StepRecord(
                 tokens=tokens * (mesh.pp_rank + 1) // mesh.pp_size
@@ -78,9 +85,10 @@ class StepWatch:
                 / mesh.pp_size,
                 forward_seconds=forward,
                 backward_seconds=time.perf_counter() - self._began - forward,
-                offload=engine.take_stats(),
-                planned_seconds=None,
+                offload=stats,
+                planned_seconds=planned_seconds,
                 num_chunks=self._step.schedule.num_chunks,
                 training=training,
             )
         )
+        return stats

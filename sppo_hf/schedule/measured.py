@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.pipeline import simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import Record, Timeline
@@ -75,6 +75,47 @@ def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[Done]]) ->
             events={},
         )
     )
+
+
+def executed_timeline(rank: int, executed: Sequence[Done]) -> Timeline:
+    """Makes a Timeline of what one rank did: compute without the time that it waited, and others.
+
+    Args:
+        rank: whose it is; lanes are named after it: "0.compute", "0.d2h", "0.send" and so on.
+        executed: what it did, in its order. What runs beside compute has the time of its start.
+    """
+    zero = executed[0].start_seconds if executed else 0.0
+    lanes: dict[str, list[Done]] = {}
+    for one in executed:
+        lanes.setdefault(f"{rank}.{_LANE_NAMES[one.action.kind]}", []).append(one)
+    done = [one for lane in lanes.values() for one in lane]
+    ranges: dict[str, range] = {}
+    first = 0
+    for name, lane in lanes.items():
+        ranges[name] = range(first, first + len(lane))
+        first += len(lane)
+    starts = [one.ready_seconds - zero for one in done]
+    return Timeline(
+        Record(
+            actions=[one.action for one in done],
+            positions={one.action: position for position, one in enumerate(done)},
+            lanes=ranges,
+            starts=starts,
+            ends=[one.end_seconds - zero for one in done],
+            readies=starts,
+            # What it waited for is not known here: the one before it stands for all.
+            latest=[max(position - 1, 0) for position in range(len(done))],
+            events={},
+        )
+    )
+
+
+_LANE_NAMES: dict[Kind, str] = {
+    **dict.fromkeys(COMPUTE_KINDS, "compute"),
+    **{"D": "d2h", "O": "d2h", "H": "h2d", "K": "h2d", "S": "disk write", "L": "disk read"},
+    **{"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"},
+    "REDUCE_GRAD": "reduce",
+}
 
 
 def mean_seconds(

@@ -57,6 +57,9 @@ def test_fixed_policies(tmp_path: Path, policy: str) -> None:
     assert {"none": leaving == [0] * 4, "full": leaving == [2] * 4, "sppo": leaving[-1] == 0}[
         policy
     ]
+    (actions,) = result["actions"]
+    assert actions[:1] + actions[-1:] == ["0F0.0", "0B0.0"]
+    assert sum("H" in action for action in actions) == sum(leaving)
     recomputed = read_json(model, *cut, "--policy", policy, "--recompute", "full")[1]
     assert all(chunk["recompute_layers"] == 2 for chunk in recomputed["chunks"])
 

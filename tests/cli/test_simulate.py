@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from sppo_hf.cli import app
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
+from sppo_hf.schedule.lower import lower
 from tests.cli.configs import LLAMA_8B, TINY, write_config
 
 
@@ -37,7 +38,7 @@ def test_the_example_of_the_readme() -> None:
     assert result["step_seconds"] == 105.0
     assert result["peak_units"] == [7, 6, 5, 4]
     assert result["peak_bytes"] is None
-    assert result["actions"] == generate("seq1f1b", Size(4, 8, 4)).texts()
+    assert result["actions"] == lower(generate("seq1f1b", Size(4, 8, 4))).texts()
     assert set(result) == {
         *("bubble_fraction", "step_seconds", "peak_units", "peak_bytes", "actions")
     }
@@ -66,8 +67,8 @@ def test_seconds_that_are_given() -> None:
     assert result["step_seconds"] == 4 * 10 + 2 * (3 + 5 - 2)
     _, sent = read_json("--schedule", "gpipe", *size_of(3, 1), "--send", "0.5")
     assert sent["step_seconds"] == 3 * 3 + 4 * 0.5
-    # What is listed is the schedule's compute, whatever goes beside it.
-    assert sent["actions"][1] == ["1F0", "1B0"]
+    # What is listed is what a rank does, messages included.
+    assert sent["actions"][1] == "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0".split()
 
 
 def test_a_model_on_a_machine(tmp_path: Path) -> None:

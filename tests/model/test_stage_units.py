@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,8 +47,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stage:
     """One stage, and the units of one batch on it."""
 
-    def __init__(self, model: nn.Module, rank: int, batch: dict[str, Tensor], split: bool) -> None:
-        config = SPPOConfig(pp_size=2, chunk_lengths=LENGTHS, show_plan=False)
+    def __init__(
+        self, model: nn.Module, rank: int, batch: dict[str, Tensor], split: bool, **settings: Any
+    ) -> None:
+        config = SPPOConfig(pp_size=2, chunk_lengths=LENGTHS, show_plan=False, **settings)
         parts = find_parts(model)
         self.model = model
         self.staged = StagedModel(parts, choose_cut(parts, config, rank))
@@ -86,7 +89,8 @@ class Stage:
         )
         rows = [(row, row + 1) for row in range(call.batch_rows)]
         plans = engine._stage_plans.get(1, TOKENS, call.device, micro_batches=len(rows))
-        step: Any = SimpleNamespace(splits=split)
+        every = {(s, u) for s in range(2) for u in range(len(rows) * CHUNKS)}
+        step: Any = SimpleNamespace(splits=split, sent=every)
         prepared = Prepared(rows, plans, plans.bounds, step, reduces=False)
         has_last = self.staged.cut.has_last
         add_loss = engine._label_loss(call, layout, prepared) if has_last else None
@@ -101,15 +105,21 @@ class Pair:
     """Both stages, and the unmodified model beside them."""
 
     def __init__(
-        self, family: str = "llama", *, rows: int = 1, split: bool = False, lora: bool = False
+        self,
+        family: str = "llama",
+        *,
+        rows: int = 1,
+        split: bool = False,
+        lora: bool = False,
+        **settings: Any,
     ) -> None:
         model: nn.Module = build_tiny_model(family)
         if lora:
             model = add_lora(model)  # type: ignore[arg-type]
         self.batch = make_batch(rows=rows, tokens=TOKENS)
         self.reference = run_reference(model, self.batch, hooks=False)
-        self.first = Stage(copy.deepcopy(model), 0, self.batch, split)
-        self.last = Stage(copy.deepcopy(model), 1, self.batch, split)
+        self.first = Stage(copy.deepcopy(model), 0, self.batch, split, **settings)
+        self.last = Stage(copy.deepcopy(model), 1, self.batch, split, **settings)
         count = (self.batch["labels"][:, 1:] != -100).sum()
         self.scale = 1.0 / count.double()
 
@@ -196,6 +206,36 @@ def test_micro_batches_come_back_in_any_order() -> None:
         pair.backward(0, chunk)
         pair.backward(2, chunk)
     pair.assert_exact()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backward_finds_what_was_prefetched(recompute: str) -> None:
+    """All of the unit's bytes, of the first backward as of the others, and none of another's."""
+    settings = {"offload": "full", "recompute": recompute, "min_offload_size": 1}
+    pair = Pair(rows=2, **settings)
+    for micro_batch in range(2):
+        for chunk in range(CHUNKS):
+            pair.forward(micro_batch, chunk)
+            pair.first.units.settle(0, micro_batch, chunk)
+    copied = [0]
+    for place in backwards([1, 0]):
+        for stage, one in enumerate((pair.first, pair.last)):
+            one.units.prefetch(stage, *place)
+        copied.append(pair.first.engine.offload.stats().h2d_bytes)
+        pair.backward(*place)
+        assert pair.first.engine.offload.stats().h2d_bytes == copied[-1]
+    assert all(one < other for one, other in pairwise(copied))
+    assert copied[-1] == pair.first.engine.offload.stats().d2h_bytes
+    pair.assert_exact()
+
+
+def test_copies_out_of_order_are_errors() -> None:
+    pair = Pair(offload="full", recompute="full", min_offload_size=1)
+    pair.forward(0, 0)
+    with pytest.raises(SPPOError, match=r"device to host of stage 0.* chunk 1, but chunk 0 is due"):
+        pair.first.units.settle(0, 0, 1)
+    with pytest.raises(SPPOError, match=r"host to device of stage 0.* chunk 2, but chunk 0 is due"):
+        pair.first.units.prefetch(0, 0, 2)
 
 
 def test_weight_gradients_wait_until_they_are_asked_for() -> None:

@@ -58,7 +58,7 @@ def loss_of(
             hidden_CD = block(hidden_CD)
         else:
             tier = tiers[number % len(tiers)]
-            with OffloadFrame(engine, tape, pin, label=f"layer {number}", tier=tier):
+            with OffloadFrame(engine, tape, pin, label=f"layer {number}", tier=tier, number=number):
                 hidden_CD = block(hidden_CD)
     return hidden_CD.square().mean()
 

@@ -69,7 +69,7 @@ class _Training:
                 carried = self.device.tensor(torch.rand(size), compute_seconds())
                 handles.append(self._save(carried))
             frames.append(_Frame(self.engine, tape, handles))
-            tape.record(frames[-1])
+            tape.record(frames[-1], len(frames) - 1)
             self.device.advance(compute_seconds())
         return frames
 
@@ -147,7 +147,7 @@ def test_the_device_never_holds_more_than_two_frames(
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
         frames.append(_Frame(engine, tape, [engine.start_offload(tensor)]))
         del tensor
-        tape.record(frames[-1])
+        tape.record(frames[-1], len(frames) - 1)
     for frame in reversed(frames):
         tape.on_backward(frame)
         tensor = engine.wait_for(frame.held[0])

@@ -130,7 +130,7 @@ def test_frames_come_back_one_ahead() -> None:
 
     engine.prefetch = logged  # type: ignore[method-assign]
     for number, block in enumerate(blocks):
-        frame = OffloadFrame(engine, tape, label=number)
+        frame = OffloadFrame(engine, tape, label=number, number=number)
         with frame:
             hidden_CD = block(hidden_CD)
         hidden_CD.register_hook(lambda gradient, number=number: log.append(f"backward {number}"))

@@ -160,11 +160,11 @@ def test_a_full_host_spills_to_disk() -> None:
 
 def test_reads_start_before_copies_and_within_half_of_staging() -> None:
     bench = _Bench(staging_pages=8)
-    tape = bench.engine.new_tape(leave_bytes=0, fetch_bytes=PAGE_BYTES)
+    tape = bench.engine.new_tape(leave_bytes=0)
     frames = []
     for _ in range(12):
         frames.append(_Frame(bench.send()))
-        tape.record(frames[-1])
+        tape.record(frames[-1], len(frames) - 1)
         bench.settle()
     bench.engine.wait_for(frames[-1].handle)
     tape.on_backward(frames[-1])

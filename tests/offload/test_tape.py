@@ -1,16 +1,17 @@
-"""The tape prefetches the frame in use and those before it within a window of bytes, each once."""
+"""The tape prefetches what is listed with the frame that backward enters, each once."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.offload.tape import Tape
+from tests.offload.orders import asked_within
 
 
 class _Handle:
@@ -39,9 +40,6 @@ class _Mover:
     def close_frame(self, leave_bytes: int | None = None) -> None:
         self.closed.append(leave_bytes)
 
-    def bytes_to_fetch(self, handles: Iterable[_Handle]) -> int:
-        return sum(handle.num_bytes for handle in handles if handle.name not in self.log)
-
     def prefetch(self, handle: _Handle) -> None:
         if handle.name not in self.log and handle.num_bytes:
             self.log.append(handle.name)
@@ -54,12 +52,12 @@ class _Mover:
         return True
 
 
-def _tape(sizes: list[int], fetch_bytes: int = 0) -> tuple[Tape, list[_Frame], list[int]]:
+def _tape(sizes: list[int], asked: list[int] | None = None) -> tuple[Tape, list[_Frame], list[int]]:
     mover = _Mover()
-    tape = Tape(mover, leave_bytes=7, fetch_bytes=fetch_bytes)
+    tape = Tape(mover, leave_bytes=7, asked=asked)
     frames = [_Frame(name, num_bytes) for name, num_bytes in enumerate(sizes)]
-    for frame in frames:
-        tape.record(frame)
+    for number, frame in enumerate(frames):
+        tape.record(frame, number)
     assert len(tape) == len(sizes)
     assert mover.closed == [7] * len(sizes)
     return tape, frames, mover.log
@@ -75,45 +73,69 @@ def _read_backward(tape: Tape, frames: list[_Frame], log: list[int]) -> list[lis
     return seen
 
 
-def test_one_ahead_where_no_window_is_given() -> None:
+def test_one_ahead_where_nothing_is_listed() -> None:
     tape, frames, log = _tape([5] * 4)
     assert _read_backward(tape, frames, log) == [[3, 2], [3, 2, 1], [3, 2, 1, 0], [3, 2, 1, 0]]
 
 
-@pytest.mark.parametrize(
-    ("fetch_bytes", "expected"),
-    [(9, [3, 2]), (10, [3, 2, 1]), (14, [3, 2, 1]), (15, [3, 2, 1, 0]), (99, [3, 2, 1, 0])],
-)
-def test_as_many_ahead_as_the_window_holds(fetch_bytes: int, expected: list[int]) -> None:
-    tape, frames, log = _tape([5] * 4, fetch_bytes)
-    tape.on_backward(frames[3])
-    assert log == expected
+def test_what_is_listed_is_asked_for_and_no_more() -> None:
+    tape, frames, log = _tape([5] * 6, [0, 0, 0, 3, 2, 4])
+    assert _read_backward(tape, frames, log) == [
+        [5, 4],
+        [5, 4, 3, 2],
+        [5, 4, 3, 2],
+        [5, 4, 3, 2, 1, 0],
+        [5, 4, 3, 2, 1, 0],
+        [5, 4, 3, 2, 1, 0],
+    ]
 
 
-def test_the_next_frame_is_fetched_though_it_is_larger_than_the_window() -> None:
-    tape, frames, log = _tape([5, 50, 5], fetch_bytes=10)
+def test_a_tape_without_a_list_for_them_brings_frames_back_one_by_one() -> None:
+    tape, frames, log = _tape([5] * 3, [])
+    tape.prefetch([1, 0])
+    assert log == [1, 0]
+    assert _read_backward(tape, frames, log) == [[1, 0, 2]] * 3
+
+
+def test_prefetches_are_told_once_by_number() -> None:
+    mover, told = _Mover(), list[int]()
+    tape = Tape(mover, asked=[0, 0, 1], on_prefetch=told.append)
+    frames = [_Frame(name, 5) for name in range(3)]
+    for number, frame in enumerate(frames):
+        tape.record(frame, number)
+    for frame in (*reversed(frames), frames[0]):
+        tape.on_backward(frame)
+    assert told == [2, 1, 0]
+
+
+def test_a_frame_without_a_number_comes_for_itself_alone() -> None:
+    tape, frames, log = _tape([5] * 2)
+    norm = _Frame(7, 5)
+    tape.record(norm)
+    tape.on_backward(norm)
+    assert log == [7]
+    tape.on_backward(frames[1])
+    assert log == [7, 1, 0]
+
+
+def test_frames_that_never_ran_leave_their_prefetches_to_the_next() -> None:
+    mover = _Mover()
+    tape = Tape(mover, asked=[0, 0, 0, 1, 3])
+    frames = [_Frame(name, 5) for name in range(3)]
+    for number, frame in enumerate(frames):
+        tape.record(frame, number)
     tape.on_backward(frames[2])
-    assert log == [2, 1]
-    assert tape.ahead_bytes == 50
+    assert mover.log == [2, 1, 0]
 
 
-def test_frames_without_bytes_are_passed_over() -> None:
-    tape, frames, log = _tape([5, 0, 0, 5, 0, 5])
-    assert _read_backward(tape, frames, log)[:3] == [[5, 3], [5, 3], [5, 3, 0]]
-
-
-def test_a_jump_prefetches_only_around_its_goal() -> None:
+def test_a_jump_prefetches_only_what_is_listed_with_its_goal() -> None:
     tape, frames, log = _tape([5] * 6)
     tape.on_backward(frames[5])
-    tape.on_backward(frames[1])
-    assert log == [5, 4, 1]  # what was fetched for nothing still counts as ahead
-    del frames[4]
-    gc.collect()
     tape.on_backward(frames[1])
     assert log == [5, 4, 1, 0]
 
 
-def test_a_jump_forward_goes_on_from_there() -> None:
+def test_a_jump_back_up_goes_on_from_there() -> None:
     tape, frames, log = _tape([5] * 6)
     tape.on_backward(frames[1])
     tape.on_backward(frames[0])
@@ -122,12 +144,14 @@ def test_a_jump_forward_goes_on_from_there() -> None:
 
 
 def test_the_last_frame_can_be_started_before_backward() -> None:
-    tape, frames, log = _tape([5] * 2)
-    tape.start_backward()
-    assert log == [1]
+    tape, frames, log = _tape([5] * 3)
+    tape.start_backward(2)
+    assert log == [2, 1]
+    tape.on_backward(frames[2])
+    assert log == [2, 1]
     tape.on_backward(frames[1])
-    assert log == [1, 0]
-    _tape([])[0].start_backward()
+    assert log == [2, 1, 0]
+    _tape([])[0].start_backward(3)
 
 
 def test_a_frame_is_recorded_once_and_before_its_use() -> None:
@@ -150,18 +174,17 @@ def test_the_tape_keeps_no_frame_alive() -> None:
     finally:
         gc.enable()
     tape.on_backward(third)
+    assert log == [2]
+    tape.on_backward(first)
     assert log == [2, 0]
-    assert tape.ahead_bytes == 5
-    del first
-    assert tape.ahead_bytes == 0
 
 
 def test_reads_run_ahead_of_prefetches_as_far_as_there_is_room() -> None:
     mover = _Mover()
-    tape = Tape(mover, fetch_bytes=10, reads_ahead=True)
+    tape = Tape(mover, asked=asked_within([5] * 12, 10), reads_ahead=True)
     frames = [_Frame(name, 5) for name in range(12)]
-    for frame in frames:
-        tape.record(frame)
+    for number, frame in enumerate(frames):
+        tape.record(frame, number)
     mover.room = 3
     tape.on_backward(frames[11])
     assert (mover.log, mover.read) == ([11, 10, 9], [8, 7, 6])
@@ -171,24 +194,21 @@ def test_reads_run_ahead_of_prefetches_as_far_as_there_is_room() -> None:
     tape.on_backward(frames[9])
     assert (mover.log[-1], mover.read) == (7, [8, 7, 6, 5, 4])
     mover.room = 9
-    tape.on_backward(frames[3])  # a jump, with a full window
-    assert (mover.log[-1], mover.read[5:]) == (3, [2, 1, 0])
+    tape.on_backward(frames[3])  # a jump
+    assert (mover.log[-3:], mover.read[5:]) == ([3, 2, 1], [0])
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(0, 30))
-def test_the_window_is_kept_and_the_next_frame_is_always_there(
-    sizes: list[int], fetch_bytes: int
-) -> None:
-    tape, frames, log = _tape(sizes, fetch_bytes)
-    for index in reversed(range(len(sizes))):
-        tape.on_backward(frames[index])
-        with_bytes = [one for one in reversed(range(len(sizes))) if sizes[one]]
-        assert log == with_bytes[: len(log)], "in the order of need, each once"
-        ahead = [one for one in log if one < index]
-        assert tape.ahead_bytes == sum(sizes[one] for one in ahead)
-        left = [one for one in with_bytes if one < index]
-        assert ahead[:1] == left[:1]
-        assert len(ahead) <= 1 or tape.ahead_bytes <= fetch_bytes
-        # And no smaller than it may be: the frame after the last one would not fit.
-        if len(ahead) < len(left):
-            assert tape.ahead_bytes + sizes[left[len(ahead)]] > fetch_bytes
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
+def test_any_list_is_followed(sizes: list[int], data: st.DataObject) -> None:
+    asked = [data.draw(st.integers(0, number)) for number in range(len(sizes))]
+    tape, frames, log = _tape(sizes, asked)
+    expected: list[int] = []
+    for number in _down(len(sizes)):
+        tape.on_backward(frames[number])
+        expected += [one for one in _down(number + 1) if one >= asked[number]]
+        expected = list(dict.fromkeys(one for one in expected if sizes[one]))
+        assert log == expected
+
+
+def _down(count: int) -> Iterator[int]:
+    return iter(range(count - 1, -1, -1))

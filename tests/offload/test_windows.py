@@ -13,6 +13,7 @@ from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.lanes import StreamCopier
 from sppo_hf.offload.pool import HostPool
 from tests.fakes.device import FakeDevice
+from tests.offload.orders import asked_within
 
 SLAB_BYTES = 2**14
 DURATIONS = st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0])
@@ -57,8 +58,9 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
     # Half of the runs never look at the clock: the host is ahead of the device without limit.
     device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
     engine = _engine(device)
-    tape, frames = engine.new_tape(leave_bytes=leave_bytes, fetch_bytes=fetch_bytes), []
     sizes_bytes = [4 * size for size in sizes]
+    asked = asked_within(sizes_bytes, fetch_bytes)
+    tape, frames = engine.new_tape(leave_bytes=leave_bytes, asked=asked), []
     largest_bytes = max(sizes_bytes)
     passes = data.draw(st.booleans())
     for size in sizes:
@@ -67,12 +69,12 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
         del tensor
         window_bytes = largest_bytes if leave_bytes is None else leave_bytes
         assert _leaving_bytes(engine) <= window_bytes + 4 * size
-        tape.record(frames[-1])
+        tape.record(frames[-1], len(frames) - 1)
         assert _leaving_bytes(engine) <= window_bytes
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     if data.draw(st.booleans()):
-        tape.start_backward()
-        assert 0 < tape.ahead_bytes <= max(fetch_bytes or 0, largest_bytes)
+        tape.start_backward(len(frames) - 1)
+        assert frames[-1].held[0].cargo().on_device is not None
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     while frames:
         frame = frames.pop()
@@ -81,7 +83,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
         device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
         ahead = [one.held[0].cargo() for one in frames]
         ahead_bytes = sum(one.span.num_bytes for one in ahead if one.on_device is not None)
-        assert ahead_bytes == tape.ahead_bytes <= max(fetch_bytes or 0, largest_bytes)
+        assert ahead_bytes <= max(fetch_bytes or 0, largest_bytes)
         assert not frames or ahead[-1].on_device is not None, "the next frame is on its way"
         del tensor, frame, ahead
         device.advance(data.draw(DURATIONS) if passes else 0.0)
@@ -153,18 +155,17 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
 
 def test_frames_that_were_kept_are_passed_over() -> None:
     engine = _engine(_slow_device())
-    tape = engine.new_tape(leave_bytes=0)
+    tape = engine.new_tape(leave_bytes=0, asked=[0, 0, 0, 0])
     frames = [
         _Frame(engine.start_offload(torch.rand(100))),
         _Frame(),
         _Frame(OffloadedTensor.stayed(torch.rand(100), None)),
         _Frame(engine.start_offload(torch.rand(100))),
     ]
-    for frame in frames:
-        tape.record(frame)
+    for number, frame in enumerate(frames):
+        tape.record(frame, number)
     tape.on_backward(frames[3])
     assert engine.stats().h2d_bytes == 800
-    assert tape.ahead_bytes == 400
 
 
 def test_bytes_to_fetch_count_aliases_once_and_nothing_twice() -> None:

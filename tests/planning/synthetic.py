@@ -33,6 +33,7 @@ def mixed_plan(num_chunks: int, layers: int = 32) -> Plan:
     )
     return Plan(
         **{field.name: getattr(decisions, field.name) for field in fields(decisions)},
+        shape=tiny_shape(num_hidden_layers=layers),
         device=DeviceFacts(kind="cuda", name="a GPU"),
         backend_name="reference",
         backend_reason="asked for",

@@ -186,25 +186,22 @@ class _Mover:
     def close_frame(self, leave_bytes: int | None = None) -> None:
         pass
 
-    def bytes_to_fetch(self, handles: Iterable[_Handle]) -> int:
-        return sum(h.num_bytes for h in handles if h.frame not in self.asked)
-
     def prefetch(self, handle: _Handle) -> None:
-        if handle.frame not in self.asked:
+        if handle.num_bytes and handle.frame not in self.asked:
             self.asked.append(handle.frame)
 
 
 @pytest.mark.fake
 @given(run=runs())
 @settings(max_examples=60)
-def test_the_look_ahead_is_the_tapes(run: tuple[StageCost, Decisions]) -> None:
+def test_the_engine_prefetches_where_the_program_does(run: tuple[StageCost, Decisions]) -> None:
     from sppo_hf.offload.tape import Tape
 
     cost, what = run
     what = replace(what, kv_tier="device", kv_block_tokens=0)
     lanes = lanes_of(what, cost)
     mover = _Mover()
-    tape = Tape(mover, fetch_bytes=what.fetch_bytes or 0)  # type: ignore[arg-type]
+    tape = Tape(mover, asked=lower(what, cost).lowest_asked)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
     order = [(c, layer) for c in range(what.num_chunks) for layer in range(what.num_layers)]
     for at, (chunk, layer) in enumerate(order):
@@ -213,7 +210,7 @@ def test_the_look_ahead_is_the_tapes(run: tuple[StageCost, Decisions]) -> None:
             continue
         size = cost.frame_bytes(layer, end - start, mode.saved)
         frames[chunk, layer] = _Frame([_Handle(at, size)] if mode.offload else [])
-        tape.record(frames[chunk, layer])  # type: ignore[arg-type]
+        tape.record(frames[chunk, layer], at)  # type: ignore[arg-type]
     asked_in: dict[int, Action | None] = {}
     previous = lanes.actions[COMPUTE][len(lanes.actions[COMPUTE]) - len(order) - 1]
     for chunk, layer in reversed(order):

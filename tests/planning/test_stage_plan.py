@@ -1,6 +1,7 @@
 """Plans of a stage: chunks from the whole model alone, its own layers, its share of the memory."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,9 +9,17 @@ from hypothesis import strategies as st
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import StepProgram
+from sppo_hf.planning.modes import KEEP, mode_of
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds, chunk_bounds
-from sppo_hf.planning.stage_plan import pipeline_bounds, shared_budgets, stage_shape
+from sppo_hf.planning.stage_plan import (
+    asked_by_unit,
+    pipeline_bounds,
+    shared_budgets,
+    stage_shape,
+)
 from tests.planning.shapes import tiny_shape
 
 SHAPE = tiny_shape(num_hidden_layers=4)
@@ -118,3 +127,24 @@ def test_shares_together_fit(device: int, host: int, standing: int, alive: float
     used = max(0, shared.device - standing) * alive
     assert used <= max(0, device - standing) + alive
     assert shared.host * alive <= host + alive
+
+
+def test_a_stage_asks_for_whole_units_one_ahead() -> None:
+    """Four chunks of three layers: entering a chunk finds it and the one used next on their way."""
+    cuts = tuple((at * 64, (at + 1) * 64) for at in range(4))
+    shape = tiny_shape(num_hidden_layers=3)
+    away = mode_of("whole", "host")
+    rows = ((KEEP,) * 3, *((away, away, KEEP),) * 3)
+    decisions = Decisions(
+        batch_rows=1, bounds=cuts, layer_modes=rows, training=True, tile_tokens=64
+    )
+    made = asked_by_unit(decisions, shape, "cuda")
+    program = StepProgram(made, shape, "cuda")
+    # In backward the last chunk comes first; layers count from the top.
+    assert program.asked.tolist() == [6] * 3 + [9] * 3 + [12] * 6
+    assert made.leave_bytes == program.away_bytes[1].sum()
+    assert (
+        program.estimate.device.total >= StepProgram(decisions, shape, "cuda").estimate.device.total
+    )
+    kept = replace(decisions, layer_modes=((KEEP,) * 3,) * 4)
+    assert asked_by_unit(kept, shape, "cuda") is kept

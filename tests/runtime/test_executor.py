@@ -52,6 +52,12 @@ class FakeUnits:
     def weights(self, stage: int, micro_batch: int, chunk: int) -> None:
         self.log.append(f"weights {stage} {micro_batch}.{chunk}")
 
+    def settle(self, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"settle {stage} {micro_batch}.{chunk}")
+
+    def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"prefetch {stage} {micro_batch}.{chunk}")
+
     def finished(self) -> bool:
         return not self.left
 
@@ -124,6 +130,8 @@ MIDDLE = {
     "1RECV_B3": "receive 1RECV_B3 from 2",
     "1SEND_B3": "send -103 to 0",
     "1REDUCE_GRAD0": "reduce 1",
+    "1D2": "settle 1 1.0",
+    "1H2": "prefetch 1 1.0",
 }
 BETWEEN_LAST_AND_FIRST_RANK = {
     "2SEND_F3": "send 203 to 0",
@@ -138,7 +146,8 @@ BETWEEN_LAST_AND_FIRST_RANK = {
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_each_action_goes_to_its_handler_in_order(name: str, rank: int) -> None:
     virtual = 2 if name == "interleaved_seq1f1b" else 1
-    schedule = lower(generate(name, Size(3, 3, CHUNKS, virtual)), reduce=True)
+    compute = generate(name, Size(3, 3, CHUNKS, virtual))
+    schedule = lower(compute, leaves=lambda stage, unit: True, reduce=True)
     log: list[str] = []
     units, transport = FakeUnits(log, schedule.num_stages), FakeTransport(log)
     executor, told = make(schedule, rank, units=units, transport=transport)

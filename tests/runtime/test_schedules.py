@@ -6,7 +6,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, ScheduleError
-from sppo_hf.runtime.schedules import StepSchedule, check_size, schedule_name, step_schedule
+from sppo_hf.runtime.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
@@ -23,7 +23,7 @@ def made(
     **settings: Any,
 ) -> StepSchedule:
     config = SPPOConfig(pp_size=pp_size, pp_schedule=name, **settings)  # type: ignore[arg-type]
-    return step_schedule(config, *size, forward_only=forward_only, reduce=reduce)
+    return step_schedule(config, name, *size, forward_only=forward_only, reduce=reduce)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -56,13 +56,6 @@ def test_a_schedule_that_cannot_run_is_refused_before_it_runs(monkeypatch) -> No
     )
     with pytest.raises(ScheduleError, match=r"0B2 .* needs 0RECV_B2"):
         made("gpipe", size=(3, 7))
-
-
-def test_auto_is_seq1f1b() -> None:
-    config = SPPOConfig(pp_size=2)
-    assert schedule_name(config) == "seq1f1b"
-    step = step_schedule(config, 3, 4, forward_only=False, reduce=False)
-    assert step.schedule == made("seq1f1b").schedule
 
 
 def test_a_schedule_is_made_once_for_each_size() -> None:

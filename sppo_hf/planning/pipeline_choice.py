@@ -1,0 +1,331 @@
+"""What settings leave open about a pipeline, decided by simulation: its schedule and its chunks.
+
+Also how long a step of all its stages together takes. Without speeds a rule decides, and says so.
+Stages, ranks and rows are given: layouts over devices are `cluster`'s business. Knows nothing of
+torch or of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.modes import SAVED, Saved
+from sppo_hf.planning.moments import Budgets
+from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
+from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.stage_plan import LEAST_TOKENS, cut_number, pipeline_bounds
+from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.timeline import Timeline
+
+RULE = "seq1f1b"
+"""What "auto" is where nothing is known of speeds: idles least of whole backwards with one stage on
+a rank."""
+
+AUTO: tuple[str, ...] = (RULE, "zb_seq1f1b")
+"""Schedules that "auto" chooses from: those for one stage on a rank that may be the fastest."""
+
+LINK_BYTES_PER_SECOND = 25 * 2.0**30
+"""Between neighbouring ranks, each way, where nothing else is known: a 200 Gbit/s card's."""
+
+# Actions of one simulation: about a third of a second.
+_MOST_ACTIONS = 30_000
+_TIMES_THE_RULE = (0.5, 1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineChoice:
+    """The schedule and the chunks of a pipeline."""
+
+    schedule: str
+    """Its name."""
+
+    bounds: Bounds
+    """The chunks of every row."""
+
+    reason: str
+    """Why these."""
+
+
+def rule_choice(
+    config: SPPOConfig,
+    shape: ModelShape,
+    total_tokens: int,
+    *,
+    micro_batches: int,
+    device_kind: str,
+) -> PipelineChoice:
+    """Decides without speeds: four units a stage, by one schedule.
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    bounds = pipeline_bounds(
+        config,
+        shape,
+        total_tokens,
+        stages=config.pp_size,
+        micro_batches=micro_batches,
+        device_kind=device_kind,
+    )
+    name = RULE if config.pp_schedule == "auto" else config.pp_schedule
+    reason = "set by the user" if _is_set(config) else "auto: by rule, for no speeds are known"
+    return PipelineChoice(schedule=name, bounds=bounds, reason=reason)
+
+
+def choose_pipeline(
+    config: SPPOConfig,
+    shape: ModelShape,
+    total_tokens: int,
+    *,
+    micro_batches: int,
+    batch_rows: int,
+    device: DeviceFacts,
+    dtype_name: str,
+) -> PipelineChoice:
+    """Decides what is open by simulating the candidates with the device's speeds.
+
+    What is kept of layers and where K/V wait is, for each candidate, the first of `_ways` that
+    fits; each stage's own plan decides anew later. Finer cuts are tried as long as they can be
+    simulated in a moment.
+
+    Args:
+        config: the settings.
+        shape: the whole model.
+        total_tokens: length of each row.
+        micro_batches: of a step.
+        batch_rows: rows of each.
+        device: a rank's; without a profile the rule decides.
+        dtype_name: dtype of the compute.
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    ruled = rule_choice(
+        config, shape, total_tokens, micro_batches=micro_batches, device_kind=device.kind
+    )
+    if _is_set(config) or device.profile is None:
+        return ruled
+    cost = StageCost(
+        shape=shape, profile=device.profile, dtype_name=dtype_name, batch_rows=batch_rows
+    )
+    search = _Search(config, cost, micro_batches, device)
+    for bounds in _cuts(config, shape, ruled.bounds, device.kind):
+        search.look_at(ruled.schedule, bounds)
+    if config.pp_schedule == "auto":
+        for *_, bounds in sorted(search.found)[:2]:
+            for name in AUTO[1:]:
+                search.look_at(name, bounds)
+    missing, seconds, _, name, bounds = min(search.found)
+    reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
+    if missing:
+        reason = f"auto: of {len(search.found)} simulated the one that lacks least memory"
+    return PipelineChoice(schedule=name, bounds=bounds, reason=reason)
+
+
+class _Search:
+    """Candidates that were simulated."""
+
+    def __init__(
+        self, config: SPPOConfig, cost: StageCost, micro_batches: int, device: DeviceFacts
+    ) -> None:
+        self._config = config
+        self._cost = cost
+        self._micro_batches = micro_batches
+        self._budgets = read_budgets(config, device)
+        self._ways = list(_ways(config, device))
+        self.found: list[tuple[int, float, int, str, Bounds]] = []
+        """Bytes that are missing, seconds of a step; of equals the first; schedule and chunks."""
+
+    def look_at(self, name: str, bounds: Bounds) -> None:
+        """Simulates a candidate, unless that would take long."""
+        config = self._config
+        stages = config.pp_size * config.pp_virtual_stages
+        few = min(self._micro_batches, _few(config.pp_size)[1])
+        if self.found and 6 * few * len(bounds) * stages > _MOST_ACTIONS:
+            return
+        ways: list[tuple[int, float]] = []
+        for saved, offload, kv_tier in self._ways:
+            ways.append(self._simulate(name, bounds, saved, offload, kv_tier))
+            if not ways[-1][0]:
+                break
+        self.found.append((*min(ways), len(self.found), name, bounds))
+
+    def _simulate(
+        self, name: str, bounds: Bounds, saved: Saved, offload: OffloadRule, kv_tier: KVTier
+    ) -> tuple[int, float]:
+        config = self._config
+        missing = 0
+
+        def seconds_of(micro_batches: int) -> float:
+            nonlocal missing
+            size = Size(config.pp_size, micro_batches, len(bounds), config.pp_virtual_stages)
+            schedule = generate(name, size)
+            costs = PipelineCost.of(
+                schedule,
+                self._cost,
+                bounds,
+                saved=saved,
+                offload=offload,
+                kv_tier=kv_tier,
+                link_bytes_per_second=LINK_BYTES_PER_SECOND,
+            )
+            timeline = simulate_pipeline(
+                lower(schedule, leaves=costs.leaves),
+                seconds=costs.seconds,
+                changes=costs.changes,
+                standing=costs.standing(),
+            )
+            missing = max(missing, _missing(timeline, config.pp_size, self._budgets))
+            return timeline.end_seconds
+
+        seconds = _of_many(seconds_of, self._micro_batches, config.pp_size)
+        return missing, seconds
+
+
+def stage_seconds(plan: Plan) -> dict[Kind, list[float]]:
+    """Returns how long each kind of a stage's units takes, by chunk: layers and modes added up.
+
+    Args:
+        plan: a stage's, made with costs.
+    """
+    assert plan.cost is not None, "asked where speeds are known"
+    program, cost = plan.program(), plan.cost
+    tables, chunks = program.tables, plan.num_chunks
+    ahead = program.points.num_forward
+    forward = program.seconds[:ahead].reshape(chunks, -1).sum(axis=1)
+    backward = program.seconds[ahead:].reshape(chunks, -1).sum(axis=1)[::-1]
+    weight = cost.unit_seconds(plan.bounds).weight[tables.kind_of].sum(axis=0)
+    away = program.away_bytes.sum(axis=1)
+
+    def streamed(come: np.ndarray, leave: np.ndarray) -> np.ndarray:
+        moved = tables.of_layers(come).sum(axis=1), tables.of_layers(leave).sum(axis=1)
+        seconds = [
+            [cost.h2d_seconds(one, both=True), cost.d2h_seconds(other, both=True)]
+            for one, other in zip(*(side.tolist() for side in moved), strict=True)
+        ]
+        return np.array(seconds).max(axis=1)
+
+    forward = np.maximum(forward, streamed(tables.kv_in_forward, tables.kv_out_forward))
+    backward = np.maximum(backward, streamed(tables.kv_in_backward, tables.kv_out_backward))
+    copies = away.tolist()
+    return {
+        "F": forward.tolist(),
+        "B": backward.tolist(),
+        "I": (backward - weight).tolist(),
+        "W": weight.tolist(),
+        "D": [cost.d2h_seconds(size, both=True) for size in copies],
+        "H": [cost.h2d_seconds(size, both=True) for size in copies],
+    }
+
+
+def pipeline_step(
+    make: Callable[[int], Schedule],
+    stages: Mapping[int, Mapping[Kind, list[float]]],
+    *,
+    micro_batches: int,
+    ranks: int,
+    message_seconds: list[float],
+    reduce_seconds: float = 0.0,
+) -> tuple[float, float]:
+    """Returns seconds of a step of all stages together, and the share of it that ranks idle.
+
+    Args:
+        make: the lowered schedule of so many micro-batches.
+        stages: `stage_seconds` of each.
+        micro_batches: of a step.
+        ranks: of the pipeline.
+        message_seconds: of a unit's message, by chunk.
+        reduce_seconds: of one stage's reduction over replicas.
+    """
+    idle = 0.0
+
+    def seconds_of(count: int) -> float:
+        nonlocal idle
+        schedule = make(count)
+
+        def seconds(action: Action) -> float:
+            chunk = schedule.chunk(action)
+            if action.kind in ("SEND_F", "SEND_B"):
+                return message_seconds[chunk]
+            if action.kind == "REDUCE_GRAD":
+                return reduce_seconds
+            of_kind = stages[action.stage].get(action.kind)
+            return 0.0 if of_kind is None else of_kind[chunk]
+
+        timeline = simulate_pipeline(schedule, seconds=seconds)
+        idle = bubble_fraction(timeline)
+        return timeline.end_seconds
+
+    seconds = _of_many(seconds_of, micro_batches, ranks)
+    return seconds, idle
+
+
+def _of_many(seconds_of: Callable[[int], float], micro_batches: int, ranks: int) -> float:
+    """Seconds of a step, of whose micro-batches few are simulated: the others repeat them."""
+    fewer, few = _few(ranks)
+    if micro_batches <= few:
+        return seconds_of(micro_batches)
+    before, after = seconds_of(fewer), seconds_of(few)
+    return after + (micro_batches - few) * (after - before) / (few - fewer)
+
+
+def _few(ranks: int) -> tuple[int, int]:
+    """Micro-batches after which a pipeline repeats itself; groups of `ranks` are not split."""
+    return 2 * ranks, 3 * ranks
+
+
+def _is_set(config: SPPOConfig) -> bool:
+    chunks = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
+    return bool(chunks) and config.pp_schedule != "auto"
+
+
+def _cuts(
+    config: SPPOConfig, shape: ModelShape, ruled: Bounds, device_kind: str
+) -> Iterator[Bounds]:
+    """The cut by rule first, then coarser and finer ones where the settings leave them open."""
+    yield ruled
+    if config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens:
+        return
+    total_tokens = ruled[-1][1]
+    most = max(1, total_tokens // LEAST_TOKENS[device_kind])
+    numbers = {min(most, max(1, round(times * len(ruled)))) for times in _TIMES_THE_RULE}
+    for number in sorted(numbers - {len(ruled)}):
+        yield cut_number(config, shape, total_tokens, number)
+
+
+def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, OffloadRule, KVTier]]:
+    """What may be kept of layers, what of it leaves, and where K/V wait; fastest first."""
+    choices = read_choices(config, device)
+    rules: dict[str, tuple[OffloadRule, ...]] = {
+        "none": ("none",),
+        "full": ("full",),
+        "sppo": ("sppo",),
+        "auto": ("none", "full") if len(choices.tiers) > 1 else ("none",),
+    }
+    kv_tiers: list[KVTier] = ["host" if tier != "device" else "device" for tier in choices.kv_tiers]
+    for kv_tier in dict.fromkeys(kv_tiers):
+        for saved in (saved for saved in SAVED if saved in choices.saved):
+            for rule in rules[config.offload]:
+                yield saved, rule, kv_tier
+
+
+def _missing(timeline: Timeline, ranks: int, budgets: Budgets) -> int:
+    """Bytes by which the fullest rank is over its budgets."""
+    missing = 0
+    for tier, budget in (("device", budgets.device), ("host", budgets.host)):
+        if budget is not None:
+            peak = max(timeline.peak(f"{rank}.{tier}").num_bytes for rank in range(ranks))
+            missing += max(0, peak - budget)
+    return missing

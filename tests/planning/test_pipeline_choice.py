@@ -1,0 +1,160 @@
+"""What "auto" is in a pipeline: simulated where speeds are known, by rule where they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.choices import DeviceFacts
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.pipeline_choice import (
+    LINK_BYTES_PER_SECOND,
+    RULE,
+    PipelineChoice,
+    choose_pipeline,
+    pipeline_step,
+    stage_seconds,
+)
+from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.plan import make_plan
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.stage_plan import stage_shape
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.pipeline import simulate_pipeline
+from tests.planning.shapes import tiny_shape
+
+SHAPE = tiny_shape(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192)
+H100 = DeviceFacts(kind="cuda", name="H100", profile=load_profile("h100"))
+TOKENS = 65_536
+
+
+def _choose(device: DeviceFacts = H100, micro_batches: int = 1, **settings: Any) -> PipelineChoice:
+    config = SPPOConfig(pp_size=4, **settings)
+    return choose_pipeline(
+        config,
+        SHAPE,
+        TOKENS,
+        micro_batches=micro_batches,
+        batch_rows=1,
+        device=device,
+        dtype_name="bfloat16",
+    )
+
+
+def _seconds(choice: PipelineChoice, micro_batches: int) -> float:
+    """A step in the planner's own simulation, with layers kept whole."""
+    assert H100.profile is not None
+    schedule = generate(choice.schedule, Size(4, micro_batches, len(choice.bounds)))
+    cost = StageCost(shape=SHAPE, profile=H100.profile, dtype_name="bfloat16")
+    link = LINK_BYTES_PER_SECOND
+    costs = PipelineCost.of(schedule, cost, choice.bounds, link_bytes_per_second=link)
+    return simulate_pipeline(lower(schedule), seconds=costs.seconds).end_seconds
+
+
+@pytest.mark.parametrize("micro_batches", [1, 16])
+def test_the_choice_is_no_slower_than_the_rule(micro_batches: int) -> None:
+    keep = {"recompute": "none", "offload": "none", "offload_kv": "none"}
+    ruled = _choose(DeviceFacts(kind="cuda", name="?"), micro_batches, **keep)
+    assert (ruled.schedule, "by rule" in ruled.reason) == (RULE, True)
+    chosen = _choose(micro_batches=micro_batches, **keep)
+    assert "simulated" in chosen.reason
+    seconds = [_seconds(one, micro_batches) for one in (chosen, ruled)]
+    assert seconds[0] <= seconds[1]
+    if micro_batches > 1:
+        assert seconds[0] < 0.99 * seconds[1]
+
+
+def test_what_is_set_stays() -> None:
+    lengths = [16_384] * 4
+    chosen = _choose(chunk_lengths=lengths, pp_schedule="1f1b")
+    assert (chosen.schedule, chosen.reason) == ("1f1b", "set by the user")
+    assert [end - start for start, end in chosen.bounds] == lengths
+    assert _choose(pp_schedule="gpipe").schedule == "gpipe"
+    free = _choose(chunk_lengths=lengths)
+    assert [end - start for start, end in free.bounds] == lengths
+    assert "simulated" in free.reason
+
+
+def test_memory_decides_before_speed() -> None:
+    """With little memory, what fits is taken, however slow."""
+    keep = {"recompute": "none", "offload": "none", "offload_kv": "none"}
+    roomy, tight = _choose(**keep), _choose(device_memory="1GiB", **keep)
+    assert "lacks least memory" in tight.reason
+    assert "lacks" not in roomy.reason
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["seq1f1b", "zb_seq1f1b"])
+def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> None:
+    """What ranks say of their own stages gives the step that the search over layouts predicts."""
+    ranks, rows, profile = 4, 3, H100.profile
+    saved = {"none": "whole", "selective": "products", "full": "skeleton"}[recompute]
+    bounds = tuple((at * 4096, (at + 1) * 4096) for at in range(4))
+    schedule = generate(name, Size(ranks, rows, len(bounds)))
+    assert profile is not None
+    cost = StageCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
+    costs = PipelineCost.of(
+        schedule,
+        cost,
+        bounds,
+        saved=saved,  # type: ignore[arg-type]
+        offload="full",
+        link_bytes_per_second=LINK_BYTES_PER_SECOND,
+    )
+    lowered = lower(schedule, leaves=costs.leaves)
+    expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
+    config = SPPOConfig(
+        pp_size=ranks,
+        recompute=recompute,
+        offload="full",
+        chunk_lengths=[4096] * 4,  # type: ignore[arg-type]
+    )
+    plans = [
+        make_plan(
+            config,
+            stage_shape(SHAPE, layers, last=stage == ranks - 1),
+            device=H100,
+            backend_name="",
+            backend_reason="",
+            batch_rows=1,
+            total_tokens=bounds[-1][1],
+            training=True,
+            bounds=bounds,
+            alive=1.0,
+        )
+        for stage, layers in enumerate(costs.stages)
+    ]
+    message = costs.message_bytes(0) / LINK_BYTES_PER_SECOND
+    seconds, idle = pipeline_step(
+        lambda count: lower(
+            generate(name, Size(ranks, count, len(bounds))), leaves=lambda stage, unit: True
+        ),
+        {stage: stage_seconds(plan) for stage, plan in enumerate(plans)},
+        micro_batches=rows,
+        ranks=ranks,
+        message_seconds=[message] * 4,
+    )
+    assert seconds == pytest.approx(expected, rel=1e-3)
+    assert 0 < idle < 1
+
+
+def test_many_micro_batches_follow_from_few() -> None:
+    table = {"F": [1.0, 1.0], "B": [2.0, 2.0]}
+    said = {
+        count: pipeline_step(
+            lambda count: lower(generate("seq1f1b", Size(4, count, 2))),
+            dict.fromkeys(range(4), table),  # type: ignore[arg-type]
+            micro_batches=count,
+            ranks=4,
+            message_seconds=[0.1, 0.1],
+        )[0]
+        for count in (12, 40)
+    }
+    whole = lower(generate("seq1f1b", Size(4, 40, 2)))
+    seconds = {"F": 1.0, "B": 2.0, "SEND_F": 0.1, "SEND_B": 0.1}
+    simulated = simulate_pipeline(whole, seconds=lambda a: seconds.get(a.kind, 0.0))
+    assert said[40] == pytest.approx(simulated.end_seconds)
+    assert said[12] < said[40]
