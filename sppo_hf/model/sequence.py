@@ -1,8 +1,10 @@
-"""One forward call, chunk by chunk: what lives between its first chunk and its last backward.
+"""One forward call in chunks: what lives between its first chunk and its last backward.
 
-A `Sequence` runs the untouched base model on each slice of tokens. Decoder layers' hooks call
-`before_layer` and `after_layer`; in between, attention finds the running (layer, chunk) and its
-keys, and a frame decides what becomes of the tensors that autograd saves.
+By chunk, a `Sequence` runs the untouched base model on each slice of tokens; by layer, once on all
+of them, and each decoder layer's hooks run the layer's forward on each slice. Either way the hooks
+call `before_layer` and `after_layer`, which open and close a frame for each (layer, chunk); in
+between, attention finds the running (layer, chunk) and its keys, and the frame decides what becomes
+of the tensors that autograd saves.
 
 [Note: the reverse walk] Nothing here runs backward. The chunks' graphs hang together through the
 links of `sppo_hf.attention.function`, so a plain `loss.backward()` walks them from the last chunk
@@ -42,6 +44,16 @@ from sppo_hf.model.attend import (
     end_layer,
     running_states,
 )
+from sppo_hf.model.by_layer import (
+    EXAMPLE_TOKENS,
+    CutCall,
+    Example,
+    NotByLayer,
+    Pieces,
+    PrefixLength,
+    layer_examples,
+    put_next_to_forward,
+)
 from sppo_hf.model.recompute import RecomputedFrame
 from sppo_hf.model.states import (
     LayerStates,
@@ -55,6 +67,7 @@ from sppo_hf.model.stream import kv_stream
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.unit_graph import StateEnd, enter
 from sppo_hf.model.versions import ReadTensors
+from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
@@ -103,33 +116,6 @@ class Slices:
             # looking for packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
-
-
-class PrefixLength:
-    """A cache that holds nothing and says how many tokens came before the chunk.
-
-    Llama 4 scales queries by their index and counts it from what its cache holds.
-    """
-
-    is_compileable = False
-
-    def __init__(self, tokens: int) -> None:
-        """Come after `tokens` tokens."""
-        self._tokens = tokens
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """The tokens before the chunk."""
-        return self._tokens
-
-    get_query_offset = get_seq_length
-
-    def get_mask_sizes(self, query_length: Any, *_: Any, **__: Any) -> tuple[Any, int]:
-        """Number of keys and index of the first."""
-        return self._tokens + query_length, 0
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The chunk's keys and values as they are: attention finds the others."""
-        return keys, values
 
 
 _RECOMPUTED = FrameMode("skeleton", "device")
@@ -194,7 +180,12 @@ class Sequence:
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None, _Apart]] = []
         self._norm: RecomputedFrame | None = None
         self._reads: dict[nn.Module, ReadTensors] = {}
+        self._watch: ForwardWatch | None = None
+        self._chunks = range(0)  # those of the running call of the base model
         self._chunk = 0
+        self._examples: dict[int, Example] = {}
+        self._norm_example: Example | None = None
+        self._cut: CutCall | None = None
         self._owners = KeyOwners()
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
@@ -203,21 +194,49 @@ class Sequence:
         return LayerKV(self._plan.bounds) if self._stream is None else self._stream.add_layer()
 
     def run(
-        self, slices: Slices, *, stop_token: int, on_chunk: Callable[[int], None]
+        self, slices: Slices, *, stop_token: int, watch: ForwardWatch
     ) -> Iterator[tuple[int, Any]]:
         """Run the base model over the chunks; yields (chunk, the base model's output).
 
         Args:
             slices: Inputs.
             stop_token: Chunks that start at or after this token are left out (only padding).
-            on_chunk: Called before each chunk.
+            watch: Is told of each unit before it runs.
+
+        Raises:
+            NotByLayer: The plan goes layer by layer, and the model cannot be run so.
         """
-        for chunk, (start, end) in enumerate(self._plan.bounds):
-            if start >= stop_token:
-                break
-            on_chunk(chunk)
-            yield chunk, self.run_chunk(chunk, slices.chunk(start, end))
+        self._watch = watch
+        chunks = range(sum(start < stop_token for start, _ in self._plan.bounds))
+        if self._plan.order == "by_layer":
+            yield from self._run_by_layer(slices, chunks)
+        else:
+            for chunk in chunks:
+                watch.forward_unit(chunk)
+                yield chunk, self.run_chunk(chunk, slices.chunk(*self._plan.bounds[chunk]))
         self.end_forward()
+
+    def _run_by_layer(self, slices: Slices, chunks: range) -> Iterator[tuple[int, Any]]:
+        bounds = self._plan.bounds[: chunks.stop]
+        for module in (*self._parts.layers, self._parts.final_norm()):
+            if module is not None:
+                put_next_to_forward(module)
+        if len(chunks) > 1:
+            few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
+            inputs = slices.chunk(0, few)
+            self._examples = layer_examples(
+                self._parts, lambda: self._run_base(inputs, range(1), few)
+            )
+        output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
+        output_class, hidden = type(output), Pieces(output.last_hidden_state, dim=1)
+        # Of each layer with a router, those of all chunks.
+        router_logits = output.get("router_logits")
+        del output
+        for chunk, (start, end) in enumerate(bounds):
+            part = output_class(last_hidden_state=hidden.take(start, end))
+            if router_logits is not None:
+                part["router_logits"] = tuple(router_logits[chunk :: len(chunks)])
+            yield chunk, part
 
     def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
         """Run the base model over one chunk; chunks come in order.
@@ -229,41 +248,48 @@ class Sequence:
         Returns:
             The base model's output.
         """
-        self._chunk = chunk
+        return self._run_base(inputs, range(chunk, chunk + 1), self._plan.bounds[chunk][1])
+
+    def _run_base(self, inputs: dict[str, Any], chunks: range, end: int) -> Any:
+        """Run the base model once over the tokens of `chunks`, the last of which is at `end`."""
+        self._chunks = chunks
+        self._chunk = chunks.start
         self._arena = ChunkArena(len(self._layers))
         self._owners = KeyOwners()
+        start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
-            inputs = {**inputs, "past_key_values": PrefixLength(self._plan.bounds[chunk][0])}
+            inputs = {**inputs, "past_key_values": PrefixLength(start)}
         try:
             with attention_taken_over(self._parts.configs), self._around_layers():
-                output = self._parts.base(**self._with_cache(inputs), return_dict=True)
+                inputs = self._with_cache(inputs, start, end)
+                output = self._parts.base(**inputs, return_dict=True)
         finally:
             # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
             while self._open:
-                self.after_layer(self._open[-1][0].layer, failed=True)
-            self.after_norm(failed=True)
+                self._close_layer(self._open[-1][0].layer, failed=True)
+            self._close_norm(failed=True)
+            self._cut = None
         if self._plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
         return output
 
-    def _with_cache(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _with_cache(self, inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
         """The base model's arguments, with the states' cache where it has any."""
         if self._cache is None:
             return {**inputs, "use_cache": False}
         names = self._parts.base_arguments()
         if "position_ids" not in names:
             inputs.pop("position_ids")
-        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"])
+        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], start, end)
         argument = "cache_params" if "cache_params" in names else "past_key_values"
         return {**inputs, argument: self._cache, "use_cache": True}
 
-    def _padding_mask(self, ones_BC: Tensor) -> Tensor:
-        """Real tokens of the running chunk; mixers take padding for zeros.
+    def _padding_mask(self, ones_BC: Tensor, start: int, end: int) -> Tensor:
+        """Real tokens among `[start, end)`; mixers take padding for zeros.
 
         Models ask whether it is all ones, which waits for the device unless it is on the host. Only
         where padding's own outputs count is it in the batch's rows at all.
         """
-        start, end = self._plan.bounds[self._chunk]
         mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool)
         for row, spans in enumerate(self._rows or ()):
             mask_BC[row, max(0, spans.valid_tokens - start) :] = False
@@ -286,12 +312,66 @@ class Sequence:
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Open the frame of (layer `index`, running chunk)."""
-        start, end = self._plan.bounds[self._chunk]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
+        where = f"layer {index} ({type(layer).__name__})"
+        if len(self._chunks) > 1:
+            if layer._backward_hooks:
+                raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
+            self._arena = ChunkArena(len(self._chunks))
+        self._cut = self._cut_call(args, kwargs, self._examples.get(index), where)
+        return self._open_layer(index, layer, self._chunks.start)
+
+    def _cut_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        example: Example | None,
+        where: str,
+    ) -> CutCall:
+        bounds = self._plan.bounds[self._chunks.start : self._chunks.stop]
+        return CutCall(args, kwargs, bounds=bounds, example=example, where=where)
+
+    def _other_chunks(
+        self,
+        module: nn.Module,
+        output: Any,
+        open_chunk: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+        close_chunk: Callable[[Any], None],
+    ) -> Any:
+        """Close the first chunk of `module`, whose output is `output`, and run the others.
+
+        Returns:
+            The output over all tokens of this call; None where that is `output` itself.
+        """
+        cut, self._cut = self._cut, None
+        close_chunk(output)
+        if len(self._chunks) == 1:
+            return None
+        assert cut is not None, "what runs in chunks was cut"
+        cut.put(0, output)
+        for index in range(1, len(self._chunks)):
+            self._cut = cut
+            args, kwargs = open_chunk(self._chunks[index])
+            self._cut = None
+            output = module.forward(*args, **kwargs)
+            del args, kwargs
+            close_chunk(output)
+            cut.put(index, output)
+        return cut.joined()
+
+    def _open_layer(
+        self, index: int, layer: nn.Module, chunk: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._cut is not None, "a layer that runs was given its arguments"
+        self._chunk = chunk
+        if self._plan.order == "by_layer" and self._watch is not None:
+            self._watch.forward_unit(chunk, index)
+        args, kwargs = self._cut.take(chunk - self._chunks.start)
+        start, end = self._plan.bounds[chunk]
         call = LayerCall(
             layer=index,
-            chunk=self._chunk,
+            chunk=chunk,
             start=start,
             end=end,
             rows=self._rows,
@@ -315,6 +395,7 @@ class Sequence:
             frame.open(args, kwargs)
         elif frame is not None:
             frame.open()
+        return args, kwargs
 
     def _begin_states(self, index: int, start: int, end: int) -> LayerStates | None:
         """The states of layer `index` for the running chunk; None in a model without any."""
@@ -349,8 +430,34 @@ class Sequence:
             if hidden.requires_grad:
                 hidden.register_hook(lambda _grad: return_free_heap())
 
-    def after_layer(self, index: int, *, failed: bool) -> None:
-        """Close the frame of layer `index`; also when its forward raised."""
+    def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Close the frame of layer `index` and the first chunk, and run the layer on the others.
+
+        Args:
+            index: Index of the layer.
+            layer: The layer.
+            output: What its forward returned for the first chunk.
+            failed: Whether it raised.
+
+        Returns:
+            The output over all tokens; None where that is `output` itself.
+        """
+        if failed:
+            self._close_layer(index, failed=True)
+            return None
+
+        def open_chunk(chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._open_layer(index, layer, chunk)
+
+        def close_chunk(output: Any) -> None:
+            self._close_layer(index)
+            if self._plan.order == "by_layer" and self._watch is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._watch.watch_backward(self._chunk, hidden, index)
+
+        return self._other_chunks(layer, output, open_chunk, close_chunk)
+
+    def _close_layer(self, index: int, *, failed: bool = False) -> None:
         if not self._open or self._open[-1][0].layer != index:
             assert failed, "a layer that ran was opened"
             return
@@ -376,29 +483,49 @@ class Sequence:
         if call.states is not None:
             self._states[call.layer - self._layers.start] = call.states.after
 
-    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open the frame of the final norm: it keeps its input, and nothing else.
+    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Open the frame of the final norm and the first chunk; returns that chunk's arguments.
 
-        Norms of 16-bit models work in float32 and save what they work on: at 128K tokens 2 GiB of
-        Llama-3.1-8B, and 1 GiB more where their weights train.
+        The frame keeps the norm's input, and nothing else. Norms of 16-bit models work in float32
+        and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
+        weights train.
         """
-        if not torch.is_grad_enabled():
-            return
-        frame = RecomputedFrame(
-            norm,
-            run_layer=_Again(self._around_layers),
-            tape=self._tape,
-            offload=self._offload,
-            keep=lambda _kind, hidden: hidden,
-            mode=_RECOMPUTED,
-            label=f"final norm, chunk {self._chunk}",
-            reads=self._reads_of(norm),
-        )
-        frame.open(args, kwargs)
-        self._norm = frame
+        if len(self._chunks) == 1:
+            self._norm_example = Example.of(args, kwargs)  # by layer, that of the example's tokens
+        self._cut = self._cut_call(args, kwargs, self._norm_example, "the final norm")
+        return self._open_norm(norm, self._chunks.start)
 
-    def after_norm(self, *, failed: bool) -> None:
-        """Close it; also when the norm's forward raised."""
+    def _open_norm(self, norm: nn.Module, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._cut is not None, "a norm that runs was given its arguments"
+        self._chunk = chunk
+        args, kwargs = self._cut.take(chunk - self._chunks.start)
+        if torch.is_grad_enabled():
+            self._norm = RecomputedFrame(
+                norm,
+                run_layer=_Again(self._around_layers),
+                tape=self._tape,
+                offload=self._offload,
+                keep=lambda _kind, hidden: hidden,
+                mode=_RECOMPUTED,
+                label=f"final norm, chunk {chunk}",
+                reads=self._reads_of(norm),
+            )
+            self._norm.open(args, kwargs)
+        return args, kwargs
+
+    def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Close the frame of the final norm; see `after_layer`."""
+        if failed:
+            self._close_norm(failed=True)
+            return None
+        return self._other_chunks(
+            norm,
+            output,
+            lambda chunk: self._open_norm(norm, chunk),
+            lambda _: self._close_norm(),
+        )
+
+    def _close_norm(self, *, failed: bool = False) -> None:
         frame, self._norm = self._norm, None
         if frame is None:
             return
