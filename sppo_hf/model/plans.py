@@ -220,7 +220,11 @@ class PlanBook:
         if plan.order == "by_layer":
             return plan
         modes = (plan.layer_modes[0],) * plan.num_chunks
-        kept = tuple("device" if mode.saved == "whole" else "recompute" for mode in modes[0])
+        # In evaluation nobody needs them again.
+        kept = tuple(
+            "device" if mode.saved == "whole" and plan.training else "recompute"
+            for mode in modes[0]
+        )
         shared = bool(getattr(self._parts.text_config, "num_kv_shared_layers", 0))
         return replace(
             plan,

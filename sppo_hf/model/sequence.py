@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 
 from sppo_hf.attention.kv import KVStore, LayerKV
 from sppo_hf.attention.pieces import RowSpans
-from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.arena import ChunkArena, return_free_heap
 from sppo_hf.model.attend import (
     ChooseBackend,
@@ -69,9 +71,10 @@ from sppo_hf.model.unit_graph import StateEnd, enter
 from sppo_hf.model.versions import ReadTensors
 from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.offload.casts import WeightCasts
-from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
 from sppo_hf.offload.frames import OffloadFrame
-from sppo_hf.planning.modes import FrameMode
+from sppo_hf.planning.decisions import KVMode
+from sppo_hf.planning.modes import AwayTier, FrameMode
 from sppo_hf.planning.plan import Plan
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
@@ -186,6 +189,7 @@ class Sequence:
         self._examples: dict[int, Example] = {}
         self._norm_example: Example | None = None
         self._cut: CutCall | None = None
+        self._layer_frames: dict[int, weakref.ref[RecomputedFrame]] = {}
         self._owners = KeyOwners()
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
@@ -386,6 +390,7 @@ class Sequence:
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None
         if isinstance(frame, RecomputedFrame):
             call.stash = frame
+            self._layer_frames[chunk] = weakref.ref(frame)
         call.link = self._links[index - self._layers.start]
         self._watch_heap(index, end, args[0] if args else kwargs["hidden_states"])
         apart = documents_apart(layer, call.states)
@@ -455,7 +460,31 @@ class Sequence:
                 hidden = output[0] if isinstance(output, tuple) else output
                 self._watch.watch_backward(self._chunk, hidden, index)
 
-        return self._other_chunks(layer, output, open_chunk, close_chunk)
+        joined = self._other_chunks(layer, output, open_chunk, close_chunk)
+        if self._plan.order == "by_layer":
+            self._end_layer(index)
+        return joined
+
+    def _end_layer(self, index: int) -> None:
+        """All chunks of layer `index` are done: its keys and values wait as the plan says."""
+        position = index - self._layers.start
+        self._links[position] = None
+        self._states[position] = {}
+        store, frames = self._stores[position], self._layer_frames
+        self._layer_frames = {}
+        mode: KVMode = self._plan.kv_modes[position] if self._plan.kv_modes else "device"
+        if mode == "device" or not isinstance(store, LayerKV):
+            return
+        if mode == "recompute":
+            for chunk in store.chunks:
+                frame = frames.get(chunk)
+                if frame is not None or not torch.is_grad_enabled():
+                    store.put_away(chunk, _KeysAgain(index, chunk, frame))
+        elif torch.is_grad_enabled():
+            away = _KeysAway(self._offload, self._tape, mode, f"keys and values of layer {index}")
+            for chunk in store.chunks:
+                away.add(chunk, store)
+            self._tape.record(away)
 
     def _close_layer(self, index: int, *, failed: bool = False) -> None:
         if not self._open or self._open[-1][0].layer != index:
@@ -551,6 +580,8 @@ class Sequence:
                     self._parts.configs,
                     self._around_layers,
                     None if call.states is None else call.states.documents,
+                    restores_keys=self._plan.kv_modes != ()
+                    and self._plan.kv_modes[call.layer - self._layers.start] == "recompute",
                 ),
                 states={} if call.states is None else call.states.before,
                 tape=self._tape,
@@ -600,8 +631,11 @@ class _Rerun:
         configs: tuple[Any, ...],
         around_layers: AroundLayers,
         documents: tuple[Spans, ...] | None,
+        *,
+        restores_keys: bool,
     ) -> None:
         assert call.link is None, "see [Note: what a frame must not hold]"
+        self._restores_keys = restores_keys
         self._call = call
         self._documents = documents
         self._configs = configs
@@ -616,7 +650,12 @@ class _Rerun:
     ) -> None:
         # What the mixers write now was written in forward: nobody reads it again.
         states = LayerStates(frame.states, self._documents)
-        call = dataclasses.replace(self._call, stash=frame, states=states, attended=0)
+        take_keys = frame.take_keys
+        if take_keys is None and self._restores_keys:
+            take_keys = self._restore
+        call = dataclasses.replace(
+            self._call, stash=frame, states=states, attended=0, take_keys=take_keys
+        )
         before = begin_layer(call)
         try:
             with (
@@ -628,6 +667,60 @@ class _Rerun:
                 layer.forward(*args, **kwargs)
         finally:
             end_layer(before)
+
+    def _restore(self, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """The keys are here anyway, and the frame will soon have nothing to make them from."""
+        store = self._call.kv
+        if isinstance(store, LayerKV):
+            store.restore(self._call.chunk, k_BKCH, v_BKCH)
+
+
+class _KeysAgain:
+    """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
+
+    def __init__(self, layer: int, chunk: int, frame: weakref.ref[RecomputedFrame] | None) -> None:
+        self._where = f"layer {layer}, chunk {chunk}"
+        self._frame = frame  # weakly: the graph owns it, and it has the store that has this
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        frame = None if self._frame is None else self._frame()
+        if frame is None:
+            raise SPPOError(
+                f"keys and values of {self._where} were dropped, and what they are made from is "
+                "gone: another layer reads them, or this part of the graph was dropped."
+            )
+        return frame.keys_again()
+
+
+class _KeysAway:
+    """Keys and values of one layer on another tier, as one frame of the tape."""
+
+    def __init__(self, engine: OffloadEngine, tape: Tape, tier: AwayTier, label: str) -> None:
+        self._engine = engine
+        self._tape = tape
+        self._tier: AwayTier = tier
+        self._label = label
+        self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
+
+    def add(self, chunk: int, store: LayerKV) -> None:
+        """Send those of `chunk` away."""
+        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._bring, chunk))
+        self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
+
+    def _send(self, x: Tensor) -> OffloadedTensor:
+        return self._engine.start_offload(x, label=self._label, tier=self._tier)
+
+    def handles(self) -> Iterator[OffloadedTensor]:
+        """See `sppo_hf.offload.tape.Frame`."""
+        for pair in self._handles.values():
+            yield from pair
+
+    def _bring(self, chunk: int) -> tuple[Tensor, Tensor]:
+        self._tape.on_backward(self)
+        k, v = (self._engine.wait_for(handle) for handle in self._handles[chunk])
+        for handle in self._handles.pop(chunk):
+            self._engine.release(handle)
+        return k, v
 
 
 def _never_moves(tensor: Tensor) -> bool:
