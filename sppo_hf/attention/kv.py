@@ -11,7 +11,8 @@ wait for that. Here it means: `add_gradient` may be called for chunks up to the 
 backward now, and `take_gradient(i)` ends the life of chunk i's entry. Sums are kept in float32
 (or the keys' own type when that is wider), because up to N - 1 contributions meet in one element.
 
-`LayerKV` keeps everything on the device; `sppo_hf.attention.streamed` has the store for keys that
+`LayerKV` has everything on the device while a layer runs, and may put it away between the layer's
+forward and its backward; `sppo_hf.attention.streamed` has the store for keys that
 wait elsewhere. `KVStore` is what both are to attention. Knows nothing of layers, models or streams.
 """
 
@@ -31,6 +32,10 @@ from sppo_hf.errors import SPPOError
 
 Keep = Callable[[str, Tensor], Tensor]
 """Gives a tensor of a kind a place to stay; returns what is there."""
+
+
+Bring = Callable[[], tuple[Tensor, Tensor]]
+"""Gives keys and values of a chunk back, each BKCH."""
 
 
 class Keys(Protocol):
@@ -98,6 +103,7 @@ class LayerKV:
         self._keys: dict[int, tuple[Tensor, Tensor]] = {}
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken: set[int] = set()
+        self._away: dict[int, Bring] = {}
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Keep keys and values of `chunk`.
@@ -123,13 +129,44 @@ class LayerKV:
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
+        self._bring_until(chunk)
         yield self
 
     def walk_back(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
+        self._bring_until(chunk)
         yield self
+
+    def put_away(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
+        """Let go of keys and values of `chunk` until a chunk attends to them again.
+
+        Args:
+            chunk: Index of the chunk.
+            bring: Gives them back then.
+
+        Returns:
+            The keys and values.
+        """
+        self._away[chunk] = bring
+        return self._keys.pop(chunk)
+
+    def restore(
+        self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None
+    ) -> None:
+        """Take keys and values of `chunk`, if they are away: nobody need bring them any more."""
+        if self._away.pop(chunk, None) is not None:
+            self.put(chunk, k_BKCH, v_BKCH, keep=keep)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Chunks whose keys and values are on the device."""
+        return tuple(self._keys)
+
+    def _bring_until(self, last: int) -> None:
+        for chunk in sorted(chunk for chunk in self._away if chunk <= last):
+            self.restore(chunk, *self._away[chunk]())
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens `[start, end)` of `row` (all rows if None), each BKTH.
@@ -165,6 +202,7 @@ class LayerKV:
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
+        self._bring_until(chunk)
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         sums = self._grads.pop(chunk, None)

@@ -73,6 +73,8 @@ class LayerCall:
     states: LayerStates | None = None
     """None in a model without recurrent or convolutional layers."""
     attended: int = 0
+    take_keys: Callable[[Tensor, Tensor], None] | None = None
+    """While a layer runs again: gets the keys and values that it has made, BKCH."""
     owners: KeyOwners | None = None
     """Who has stored which keys in this chunk; None while a layer runs again."""
     model_name: str = field(default="this model")
@@ -171,6 +173,8 @@ def attention_forward(
         if call.owners is not None:
             call.owners.add(key, value, store)
     query, key, value = (_autocast(x) for x in (query, key, value))
+    if call.take_keys is not None:
+        call.take_keys(key.detach(), value.detach())
     requirement = Requirement(
         device_type=query.device.type,
         dtype=query.dtype,

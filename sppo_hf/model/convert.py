@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.model.by_layer import NextToForward
 from sppo_hf.model.engine import Engine
 from sppo_hf.model.guard import check_family
 from sppo_hf.model.observer import StepObserver
@@ -159,19 +160,17 @@ def _attach(
             continue
         conversion.handles += [
             layer.register_forward_pre_hook(
-                functools.partial(_before_layer, engine, index), with_kwargs=True
+                NextToForward(_before_layer, engine, index), with_kwargs=True
             ),
             layer.register_forward_hook(
-                functools.partial(_after_layer, engine, index), always_call=True
+                NextToForward(_after_layer, engine, index), always_call=True
             ),
         ]
     norm = parts.final_norm()
     if norm is not None:
         conversion.handles += [
-            norm.register_forward_pre_hook(
-                functools.partial(_before_norm, engine), with_kwargs=True
-            ),
-            norm.register_forward_hook(functools.partial(_after_norm, engine), always_call=True),
+            norm.register_forward_pre_hook(NextToForward(_before_norm, engine), with_kwargs=True),
+            norm.register_forward_hook(NextToForward(_after_norm, engine), always_call=True),
         ]
     for rotary in length_dependent_rotaries(parts.base):
         conversion.handles += hook_rotary(rotary, engine.last_position)
@@ -196,26 +195,29 @@ def _stand_in(causal_lm: Any) -> types.MethodType:
 
 def _before_layer(
     engine: Engine, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if engine.running is not None:
-        engine.running.before_layer(index, layer, args, kwargs)
-    else:
-        engine.layer_runs_outside()
+        return engine.running.before_layer(index, layer, args, kwargs)
+    engine.layer_runs_outside()
+    return None
 
 
-def _after_layer(engine: Engine, index: int, _: nn.Module, __: Any, output: Any) -> None:
-    if engine.running is not None:
-        # Called with None when the layer (or another hook before it) raised.
-        engine.running.after_layer(index, failed=output is None)
+def _after_layer(engine: Engine, index: int, layer: nn.Module, _: Any, output: Any) -> Any:
+    if engine.running is None:
+        return None
+    # Called with None when the layer (or another hook before it) raised.
+    return engine.running.after_layer(index, layer, output, failed=output is None)
 
 
 def _before_norm(
     engine: Engine, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if engine.running is not None:
-        engine.running.before_norm(norm, args, kwargs)
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if engine.running is None:
+        return None
+    return engine.running.before_norm(norm, args, kwargs)
 
 
-def _after_norm(engine: Engine, _: nn.Module, __: Any, output: Any) -> None:
-    if engine.running is not None:
-        engine.running.after_norm(failed=output is None)
+def _after_norm(engine: Engine, norm: nn.Module, _: Any, output: Any) -> Any:
+    if engine.running is None:
+        return None
+    return engine.running.after_norm(norm, output, failed=output is None)

@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.model.action_log import ActionLog, TraceFolder
+from sppo_hf.model.by_layer import NotByLayer
 from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.guard import check_router_loss
@@ -189,11 +190,14 @@ class Engine:
         random = None if self.plans.has_run(plan) else RandomState(device)
         try:
             return self._run_plan(call, layout, plan, logits, began)
+        except NotByLayer as reason:
+            self.plans.refuse_by_layer(str(reason))
         except RuntimeError as error:
             if random is None or not self._plan_with_less(plan, error, "forward"):
                 raise
         # Here, where the error and all that it holds of the failed forward are gone.
-        random.restore()
+        if random is not None:
+            random.restore()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         plan = self.plan(rows, tokens, device, return_logits=logits.whole)
@@ -417,7 +421,7 @@ class Engine:
             constants["output_router_logits"] = True
         slices = Slices(self._inputs(call), positions, constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
-        chunks = sequence.run(slices, stop_token=stop, on_chunk=watch.forward_chunk)
+        chunks = sequence.run(slices, stop_token=stop, watch=watch)
         while True:
             self.running = sequence
             try:

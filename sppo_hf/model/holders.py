@@ -5,7 +5,8 @@ Knows nothing of layers: a holder has one tensor, which is taken once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -25,6 +26,10 @@ class Holder(Protocol):
 
     def take(self) -> Tensor:
         """The tensor, on the device; the holder lets go of it."""
+        ...
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """The tensor, on the device, for a while; it waits where it did before and after."""
         ...
 
     def drop(self) -> None:
@@ -49,8 +54,17 @@ class Kept:
         Raises:
             SPPOError: The tensor was changed in place since.
         """
+        tensor = self._checked()
+        self.drop()
+        return tensor
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """See `Holder`."""
+        return contextlib.nullcontext(self._checked())
+
+    def _checked(self) -> Tensor:
         assert self._tensor is not None, "a kept tensor is taken once"
-        tensor, self._tensor = self._tensor, None
+        tensor = self._tensor
         if version_of(tensor) != self._version:
             raise SPPOError(
                 f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
@@ -81,6 +95,19 @@ class Offloaded:
         tensor = self._engine.wait_for(self._handle)
         self.drop()
         return tensor
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """See `Holder`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        was_away = self._engine.bytes_to_fetch(self.handles()) > 0
+        tensor = self._engine.wait_for(self._handle)
+        try:
+            yield tensor
+        finally:
+            if was_away and self._handle is not None:
+                del tensor
+                self._engine.evict(self._handle)
 
     def drop(self) -> None:
         """See `Holder`."""

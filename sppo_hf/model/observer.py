@@ -82,8 +82,9 @@ class StepObserver:
 
         Args:
             direction: Which way the unit runs; backward walks the chunks in reverse.
-            chunk: Index of the chunk, counted from 0.
-            num_chunks: Chunks of this sequence.
+            chunk: Index of the chunk, counted from 0; layer by layer, those of all layers before
+                are counted too.
+            num_chunks: Chunks of this sequence; layer by layer, of all layers.
         """
 
     def on_record(self, record: StepRecord) -> None:

@@ -150,6 +150,8 @@ class RecomputedFrame:
         self._states: dict[StateKey, tuple[Holder, bool]] = {}
         self.states: States = {}
         """While the layer is recomputed: the states that its mixers read."""
+        self.take_keys: Callable[[Tensor, Tensor], None] | None = None
+        """While the layer runs for its keys and values alone: gets them, and ends the run."""
         self._recorder: ProductRecorder | None = None
         self._products: tuple[Product, ...] | None = None
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -275,11 +277,7 @@ class RecomputedFrame:
     def _recompute(self) -> None:
         if self._hidden is None:
             raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
-        assert self._arguments is not None, "what was opened has its arguments"
-        arguments, versions = self._arguments
-        where = f"recomputing {self._label}"
-        self._reads.refuse_changes(self._versions, where)
-        arguments.refuse_changes(versions, where)
+        self._refuse_changes()
         hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
         if self._stash is not None:
             self._recomputing = (self._stash[0].take(), self._stash[1].take())
@@ -299,6 +297,47 @@ class RecomputedFrame:
         assert again is not None, "what computes all its products has no others"
         self._check_repeated(again)
         self._again = dict(enumerate(again))
+
+    def keys_again(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first forward, BKCH: the layer runs again up to its attention.
+
+        Comes before backward asks for what autograd saved; what the frame keeps, it keeps.
+
+        Raises:
+            SPPOError: What the layer reads has changed, or its forward was interrupted.
+        """
+        hidden_holder, rest = self._hidden, self._rest
+        if hidden_holder is None:
+            raise SPPOError(f"{self._label}: nothing to make keys from; was forward interrupted?")
+        self._refuse_changes()
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def take(k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+            found.append((k_BKCH, v_BKCH))
+            raise _Stop
+
+        with contextlib.ExitStack() as borrowed:
+            hidden = borrowed.enter_context(hidden_holder.borrow())
+            self.states = {
+                key: borrowed.enter_context(holder.borrow())
+                for key, (holder, _) in self._states.items()
+            }
+            self.take_keys = take
+            try:
+                with self._context.restored(), torch.no_grad(), contextlib.suppress(_Stop):
+                    self._run_layer(self._layer, *_with_hidden(hidden, *rest), self)
+            finally:
+                self.take_keys = None
+                self.states = {}
+        assert found, "a layer whose keys are made again attends"
+        return found[0]
+
+    def _refuse_changes(self) -> None:
+        assert self._arguments is not None, "what was opened has its arguments"
+        arguments, versions = self._arguments
+        where = f"recomputing {self._label}"
+        self._reads.refuse_changes(self._versions, where)
+        arguments.refuse_changes(versions, where)
 
     def _run_again(self, hidden: Tensor, aside: _Aside) -> list[Tensor] | None:
         """All that autograd saves; None if the layer does not repeat itself beside `aside`."""

@@ -1,8 +1,10 @@
-"""One forward call, chunk by chunk: what lives between its first chunk and its last backward.
+"""One forward call in chunks: what lives between its first chunk and its last backward.
 
-A `Sequence` runs the untouched base model on each slice of tokens. Decoder layers' hooks call
-`before_layer` and `after_layer`; in between, attention finds the running (layer, chunk) and its
-keys, and a frame decides what becomes of the tensors that autograd saves.
+By chunk, a `Sequence` runs the untouched base model on each slice of tokens; by layer, once on all
+of them, and each decoder layer's hooks run the layer's forward on each slice. Either way the hooks
+call `before_layer` and `after_layer`, which open and close a frame for each (layer, chunk); in
+between, attention finds the running (layer, chunk) and its keys, and the frame decides what becomes
+of the tensors that autograd saves.
 
 [Note: the reverse walk] Nothing here runs backward. The chunks' graphs hang together through the
 links of `sppo_hf.attention.function`, so a plain `loss.backward()` walks them from the last chunk
@@ -23,6 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +36,7 @@ from torch import Tensor, nn
 from sppo_hf.attention.kv import KVStore, LayerKV
 from sppo_hf.attention.pieces import RowSpans
 from sppo_hf.attention.streamed import KVStream
-from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.action_log import ActionLog
 from sppo_hf.model.arena import ChunkArena, return_free_heap
 from sppo_hf.model.attend import (
@@ -43,6 +47,16 @@ from sppo_hf.model.attend import (
     begin_layer,
     end_layer,
     running_states,
+)
+from sppo_hf.model.by_layer import (
+    EXAMPLE_TOKENS,
+    CutCall,
+    Example,
+    NotByLayer,
+    Pieces,
+    PrefixLength,
+    layer_examples,
+    put_next_to_forward,
 )
 from sppo_hf.model.recompute import RecomputedFrame
 from sppo_hf.model.states import (
@@ -57,10 +71,12 @@ from sppo_hf.model.stream import kv_stream
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.unit_graph import StateEnd, enter
 from sppo_hf.model.versions import ReadTensors
+from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.offload.casts import WeightCasts
-from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
 from sppo_hf.offload.frames import OffloadFrame
-from sppo_hf.planning.modes import FrameMode
+from sppo_hf.planning.decisions import KVMode
+from sppo_hf.planning.modes import AwayTier, FrameMode
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action, Kind
 
@@ -106,33 +122,6 @@ class Slices:
             # looking for packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
-
-
-class PrefixLength:
-    """A cache that holds nothing and says how many tokens came before the chunk.
-
-    Llama 4 scales queries by their index and counts it from what its cache holds.
-    """
-
-    is_compileable = False
-
-    def __init__(self, tokens: int) -> None:
-        """Come after `tokens` tokens."""
-        self._tokens = tokens
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """The tokens before the chunk."""
-        return self._tokens
-
-    get_query_offset = get_seq_length
-
-    def get_mask_sizes(self, query_length: Any, *_: Any, **__: Any) -> tuple[Any, int]:
-        """Number of keys and index of the first."""
-        return self._tokens + query_length, 0
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The chunk's keys and values as they are: attention finds the others."""
-        return keys, values
 
 
 _RECOMPUTED = FrameMode("skeleton", "device")
@@ -206,7 +195,13 @@ class Sequence:
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None, _Apart]] = []
         self._norm: RecomputedFrame | None = None
         self._reads: dict[nn.Module, ReadTensors] = {}
+        self._watch: ForwardWatch | None = None
+        self._chunks = range(0)  # those of the running call of the base model
         self._chunk = 0
+        self._examples: dict[int, Example] = {}
+        self._norm_example: Example | None = None
+        self._cut: CutCall | None = None
+        self._layer_frames: dict[int, weakref.ref[RecomputedFrame]] = {}
         self._owners = KeyOwners()
         self._arena = ChunkArena(len(self._layers))
         self.last_position = last_position
@@ -215,23 +210,61 @@ class Sequence:
         return LayerKV(self._plan.bounds) if self._stream is None else self._stream.add_layer()
 
     def run(
-        self, slices: Slices, *, stop_token: int, on_chunk: Callable[[int], None]
+        self, slices: Slices, *, stop_token: int, watch: ForwardWatch
     ) -> Iterator[tuple[int, Any]]:
         """Run the base model over the chunks; yields (chunk, the base model's output).
 
         Args:
             slices: Inputs.
             stop_token: Chunks that start at or after this token are left out (only padding).
-            on_chunk: Called before each chunk.
+            watch: Is told of each unit before it runs.
+
+        Raises:
+            NotByLayer: The plan goes layer by layer, and the model cannot be run so.
         """
-        for chunk, (start, end) in enumerate(self._plan.bounds):
-            if start >= stop_token:
-                break
-            on_chunk(chunk)
-            yield chunk, self.run_chunk(chunk, slices.chunk(start, end))
+        self._watch = watch
+        chunks = range(sum(start < stop_token for start, _ in self._plan.bounds))
+        if self._plan.order == "by_layer":
+            made = self._run_by_layer(slices, chunks)
+        else:
+            made = self._run_by_chunk(slices, chunks, watch)
+        for chunk, output in made:
+            yield chunk, output
+            del output
             if self._log is not None:
                 self._log.end_head()  # the loss is done when the next chunk is asked for
         self.end_forward()
+
+    def _run_by_chunk(
+        self, slices: Slices, chunks: range, watch: ForwardWatch
+    ) -> Iterator[tuple[int, Any]]:
+        for chunk in chunks:
+            watch.forward_unit(chunk)
+            yield chunk, self.run_chunk(chunk, slices.chunk(*self._plan.bounds[chunk]))
+
+    def _run_by_layer(self, slices: Slices, chunks: range) -> Iterator[tuple[int, Any]]:
+        bounds = self._plan.bounds[: chunks.stop]
+        for module in (*self._parts.layers, self._parts.final_norm()):
+            if module is not None:
+                put_next_to_forward(module)
+        if len(chunks) > 1:
+            few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
+            inputs = slices.chunk(0, few)
+            self._examples = layer_examples(
+                self._parts, lambda: self._run_base(inputs, range(1), few)
+            )
+        output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
+        output_class, hidden = type(output), Pieces(output.last_hidden_state, dim=1)
+        # Of each layer with a router, those of all chunks.
+        router_logits = output.get("router_logits")
+        del output
+        for chunk, (start, end) in enumerate(bounds):
+            part = output_class(last_hidden_state=hidden.take(start, end))
+            if router_logits is not None:
+                part["router_logits"] = tuple(router_logits[chunk :: len(chunks)])
+            if self._log is not None:
+                self._log.begin_head(chunk)
+            yield chunk, part
 
     def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
         """Run the base model over one chunk; chunks come in order.
@@ -243,41 +276,48 @@ class Sequence:
         Returns:
             The base model's output.
         """
-        self._chunk = chunk
+        return self._run_base(inputs, range(chunk, chunk + 1), self._plan.bounds[chunk][1])
+
+    def _run_base(self, inputs: dict[str, Any], chunks: range, end: int) -> Any:
+        """Run the base model once over the tokens of `chunks`, the last of which is at `end`."""
+        self._chunks = chunks
+        self._chunk = chunks.start
         self._arena = ChunkArena(len(self._layers))
         self._owners = KeyOwners()
+        start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
-            inputs = {**inputs, "past_key_values": PrefixLength(self._plan.bounds[chunk][0])}
+            inputs = {**inputs, "past_key_values": PrefixLength(start)}
         try:
             with attention_taken_over(self._parts.configs), self._around_layers():
-                output = self._parts.base(**self._with_cache(inputs), return_dict=True)
+                inputs = self._with_cache(inputs, start, end)
+                output = self._parts.base(**inputs, return_dict=True)
         finally:
             # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
             while self._open:
-                self.after_layer(self._open[-1][0].layer, failed=True)
-            self.after_norm(failed=True)
+                self._close_layer(self._open[-1][0].layer, failed=True)
+            self._close_norm(failed=True)
+            self._cut = None
         if self._plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
         return output
 
-    def _with_cache(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _with_cache(self, inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
         """The base model's arguments, with the states' cache where it has any."""
         if self._cache is None:
             return {**inputs, "use_cache": False}
         names = self._parts.base_arguments()
         if "position_ids" not in names:
             inputs.pop("position_ids")
-        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"])
+        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], start, end)
         argument = "cache_params" if "cache_params" in names else "past_key_values"
         return {**inputs, argument: self._cache, "use_cache": True}
 
-    def _padding_mask(self, ones_BC: Tensor) -> Tensor:
-        """Real tokens of the running chunk; mixers take padding for zeros.
+    def _padding_mask(self, ones_BC: Tensor, start: int, end: int) -> Tensor:
+        """Real tokens among `[start, end)`; mixers take padding for zeros.
 
         Models ask whether it is all ones, which waits for the device unless it is on the host. Only
         where padding's own outputs count is it in the batch's rows at all.
         """
-        start, end = self._plan.bounds[self._chunk]
         mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool)
         for row, spans in enumerate(self._rows or ()):
             mask_BC[row, max(0, spans.valid_tokens - start) :] = False
@@ -309,20 +349,79 @@ class Sequence:
 
     def _number(self, chunk: int, layer: int) -> int:
         """A frame's number: its place in the order of forward; `layer` counts from the first."""
+        if self._plan.order == "by_layer":
+            return layer * self._plan.num_chunks + chunk
         return chunk * len(self._layers) + layer
 
     def _prefetched(self, number: int) -> None:
+        by_layer = self._plan.order == "by_layer"
         if self._log is not None:
-            self._log.prefetched(*divmod(number, len(self._layers)))
+            inner = self._plan.num_chunks if by_layer else len(self._layers)
+            outer, inner = divmod(number, inner)
+            self._log.prefetched(*((inner, outer) if by_layer else (outer, inner)))
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Open the frame of (layer `index`, running chunk)."""
-        start, end = self._plan.bounds[self._chunk]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
+        where = f"layer {index} ({type(layer).__name__})"
+        if len(self._chunks) > 1:
+            if layer._backward_hooks:
+                raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
+            self._arena = ChunkArena(len(self._chunks))
+        self._cut = self._cut_call(args, kwargs, self._examples.get(index), where)
+        return self._open_layer(index, layer, self._chunks.start)
+
+    def _cut_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        example: Example | None,
+        where: str,
+    ) -> CutCall:
+        bounds = self._plan.bounds[self._chunks.start : self._chunks.stop]
+        return CutCall(args, kwargs, bounds=bounds, example=example, where=where)
+
+    def _other_chunks(
+        self,
+        module: nn.Module,
+        output: Any,
+        open_chunk: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+        close_chunk: Callable[[Any], None],
+    ) -> Any:
+        """Close the first chunk of `module`, whose output is `output`, and run the others.
+
+        Returns:
+            The output over all tokens of this call; None where that is `output` itself.
+        """
+        cut, self._cut = self._cut, None
+        close_chunk(output)
+        if len(self._chunks) == 1:
+            return None
+        assert cut is not None, "what runs in chunks was cut"
+        cut.put(0, output)
+        for index in range(1, len(self._chunks)):
+            self._cut = cut
+            args, kwargs = open_chunk(self._chunks[index])
+            self._cut = None
+            output = module.forward(*args, **kwargs)
+            del args, kwargs
+            close_chunk(output)
+            cut.put(index, output)
+        return cut.joined()
+
+    def _open_layer(
+        self, index: int, layer: nn.Module, chunk: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._cut is not None, "a layer that runs was given its arguments"
+        self._chunk = chunk
+        if self._plan.order == "by_layer" and self._watch is not None:
+            self._watch.forward_unit(chunk, index)
+        args, kwargs = self._cut.take(chunk - self._chunks.start)
+        start, end = self._plan.bounds[chunk]
         call = LayerCall(
             layer=index,
-            chunk=self._chunk,
+            chunk=chunk,
             start=start,
             end=end,
             rows=self._rows,
@@ -337,6 +436,7 @@ class Sequence:
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None
         if isinstance(frame, RecomputedFrame):
             call.stash = frame
+            self._layer_frames[chunk] = weakref.ref(frame)
         call.link = self._links[index - self._layers.start]
         hidden = args[0] if args else kwargs["hidden_states"]
         self._watch_heap(index, end, hidden)
@@ -349,6 +449,7 @@ class Sequence:
             frame.open(args, kwargs)
         elif frame is not None:
             frame.open()
+        return args, kwargs
 
     def _begin_states(self, index: int, start: int, end: int) -> LayerStates | None:
         """The states of layer `index` for the running chunk; None in a model without any."""
@@ -383,8 +484,58 @@ class Sequence:
             if hidden.requires_grad:
                 hidden.register_hook(lambda _grad: return_free_heap())
 
-    def after_layer(self, index: int, *, failed: bool) -> None:
-        """Close the frame of layer `index`; also when its forward raised."""
+    def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Close the frame of layer `index` and the first chunk, and run the layer on the others.
+
+        Args:
+            index: Index of the layer.
+            layer: The layer.
+            output: What its forward returned for the first chunk.
+            failed: Whether it raised.
+
+        Returns:
+            The output over all tokens; None where that is `output` itself.
+        """
+        if failed:
+            self._close_layer(index, failed=True)
+            return None
+
+        def open_chunk(chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._open_layer(index, layer, chunk)
+
+        def close_chunk(output: Any) -> None:
+            self._close_layer(index)
+            if self._plan.order == "by_layer" and self._watch is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._watch.watch_backward(self._chunk, hidden, index)
+
+        joined = self._other_chunks(layer, output, open_chunk, close_chunk)
+        if self._plan.order == "by_layer":
+            self._end_layer(index)
+        return joined
+
+    def _end_layer(self, index: int) -> None:
+        """All chunks of layer `index` are done: its keys and values wait as the plan says."""
+        position = index - self._layers.start
+        self._links[position] = None
+        self._states[position] = {}
+        store, frames = self._stores[position], self._layer_frames
+        self._layer_frames = {}
+        mode: KVMode = self._plan.kv_modes[position] if self._plan.kv_modes else "device"
+        if mode == "device" or not isinstance(store, LayerKV):
+            return
+        if mode == "recompute":
+            for chunk in store.chunks:
+                frame = frames.get(chunk)
+                if frame is not None or not torch.is_grad_enabled():
+                    store.put_away(chunk, _KeysAgain(index, chunk, frame))
+        elif torch.is_grad_enabled():
+            away = _KeysAway(self._offload, self._tape, mode, f"keys and values of layer {index}")
+            for chunk in store.chunks:
+                away.add(chunk, store)
+            self._tape.record(away)
+
+    def _close_layer(self, index: int, *, failed: bool = False) -> None:
         if not self._open or self._open[-1][0].layer != index:
             assert failed, "a layer that ran was opened"
             return
@@ -412,32 +563,52 @@ class Sequence:
         if call.states is not None:
             self._states[call.layer - self._layers.start] = call.states.after
 
-    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open the frame of the final norm: it keeps its input, and nothing else.
+    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Open the frame of the final norm and the first chunk; returns that chunk's arguments.
 
-        Norms of 16-bit models work in float32 and save what they work on: at 128K tokens 2 GiB of
-        Llama-3.1-8B, and 1 GiB more where their weights train.
+        The frame keeps the norm's input, and nothing else. Norms of 16-bit models work in float32
+        and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
+        weights train.
         """
+        if len(self._chunks) == 1:
+            self._norm_example = Example.of(args, kwargs)  # by layer, that of the example's tokens
+        self._cut = self._cut_call(args, kwargs, self._norm_example, "the final norm")
+        return self._open_norm(norm, self._chunks.start)
+
+    def _open_norm(self, norm: nn.Module, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._cut is not None, "a norm that runs was given its arguments"
+        self._chunk = chunk
+        args, kwargs = self._cut.take(chunk - self._chunks.start)
         if self._log is not None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            self._log.begin_layer(self._chunk, len(self._layers), hidden)
-        if not torch.is_grad_enabled():
-            return
-        frame = RecomputedFrame(
-            norm,
-            run_layer=_Again(self._around_layers),
-            tape=self._tape,
-            offload=self._offload,
-            keep=lambda _kind, hidden: hidden,
-            mode=_RECOMPUTED,
-            label=f"final norm, chunk {self._chunk}",
-            reads=self._reads_of(norm),
-        )
-        frame.open(args, kwargs)
-        self._norm = frame
+            self._log.begin_layer(chunk, len(self._layers), hidden)
+        if torch.is_grad_enabled():
+            self._norm = RecomputedFrame(
+                norm,
+                run_layer=_Again(self._around_layers),
+                tape=self._tape,
+                offload=self._offload,
+                keep=lambda _kind, hidden: hidden,
+                mode=_RECOMPUTED,
+                label=f"final norm, chunk {chunk}",
+                reads=self._reads_of(norm),
+            )
+            self._norm.open(args, kwargs)
+        return args, kwargs
 
-    def after_norm(self, *, failed: bool) -> None:
-        """Close it; also when the norm's forward raised."""
+    def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Close the frame of the final norm; see `after_layer`."""
+        if failed:
+            self._close_norm(failed=True)
+            return None
+        return self._other_chunks(
+            norm,
+            output,
+            lambda chunk: self._open_norm(norm, chunk),
+            lambda _: self._close_norm(),
+        )
+
+    def _close_norm(self, *, failed: bool = False) -> None:
         frame, self._norm = self._norm, None
         if frame is None:
             return
@@ -463,6 +634,8 @@ class Sequence:
                     self._parts.configs,
                     self._around_layers,
                     None if call.states is None else call.states.documents,
+                    restores_keys=self._plan.kv_modes != ()
+                    and self._plan.kv_modes[call.layer - self._layers.start] == "recompute",
                 ),
                 states={} if call.states is None else call.states.before,
                 tape=self._tape,
@@ -504,13 +677,30 @@ class _LayerLog:
         self._moved = (0, 0)
         self._away: set[tuple[int, int]] = set()
         """(chunk, layer) of frames that moved."""
+        self._last_chunk = 0
 
     def begin_layer(self, chunk: int, layer: int, hidden: Tensor) -> None:
-        """Forward enters a layer, whose input is `hidden`."""
-        if layer and hidden.requires_grad:
-            # The gradient of this layer's input is that of the output of the one before.
-            hidden.register_hook(lambda _grad: self._enter_backward(chunk, layer - 1))
-        self._log.begin(self._action("F", chunk, layer))
+        """Forward enters a layer, whose input is `hidden`; by layer norm and head are apart."""
+        self._last_chunk = max(self._last_chunk, chunk)
+        following = self._after_backward(chunk, layer)
+        if following is not None and hidden.requires_grad:
+            # With the gradient of its input the backward of a layer ends, and that of another
+            # begins.
+            hidden.register_hook(lambda _grad: self._enter_backward(*following))
+        if self._plan.order == "by_chunk" or layer < self._plan.num_layers:
+            self._log.begin(self._action("F", chunk, layer))
+
+    def begin_head(self, chunk: int) -> None:
+        """Where norm and head are apart: the head begins."""
+        self._log.begin(self._action("F", chunk, self._plan.num_layers))
+
+    def _after_backward(self, chunk: int, layer: int) -> tuple[int, int] | None:
+        """(chunk, layer) of the layer whose backward comes next; None where none of a layer's."""
+        if self._plan.order == "by_layer" and chunk > 0:
+            return None if layer == self._plan.num_layers else (chunk - 1, layer)
+        if layer == 0:
+            return None
+        return (self._last_chunk if self._plan.order == "by_layer" else chunk), layer - 1
 
     def end_layer(self, chunk: int, layer: int, frame: Frame | None) -> None:
         """Forward has left a layer."""
@@ -586,8 +776,11 @@ class _Rerun:
         configs: tuple[Any, ...],
         around_layers: AroundLayers,
         documents: tuple[Spans, ...] | None,
+        *,
+        restores_keys: bool,
     ) -> None:
         assert call.link is None, "see [Note: what a frame must not hold]"
+        self._restores_keys = restores_keys
         self._call = call
         self._documents = documents
         self._configs = configs
@@ -602,7 +795,12 @@ class _Rerun:
     ) -> None:
         # What the mixers write now was written in forward: nobody reads it again.
         states = LayerStates(frame.states, self._documents)
-        call = dataclasses.replace(self._call, stash=frame, states=states, attended=0)
+        take_keys = frame.take_keys
+        if take_keys is None and self._restores_keys:
+            take_keys = self._restore
+        call = dataclasses.replace(
+            self._call, stash=frame, states=states, attended=0, take_keys=take_keys
+        )
         before = begin_layer(call)
         try:
             with (
@@ -614,6 +812,60 @@ class _Rerun:
                 layer.forward(*args, **kwargs)
         finally:
             end_layer(before)
+
+    def _restore(self, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """The keys are here anyway, and the frame will soon have nothing to make them from."""
+        store = self._call.kv
+        if isinstance(store, LayerKV):
+            store.restore(self._call.chunk, k_BKCH, v_BKCH)
+
+
+class _KeysAgain:
+    """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
+
+    def __init__(self, layer: int, chunk: int, frame: weakref.ref[RecomputedFrame] | None) -> None:
+        self._where = f"layer {layer}, chunk {chunk}"
+        self._frame = frame  # weakly: the graph owns it, and it has the store that has this
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        frame = None if self._frame is None else self._frame()
+        if frame is None:
+            raise SPPOError(
+                f"keys and values of {self._where} were dropped, and what they are made from is "
+                "gone: another layer reads them, or this part of the graph was dropped."
+            )
+        return frame.keys_again()
+
+
+class _KeysAway:
+    """Keys and values of one layer on another tier, as one frame of the tape."""
+
+    def __init__(self, engine: OffloadEngine, tape: Tape, tier: AwayTier, label: str) -> None:
+        self._engine = engine
+        self._tape = tape
+        self._tier: AwayTier = tier
+        self._label = label
+        self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
+
+    def add(self, chunk: int, store: LayerKV) -> None:
+        """Send those of `chunk` away."""
+        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._bring, chunk))
+        self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
+
+    def _send(self, x: Tensor) -> OffloadedTensor:
+        return self._engine.start_offload(x, label=self._label, tier=self._tier)
+
+    def handles(self) -> Iterator[OffloadedTensor]:
+        """See `sppo_hf.offload.tape.Frame`."""
+        for pair in self._handles.values():
+            yield from pair
+
+    def _bring(self, chunk: int) -> tuple[Tensor, Tensor]:
+        self._tape.on_backward(self)
+        k, v = (self._engine.wait_for(handle) for handle in self._handles[chunk])
+        for handle in self._handles.pop(chunk):
+            self._engine.release(handle)
+        return k, v
 
 
 def _never_moves(tensor: Tensor) -> bool:

@@ -57,11 +57,11 @@ from sppo_hf.model.attend import (
     end_layer,
     running_states,
 )
+from sppo_hf.model.by_layer import PrefixLength
 from sppo_hf.model.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of
 from sppo_hf.model.mask import MaskMeaning
 from sppo_hf.model.operations import operation, storage_key, tensors_in
 from sppo_hf.model.products import NeedlessRecorder, ProductRecorder
-from sppo_hf.model.sequence import PrefixLength
 from sppo_hf.model.states import LayerStates, StateCache, States
 from sppo_hf.model.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
 from sppo_hf.planning.config_file import check_sizes, to_fields

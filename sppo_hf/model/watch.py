@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.model.arena import return_free_heap
-from sppo_hf.model.observer import StepObserver, StepRecord
+from sppo_hf.model.observer import Direction, StepObserver, StepRecord
 from sppo_hf.model.stopwatch import Stopwatch
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.planning.flops import forward_flops, step_flops
@@ -127,18 +127,32 @@ class ForwardWatch:
             disk_read_bytes=self._stats.disk_read_bytes,
         )
 
-    def forward_chunk(self, chunk: int) -> None:
-        """Forward enters `chunk`."""
-        if self._plan.device.kind == "cpu":
+    def forward_unit(self, chunk: int, layer: int | None = None) -> None:
+        """Forward enters `chunk`; by layer, of `layer`."""
+        if self._plan.device.kind == "cpu" and layer is None:
             return_free_heap()
-        self._stopwatch.enter("forward", chunk)
-        self._label.enter(f"forward chunk {chunk}")
-        self._observer.on_unit("forward", chunk, self._plan.num_chunks)
+        self._enter("forward", chunk, layer)
 
-    def watch_backward(self, chunk: int, hidden_BCD: Tensor) -> None:
-        """Report when backward enters `chunk`; the last report comes when backward has ended."""
+    def watch_backward(self, chunk: int, hidden_BCD: Tensor, layer: int | None = None) -> None:
+        """Report when backward enters `chunk`; the last report comes when backward has ended.
+
+        Args:
+            chunk: The chunk.
+            hidden_BCD: What the unit has computed.
+            layer: By layer, the layer; None for what comes after all layers.
+        """
         if hidden_BCD.requires_grad:
-            hidden_BCD.register_hook(lambda _grad: self._backward_chunk(chunk))
+            hidden_BCD.register_hook(lambda _grad: self._backward_unit(chunk, layer))
+
+    def _enter(self, direction: Direction, chunk: int, layer: int | None) -> None:
+        self._stopwatch.enter(direction, chunk)
+        if self._plan.order == "by_chunk":
+            self._label.enter(f"{direction} chunk {chunk}")
+            self._observer.on_unit(direction, chunk, self._plan.num_chunks)
+        elif layer is not None:
+            self._label.enter(f"{direction} layer {layer} chunk {chunk}")
+            units = self._plan.num_layers * self._plan.num_chunks
+            self._observer.on_unit(direction, layer * self._plan.num_chunks + chunk, units)
 
     def forward_done(self, output: ModelOutput) -> None:
         """Forward has ended; without a gradient to come, so has the step."""
@@ -149,15 +163,13 @@ class ForwardWatch:
         if not any(value.requires_grad for value in tensors):
             self._record(training=False, backward_seconds=0.0)
 
-    def _backward_chunk(self, chunk: int) -> None:
-        if self._plan.device.kind == "cpu":
+    def _backward_unit(self, chunk: int, layer: int | None) -> None:
+        if self._plan.device.kind == "cpu" and layer is None:
             return_free_heap()
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
             Variable._execution_engine.queue_callback(self._backward_done)
-        self._stopwatch.enter("backward", chunk)
-        self._label.enter(f"backward chunk {chunk}")
-        self._observer.on_unit("backward", chunk, self._plan.num_chunks)
+        self._enter("backward", chunk, layer)
 
     def _backward_done(self) -> None:
         assert self._backward_began is not None

@@ -90,6 +90,7 @@ class Cell(NamedTuple):
     recompute: str
     offload: str
     scenario: str
+    order: str = "by_chunk"
 
     def config(self) -> SPPOConfig:
         """The settings under test."""
@@ -97,6 +98,7 @@ class Cell(NamedTuple):
             **CHUNKINGS[self.chunking],
             recompute=self.recompute,  # type: ignore[arg-type]
             offload=self.offload,  # type: ignore[arg-type]
+            order=self.order,  # type: ignore[arg-type]
             min_offload_size=1,
         )
 
@@ -112,7 +114,11 @@ def _cross() -> list[Cell]:
         Cell("7-uneven", "full", "none", scenario)
         for scenario in ("lora", "padding", "accumulation")
     ]
-    return hardest + modes + scenarios
+    by_layer = [
+        Cell("7-uneven", "full", "none", "padding", "by_layer"),
+        Cell("7-uneven", "none", "full", "lora", "by_layer"),
+    ]
+    return hardest + modes + scenarios + by_layer
 
 
 def _cross_with_states() -> list[Cell]:
@@ -120,7 +126,8 @@ def _cross_with_states() -> list[Cell]:
     cells = [Cell("with-states", recompute, offload, "plain") for recompute, offload in modes]
     cells += [Cell(chunking, "full", "none", "plain") for chunking in ("1", "2")]
     scenarios = ("lora", "right-padding", "accumulation")
-    return cells + [Cell("with-states", "full", "none", scenario) for scenario in scenarios]
+    cells += [Cell("with-states", "full", "none", scenario) for scenario in scenarios]
+    return [*cells, *(cell._replace(order="by_layer") for cell in (cells[0], cells[-2]))]
 
 
 def _product() -> list[Cell]:
@@ -130,8 +137,9 @@ def _product() -> list[Cell]:
         chunkings, ("none", "full"), ("plain", "lora", "padding", "accumulation")
     )
     cells = [
-        Cell(chunking, recompute, ("none", "full")[index % 2], scenario)
+        Cell(chunking, recompute, ("none", "full")[index % 2], scenario, order)
         for index, (chunking, recompute, scenario) in enumerate(settings)
+        for order in ("by_chunk", "by_layer")
     ]
     return [cell for cell in cells if cell not in _cross()]
 
@@ -214,7 +222,7 @@ def test_other_families(family: str) -> None:
     _assert_exact(family, Cell("7-uneven", "none", "full", "padding"))
     _assert_exact(family, Cell("7-uneven", "full", "none", "padding"))
     # Without an attention mask: kernels then get none, and go by what a module says of itself.
-    _assert_exact(family, Cell("2", "none", "none", "plain"))
+    _assert_exact(family, Cell("7-uneven", "full", "none", "plain", "by_layer"))
 
 
 @pytest.mark.parametrize("cell", _cross_with_states(), ids="/".join)
@@ -229,6 +237,7 @@ def test_mixer_on_the_cross(family: str, cell: Cell) -> None:
 def test_other_families_with_states(family: str) -> None:
     _assert_exact(family, Cell("with-states", "none", "full", "right-padding"))
     _assert_exact(family, Cell("with-states", "full", "none", "right-padding"))
+    _assert_exact(family, Cell("with-states", "full", "none", "right-padding", "by_layer"))
 
 
 @pytest.mark.slow
@@ -294,18 +303,19 @@ def _subclasses(parent: type) -> Iterator[type]:
 
 
 @pytest.mark.parametrize(
-    ("chunking", "recompute", "offload"),
+    ("chunking", "recompute", "offload", "order"),
     [
-        *itertools.product(["7-uneven"], ["none", "full"], ["none", "full"]),
-        *(("1", "full", "none"), ("one-token", "full", "full")),
+        *itertools.product(["7-uneven"], ["none", "full"], ["none", "full"], ["by_chunk"]),
+        *(("1", "full", "none", "by_chunk"), ("one-token", "full", "full", "by_chunk")),
+        *(("7-uneven", "none", "none", "by_layer"), ("one-token", "full", "full", "by_layer")),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 def test_attention_runs_forward_once_per_layer_and_chunk(
-    forwards: list[str], family: str, chunking: str, recompute: str, offload: str
+    forwards: list[str], family: str, chunking: str, recompute: str, offload: str, order: str
 ) -> None:
     model = build_tiny_model(family)
-    cell = Cell(chunking, recompute, offload, "plain")
+    cell = Cell(chunking, recompute, offload, "plain", order)
     batch = make_batch(rows=2, tokens=TOKENS)
     converted = convert(model, cell.config())
     run_batch(converted, batch)

@@ -1,8 +1,9 @@
 """Plans drawn at random: any mode for any frame, any tier for K/V, any look-ahead; always exact.
 
 The harness of the engine under everything that the planner may decide: frames whole, reduced to
-products or to skeletons; on the device, on the host, on disk; K/V kept or streamed from either, in
-blocks of any size; look-ahead from nothing to everything.
+products or to skeletons; on the device, on the host, on disk; chunk by chunk K/V kept or streamed
+from either, in blocks of any size; layer by layer those of each layer kept, sent away or made
+again; look-ahead from nothing to everything.
 """
 
 import dataclasses
@@ -31,8 +32,15 @@ DECISIONS = st.fixed_dictionaries(
     {
         "lengths": st.sampled_from(LENGTHS),
         "modes": st.lists(st.sampled_from(ALL_MODES), min_size=1, max_size=15),
-        "kv_tier": st.sampled_from(TIERS),
-        "kv_block_tokens": st.sampled_from((1, 8, TOKENS)),
+        "kv": st.one_of(
+            st.fixed_dictionaries(
+                {
+                    "kv_tier": st.sampled_from(TIERS),
+                    "kv_block_tokens": st.sampled_from((1, 8, TOKENS)),
+                }
+            ),
+            st.lists(st.sampled_from((*TIERS, "recompute")), min_size=1, max_size=3),
+        ),
         "leave_bytes": st.sampled_from((None, 0, 3000, 10**9)),
         "fetch_bytes": st.sampled_from((None, 0, 3000, 10**9)),
     }
@@ -50,7 +58,7 @@ def _reference(family: str, lora: bool) -> tuple[nn.Module, dict[str, Tensor], G
 
 def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
     make_plan = plans.make_plan
-    modes = drawn["modes"]
+    modes, kv = drawn["modes"], drawn["kv"]
 
     def forced(*args: Any, **kwargs: Any) -> Plan:
         plan = make_plan(*args, **kwargs)
@@ -58,8 +66,13 @@ def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
             tuple(modes[(chunk * plan.num_layers + i) % len(modes)] for i in range(plan.num_layers))
             for chunk in range(plan.num_chunks)
         )
-        others = {k: v for k, v in drawn.items() if k not in ("lengths", "modes")}
-        return dataclasses.replace(plan, layer_modes=rows, **others)
+        others = {name: drawn[name] for name in ("leave_bytes", "fetch_bytes")}
+        if isinstance(kv, dict):
+            return dataclasses.replace(plan, layer_modes=rows, **others, **kv)
+        kv_modes = tuple(kv[i % len(kv)] for i in range(plan.num_layers))
+        return dataclasses.replace(
+            plan, layer_modes=rows, order="by_layer", kv_modes=kv_modes, **others
+        )
 
     patch.setattr(plans, "make_plan", forced)
 
