@@ -83,6 +83,10 @@ class SPPOConfig:
     attention_backend: str = "auto"
     """Attention kernel by name; "auto" takes the fastest that is exact for model and device."""
 
+    layer_kernels: Literal["auto", "none"] = "auto"
+    """Kernels of norms and gated activations: "auto" takes Liger's on CUDA where it is installed
+    and proven equal on this device, "none" the model's own code."""
+
     micro_batch_size: int | None = None
     """Rows of the batch that go through the chunks together; None takes all rows at once, and in a
     pipeline one row each."""
@@ -272,6 +276,7 @@ _RULES: dict[str, Rule] = {
     "offload_checksum": flag,
     "recompute": choice("auto", "none", "selective", "full"),
     "attention_backend": choice_of(_REGISTRIES["attention_backend"]),
+    "layer_kernels": choice("auto", "none"),
     "micro_batch_size": integer(1, None),
     "pp_size": count(1),
     "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),

@@ -32,6 +32,7 @@ from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.guard import check_router_loss
 from sppo_hf.model.head import ModelHead
+from sppo_hf.model.layer_kernels import remove_layer_kernels, use_layer_kernels
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.logits import LogitsCollector, LogitsRequest
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
@@ -180,6 +181,8 @@ class Engine:
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
+        if not self._has_run and self.config.layer_kernels == "auto":
+            use_layer_kernels(self.parts, call.device)
         self._has_run = True
         let_go_of_failed(self._last_watch())
         logits = self._wanted_logits(call)
@@ -491,10 +494,11 @@ class Engine:
         return self.room.take_stats()
 
     def close(self) -> None:
-        """Wait for copies under way and give the host memory back."""
+        """Wait for copies under way, give the host memory back and modules their own code."""
         if self.traces is not None:
             self.traces.poll()
         self.room.close()
+        remove_layer_kernels(self.parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""

@@ -1,0 +1,234 @@
+"""Break the package in many places, one at a time, and see whether its tests notice.
+
+    git worktree add --detach ../broken && cd ../broken
+    python ../sppo_hf/recipes/tools/mutate.py --root . --count 40 --seed 1 --output table.md
+
+Works on a checkout that nobody else uses: each mutant is written into its file, the tests that
+belong to that module run, and the file is put back. A mutant is one change of an operator, a
+constant or a condition, or a statement left out; places are drawn at random from the code of all
+rooms asked for, by lines, so long files get more. Text that only people read (docstrings, messages
+of errors and warnings) is left alone.
+
+A survivor is a hole in the tests, or a change that changes nothing (a bound that is never met, a
+speed that is not tested): somebody has to look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+# What the package stands on, not the package itself, which every fork imports broken.
+import accelerate  # noqa: F401
+import peft  # noqa: F401
+import pytest
+import torch  # noqa: F401
+import transformers  # noqa: F401
+
+ROOMS = ("model", "offload", "planning", "runtime")
+ALWAYS: dict[str, tuple[str, ...]] = {
+    "model": ("tests/model/test_engine.py", "tests/model/test_exactness.py"),
+    "offload": ("tests/offload/test_engine.py", "tests/offload/test_frames.py"),
+    "planning": ("tests/planning/test_lowering.py", "tests/planning/test_plan.py"),
+    "runtime": ("tests/runtime/test_executor.py", "tests/runtime/test_pipeline_engine.py"),
+}
+"""What runs for a module of a room after its own tests."""
+
+TIERS = "not slow and not gpu and not process"
+EXACTNESS = "not test_exactness.py or llama or gpt_oss"
+MOST_FILES = 4
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+
+
+class Mutant(NamedTuple):
+    """One change to one file."""
+
+    file: Path
+    line: int
+    start: int
+    end: int
+    before: str
+    after: str
+    kind: str
+
+
+def mutants(file: Path) -> Iterator[Mutant]:
+    """Yield all changes of a file."""
+    source = file.read_text(encoding="utf-8")
+    # Positions of the syntax tree count bytes; ours is all ASCII but for a few comments.
+    offsets = [0]
+    for line in source.encode().splitlines(keepends=True):
+        offsets.append(offsets[-1] + len(line))
+    for node, changed, kind in _changes(ast.parse(source)):
+        start = offsets[node.lineno - 1] + node.col_offset
+        end = offsets[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        before = source.encode()[start:end].decode()
+        after = ast.unparse(changed) if changed is not None else "pass"
+        yield Mutant(file, node.lineno, start, end, before, after, kind)
+
+
+def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST | None, str]]:
+    for node in _code(tree):
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+            first, *rest = node.ops
+            ops = [_COMPARISONS[type(first)](), *rest]
+            yield node, ast.Compare(node.left, ops, node.comparators), "comparison"
+        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            yield node, ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right), "operator"
+        elif isinstance(node, ast.BoolOp):
+            other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+            yield node, ast.BoolOp(other, node.values), "and / or"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield node, ast.Constant(not node.value), "constant"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            yield node, ast.Constant(node.value + 1), "off by one"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield node, None, "left out"
+        elif isinstance(node, ast.AugAssign):
+            yield node, None, "left out"
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield node, node.operand, "negation"
+
+
+def _code(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs and is not said to people, without types, asserts and f-strings."""
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            skipped = ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom
+            if not isinstance(child, ast.AST) or isinstance(child, skipped):
+                continue
+            if field in ("annotation", "returns", "decorator_list") or _speaks(child):
+                continue
+            if isinstance(node, ast.If) and _is_for_types(node):
+                continue
+            yield child
+            yield from _code(child)
+
+
+def _speaks(node: ast.AST) -> bool:
+    """Whether a statement warns, logs, or is a docstring."""
+    if not isinstance(node, ast.Expr):
+        return False
+    called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+    return isinstance(node.value, ast.Constant) or "warn" in called or "logger" in called
+
+
+def _is_for_types(node: ast.If) -> bool:
+    return ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def tests_of(root: Path, file: Path) -> list[str]:
+    """Return the tests that belong to a module, its own first."""
+    room, name = file.parent.name, file.stem
+    dotted = f"sppo_hf.{room}.{name}"
+    own = [root / "tests" / room / f"test_{name}.py"]
+    others = sorted((root / "tests" / room).glob("test_*.py"))
+    importing = [path for path in others if dotted in path.read_text(encoding="utf-8")]
+    always = [root / path for path in ALWAYS[room]]
+    found = dict.fromkeys(path for path in [*own, *importing, *always] if path.exists())
+    return [str(path.relative_to(root)) for path in found][:MOST_FILES]
+
+
+def survives(root: Path, mutant: Mutant, seconds: float) -> str:
+    """Run the tests on a mutant; returns "killed", "survived" or "too slow".
+
+    In a fork of this process, so that the libraries below the package are imported once.
+    """
+    source = mutant.file.read_bytes()
+    changed = source[: mutant.start] + mutant.after.encode() + source[mutant.end :]
+    try:
+        mutant.file.write_bytes(changed)
+        child = os.fork()
+        if not child:
+            _test(root, tests_of(root, mutant.file))
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return "survived" if status == 0 else "killed"
+            time.sleep(0.2)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    finally:
+        mutant.file.write_bytes(source)
+    return "too slow"
+
+
+def _test(root: Path, tests: Sequence[str]) -> NoReturn:
+    """Run tests until one fails, in silence; the exit code is pytest's."""
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    sys.dont_write_bytecode = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", TIERS, "-k", EXACTNESS]
+    code = 3
+    try:
+        code = int(pytest.main([*words, *tests]))
+    finally:
+        os._exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw, break, test, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="a checkout nobody else uses")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
+    parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of one mutant")
+    parser.add_argument("--output", type=Path, help="Markdown; printed as well")
+    given = parser.parse_args(argv)
+    root = given.root.resolve()
+    files = [
+        file for room in given.rooms for file in sorted((root / "sppo_hf" / room).glob("*.py"))
+    ]
+    everything = [mutant for file in files for mutant in mutants(file)]
+    chosen = random.Random(given.seed).sample(everything, given.count)
+    lines = ["| module, line | change | of | into | |", "|---|---|---|---|---|"]
+    for mutant in chosen:
+        began = time.monotonic()
+        result = survives(root, mutant, given.seconds)
+        place = f"{mutant.file.relative_to(root / 'sppo_hf')}:{mutant.line}"
+        of, into = (_short(text) for text in (mutant.before, mutant.after))
+        lines.append(f"| {place} | {mutant.kind} | `{of}` | `{into}` | {result} |")
+        print(lines[-1], f"{time.monotonic() - began:.0f} s", flush=True)
+        if given.output is not None:
+            given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+    return flat if len(flat) <= 60 else f"{flat[:57]}..."
+
+
+if __name__ == "__main__":
+    main()

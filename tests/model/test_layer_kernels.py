@@ -1,0 +1,260 @@
+"""Liger's layer kernels: taken only where they compute the same, exact in every mode, taken off.
+
+Liger needs a GPU; stand-ins compute what its functions compute, and write where they write.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sppo_hf import SPPOConfig
+from sppo_hf.model import layer_kernels
+from sppo_hf.model.convert import convert, revert
+from sppo_hf.model.float64 import float64_everywhere
+from sppo_hf.model.structure import find_parts
+from sppo_hf.model.tiny import build_tiny_model
+
+CPU = torch.device("cpu")
+calls: dict[str, int] = {}
+
+
+def wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class Norm(torch.autograd.Function):
+    """Root mean square norm; saves its input and the reciprocal of the root."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, *how: Any) -> Tensor:
+        offset, _, in_place = how
+        assert not in_place, "a residual shares the gradient"
+        calls["norm"] = calls.get("norm", 0) + 1
+        rstd = torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return (wide(x) * rstd * (wide(weight) + offset)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        normed, grad = wide(x) * rstd, wide(grads[0])
+        scaled = grad * (wide(weight) + ctx.offset)
+        dx = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        dweight = (grad * normed).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
+
+
+class SiLUMul(torch.autograd.Function):
+    """`silu(a) * b`, whose backward writes over what it saved, unseen by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        calls["silu"] = calls.get("silu", 0) + 1
+        ctx.save_for_backward(a, b)
+        return (F.silu(wide(a)) * wide(b)).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        sigmoid, grad = torch.sigmoid(wide(a)), wide(grads[0])
+        silu = wide(a) * sigmoid
+        da = grad * (silu * (1 - sigmoid) + sigmoid) * wide(b)
+        b.data.copy_(grad * silu)
+        a.data.copy_(da)
+        return a, b
+
+
+class GELUMul(torch.autograd.Function):
+    """`gelu(a) * b` of the tanh kind."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        calls["gelu"] = calls.get("gelu", 0) + 1
+        ctx.save_for_backward(a, b)
+        return F.gelu(a, approximate="tanh") * b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            a, b = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+            made = F.gelu(a, approximate="tanh") * b
+        return torch.autograd.grad(made, (a, b), grads[0])
+
+
+@pytest.fixture(autouse=True)
+def liger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand-ins for Liger, for a model on the CPU."""
+    ops = SimpleNamespace(
+        LigerRMSNormFunction=Norm, LigerSiLUMulFunction=SiLUMul, LigerGELUMulFunction=GELUMul
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
+    monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
+    # So that exactness can be seen to twelve digits.
+    monkeypatch.setattr(layer_kernels, "_DTYPES", (torch.float64, torch.float32, torch.bfloat16))
+    monkeypatch.setitem(layer_kernels._ROUNDING, torch.float64, 1e-6)
+    calls.clear()
+    return ops
+
+
+def used(model: nn.Module) -> dict[str, int]:
+    return layer_kernels.use_layer_kernels(find_parts(model), CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", {"norm": 3 * 2 + 1, "gated product": 3}),
+        ("gemma2", {"norm": 3 * 4 + 1, "gated product": 3}),
+        ("phi", {}),
+    ],
+)
+def test_kernels_stand_where_a_family_has_norms_and_gates(
+    family: str, expected: dict[str, int]
+) -> None:
+    model = build_tiny_model(family, dtype=torch.float64)
+    assert used(model) == expected
+    before = dict(calls)
+    layer_kernels.remove_layer_kernels(find_parts(model))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert calls == before
+
+
+MODES = {
+    "kept": {"offload": "none", "recompute": "none"},
+    "recomputed": {"offload": "none", "recompute": "full"},
+    "away": {"offload": "full", "recompute": "none", "min_offload_size": 1},
+    "recomputed, away": {"offload": "full", "recompute": "full", "min_offload_size": 1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_loss_and_gradients_are_those_of_the_models_own_code(family: str, mode: str) -> None:
+    model = build_tiny_model(family, dtype=torch.float64).train()
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    with float64_everywhere(model):
+        expected = step(model, ids)
+    counted = used(model)
+    convert(model, SPPOConfig(num_chunks=3, show_plan=False, **MODES[mode]))
+    with float64_everywhere(model):
+        ours = step(model, ids)
+    assert calls["norm"] >= 3 * counted["norm"]
+    assert calls["gelu" if family == "gemma2" else "silu"] >= 3 * counted["gated product"]
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    revert(model)
+    calls.clear()
+    step(model, ids)
+    assert not calls
+
+
+def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(("setting", "taken"), [("auto", True), ("none", False)])
+def test_a_setting_keeps_the_models_own_code(setting: str, taken: bool) -> None:
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False, layer_kernels=setting))
+    assert not any("forward" in layer.mlp.__dict__ for layer in model.model.layers)
+    step(model, ids)
+    assert all(("forward" in layer.mlp.__dict__) == taken for layer in model.model.layers)
+
+
+class _Clamps(SiLUMul):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return SiLUMul.forward(ctx, a, b).clamp(max=1.0)
+
+
+class _Forgets(SiLUMul):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        da, db = SiLUMul.backward(ctx, *grads)
+        return da, torch.zeros_like(db)
+
+
+class _Breaks(SiLUMul):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize("wrong", [_Clamps, _Forgets, _Breaks])
+def test_a_kernel_that_differs_is_not_taken(liger: SimpleNamespace, wrong: type) -> None:
+    liger.LigerSiLUMulFunction = wrong
+    model = build_tiny_model("llama", dtype=torch.float32)
+    assert used(model) == {"norm": 2 * len(model.model.layers) + 1}
+
+
+def test_a_module_that_does_more_keeps_its_own_code() -> None:
+    model = build_tiny_model("llama", dtype=torch.float32)
+    layer = model.model.layers[0]
+
+    class Scales(type(layer.mlp)):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 0.5)
+
+    layer.mlp.__class__ = Scales
+    layer.input_layernorm.forward = layer.input_layernorm.forward  # as a wrapper would
+    assert used(model) == {"norm": 6, "gated product": 2}
+
+
+def test_a_bfloat16_kernel_may_not_be_farther_from_float32(liger: SimpleNamespace) -> None:
+    class Rounds(SiLUMul):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            return (SiLUMul.forward(ctx, a, b).float() * (1 + 2**-7)).to(a.dtype)
+
+    model = build_tiny_model("llama", dtype=torch.bfloat16)
+    assert "gated product" in used(model)
+    layer_kernels.remove_layer_kernels(find_parts(model))
+    liger.LigerSiLUMulFunction = Rounds
+    assert "gated product" not in used(model)
+
+
+_IN_THE_INTERPRETER = """
+import torch
+from sppo_hf.model import layer_kernels
+from sppo_hf.model.structure import find_parts
+from sppo_hf.model.tiny import build_tiny_model
+
+layer_kernels.liger_runs_on = lambda device: True
+for family, norms in (("llama", 7), ("gemma2", 13)):
+    model = build_tiny_model(family, dtype=torch.float32)
+    used = layer_kernels.use_layer_kernels(find_parts(model), torch.device("cpu"))
+    assert used == {"norm": norms, "gated product": 3}, (family, used)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")),
+    reason="liger-kernel and triton are not installed",
+)
+def test_ligers_own_kernels_in_tritons_interpreter() -> None:
+    """The real functions, on a CPU: what they take, and that they agree."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _IN_THE_INTERPRETER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
