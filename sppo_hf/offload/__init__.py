@@ -2,10 +2,11 @@
 
 The files, lowest first: `lanes` starts copies and orders them, `pool` sub-allocates host slabs (its
 `holes` serve the disk too), `spans` and `cargo` say which bytes of a storage are where, `handles`
-how a tensor looks at them. `disk*` keep host bytes in files by threads of their own, `staging` is
-the way there and back, with `returns` for its regions. `leaving` and `origins` list what is on its
-way out and what has moved already, `moves` holds all cargoes, `tape` has frames come back in the
-order that was planned, `engine` is the door to all of it, `frames` hooks it to what autograd saves.
+how a tensor looks at them. `tiers` says what a tier must do, and has the host's; `disk*` keep host
+bytes in files by threads of their own, `staging` is the tier in front of them, with `returns` for
+its regions. `leaving` and `origins` list what is on its way out and what has moved already, `moves`
+holds all cargoes, `tape` has frames come back in the order that was planned, `engine` is the door
+to all of it, `frames` hooks it to what autograd saves.
 
 [Note: offload lifetimes]
 

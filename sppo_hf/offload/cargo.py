@@ -7,7 +7,7 @@ Plain state; only `engine` and `staging` change it. Why nothing here is counted 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from sppo_hf.offload.disk_verbs import DiskTransfer
 from sppo_hf.offload.lanes import Ticket
 from sppo_hf.offload.pool import Region
 from sppo_hf.offload.spans import Span
+
+if TYPE_CHECKING:
+    from sppo_hf.offload.tiers import Tier
 
 
 class Owner:
@@ -61,6 +64,8 @@ class Cargo:
     region: Region | None
     """Host bytes. Those of the host tier are held until the cargo is retired, those of the disk
     tier only on their way through."""
+    tier: Tier
+    """Where the bytes wait."""
     out_ticket: Ticket
     source: Tensor | None
     """Device bytes being copied out, held until `out_ticket` is ordered."""

@@ -25,6 +25,7 @@ from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool
 from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.tape import Tape
+from sppo_hf.offload.tiers import HostTier, Tier
 from sppo_hf.planning.modes import AwayTier
 
 
@@ -52,8 +53,8 @@ class OffloadEngine:
         self._copier = copier
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
-        self._staging = staging
-        self._moves = Moves(copier, pool, staging)
+        self._tiers: tuple[Tier, ...] = (HostTier(pool), *(() if staging is None else (staging,)))
+        self._moves = Moves(copier, self._tiers)
         self._last_stats = self.stats()
 
     @property
@@ -81,7 +82,7 @@ class OffloadEngine:
             self,
             leave_bytes=leave_bytes,
             asked=asked,
-            reads_ahead=self._staging is not None,
+            reads_ahead=any(tier.reads_ahead for tier in self._tiers),
             on_prefetch=on_prefetch,
         )
 
@@ -98,9 +99,10 @@ class OffloadEngine:
             OffloadError: the host gives no (pinned) memory.
         """
         with self._lock:
-            self.pool.reserve(host_bytes)
-            if self._staging is not None:
-                self._staging.reserve()
+            nearest, *others = self._tiers
+            nearest.reserve(host_bytes)
+            for tier in others:
+                tier.reserve()
             short = self.pool.refusal and self.pool.reserved_bytes < host_bytes
             return self.pool.reserved_bytes if short else None
 
@@ -164,9 +166,7 @@ class OffloadEngine:
             False if there is no room for it yet, so that a later call may do more.
         """
         with self._lock:
-            if self._staging is None or not handle.is_away or handle.cargo().disk is None:
-                return True
-            return self._staging.read_ahead(handle.cargo())
+            return not handle.is_away or handle.cargo().tier.read_ahead(handle.cargo())
 
     @torch.no_grad()
     def wait_for(self, handle: OffloadedTensor) -> Tensor:
@@ -255,8 +255,8 @@ class OffloadEngine:
         with self._lock:
             self._moves.abandon()
             self._moves.settle_limbo()
-            if self._staging is not None:
-                self._staging.close()
+            for tier in self._tiers:
+                tier.close()
 
     def assert_drained(self) -> None:
         """Prove that nothing is left away.
@@ -283,9 +283,9 @@ class OffloadEngine:
         """Bytes and seconds since the engine was made, and what it holds now."""
         with self._lock:
             self._moves.collect()
-            pools = [self.pool] if self._staging is None else [self.pool, self._staging.pool]
+            pools = [tier.pool for tier in self._tiers]
             reserved_bytes = sum(pool.reserved_bytes for pool in pools)
-            disk_stall_seconds = self._staging.stall_seconds if self._staging is not None else 0.0
+            disk_stall_seconds = sum(tier.stall_seconds for tier in self._tiers)
             return OffloadStats(
                 d2h_bytes=self._moves.d2h_bytes,
                 h2d_bytes=self._moves.h2d_bytes,
@@ -297,8 +297,8 @@ class OffloadEngine:
                 host_peak_bytes=sum(pool.peak_bytes for pool in pools),
                 fragmentation=self.pool.fragmentation,
                 grown_bytes=self.pool.grown_bytes,
-                disk_write_bytes=self._staging.write_bytes if self._staging is not None else 0,
-                disk_read_bytes=self._staging.read_bytes if self._staging is not None else 0,
+                disk_write_bytes=sum(tier.write_bytes for tier in self._tiers),
+                disk_read_bytes=sum(tier.read_bytes for tier in self._tiers),
                 disk_stall_seconds=disk_stall_seconds,
                 spilled_bytes=self._moves.spilled_bytes,
             )

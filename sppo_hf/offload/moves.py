@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.cargo import Cargo, DiskStay, Owner
+from sppo_hf.errors import OffloadError
+from sppo_hf.offload.cargo import Cargo, Owner
 from sppo_hf.offload.lanes import Copier, wait_for_all
 from sppo_hf.offload.leaving import Leaving
 from sppo_hf.offload.origins import Origins
-from sppo_hf.offload.pool import HostPool, Region
+from sppo_hf.offload.pool import Region
 from sppo_hf.offload.spans import Span, bytes_of
-from sppo_hf.offload.staging import Staging
+from sppo_hf.offload.tiers import HostTier, Tier, allocate
 from sppo_hf.planning.modes import AwayTier
 
 
@@ -27,13 +28,14 @@ class Moves:
 
     Args:
         copier: how bytes travel.
-        pool: where those of the host tier stay.
-        staging: the way to the disk; None where there is none.
+        tiers: where they wait, nearest first; what finds no room on one goes to the next.
     """
 
-    def __init__(self, copier: Copier, pool: HostPool, staging: Staging | None) -> None:
-        self.pool = pool
-        self.staging = staging
+    def __init__(self, copier: Copier, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        for tier in self.tiers:
+            if isinstance(tier, HostTier):
+                tier.make_room = self.settle_limbo
         self._copier = copier
         self.live: set[Cargo] = set()
         self.origins = Origins()
@@ -48,23 +50,23 @@ class Moves:
     @property
     def is_clean(self) -> bool:
         """Whether no host bytes are in use but for copies under way; asked when nothing lives."""
-        regions = [cargo.region for cargo in self.limbo if cargo.region is not None]
-        in_limbo_bytes = sum(region.reserved_bytes for region in regions)
-        staged = self.staging is not None and not self.staging.is_drained
-        return self.pool.used_bytes == in_limbo_bytes and not staged
+        return all(tier.is_drained(self._waiting_of(tier)) for tier in self.tiers)
 
-    def move(self, tensor: Tensor, tier: AwayTier) -> Owner:
+    def _waiting_of(self, tier: Tier) -> list[Cargo]:
+        return [cargo for cargo in self.limbo if cargo.tier is tier]
+
+    def move(self, tensor: Tensor, wanted: AwayTier) -> Owner:
         """Start copying out what `tensor` reaches, unless a move before has it."""
         owner = self.origins.owner_of(tensor)
         if owner is not None:
             return owner
         span = Span.to_move(tensor)
         source = bytes_of(tensor, span)
-        pool, region = self._room(span.num_bytes, tier)
+        tier, region = self._room(span.num_bytes, wanted)
         try:
             ticket = self._copier.start_d2h(source, region.memory)
         except BaseException:
-            pool.release(region)
+            tier.pool.release(region)
             raise
         self.d2h_bytes += span.num_bytes
         cargo = Cargo(
@@ -75,40 +77,28 @@ class Moves:
             source=source,
             watched=tensor.detach(),
             version=tensor._version,
-            disk=None if pool is self.pool else DiskStay(),
+            tier=tier,
+            disk=tier.stay(),
         )
         owner = Owner(cargo)
         weakref.finalize(owner, self.retired.append, cargo).atexit = False
         self.live.add(cargo)
         self.leaving.add(cargo)
         self.origins.add(tensor, owner)
-        if self.staging is not None and cargo.disk is not None:
-            self.staging.add(cargo)
+        tier.store(cargo)
         return owner
 
-    def _room(self, num_bytes: int, tier: AwayTier) -> tuple[HostPool, Region]:
-        """A region for a copy out, and the pool that it is from."""
-        if tier == "host":
-            try:
-                return self.pool, self._allocate(num_bytes)
-            except BudgetError:
-                if self.staging is None:
-                    raise
-        if self.staging is None:
+    def _room(self, num_bytes: int, wanted: AwayTier) -> tuple[Tier, Region]:
+        """A region for a copy out, and the tier that it is of."""
+        names = [tier.name for tier in self.tiers]
+        if wanted not in names:
             raise OffloadError(
-                "a tensor was to go to disk, but this engine has none; set offload_dir to a folder "
-                "on a fast disk"
+                f"a tensor was to go to {wanted}, but this engine has none; set offload_dir to a "
+                "folder on a fast disk"
             )
-        region = self.staging.allocate(num_bytes, self.land)
-        self.spilled_bytes += num_bytes if tier == "host" else 0
-        return self.staging.pool, region
-
-    def _allocate(self, num_bytes: int) -> Region:
-        region = self.pool.try_allocate(num_bytes)
-        if region is None:
-            self.settle_limbo()  # rather let compute wait than let the pool grow
-            region = self.pool.try_allocate(num_bytes)
-        return region or self.pool.allocate(num_bytes)
+        tier, region = allocate(self.tiers[names.index(wanted) :], num_bytes, self.land)
+        self.spilled_bytes += num_bytes if tier.name != wanted else 0
+        return tier, region
 
     def fetch(self, cargo: Cargo) -> None:
         """Start bringing a cargo back to the device, unless it is there or on its way."""
@@ -119,15 +109,13 @@ class Moves:
         elif cargo.host_bytes is not None:
             self.land(cargo)
         else:
-            assert self.staging is not None, "only the disk tier gives its host bytes up"
-            self.staging.want(cargo)
+            cargo.tier.load(cargo)
 
     def bring(self, cargo: Cargo) -> None:
         """Like `fetch`, but the copy to the device is enqueued when it returns."""
         self.fetch(cargo)
         if cargo.on_device is None:
-            assert self.staging is not None, "all other bytes can be fetched at once"
-            self.staging.bring(cargo, self.land)
+            cargo.tier.wait_loaded(cargo, self.land)
             self.fetch(cargo)
 
     def land(self, cargo: Cargo) -> None:
@@ -141,8 +129,7 @@ class Moves:
             cargo.host_bytes, cargo.out_ticket
         )
         self.h2d_bytes += cargo.span.num_bytes
-        if self.staging is not None and cargo.disk is not None:
-            self.staging.landed(cargo)
+        cargo.tier.landed(cargo)
 
     def tend(self) -> None:
         """Move on what has ended; never blocks but for a disk whose queue is full.
@@ -151,14 +138,14 @@ class Moves:
             OffloadError: something went wrong in the background.
         """
         self.pass_on()
-        if self.staging is not None:
-            self.staging.raise_failure()
+        for tier in self.tiers:
+            tier.raise_failure()
 
     def pass_on(self) -> None:
         """Like `tend`, but leaves it to a later call to raise."""
         self.collect()
-        if self.staging is not None:
-            self.staging.poll(self.land)
+        for tier in self.tiers:
+            tier.poll(self.land)
 
     def abandon(self) -> None:
         """Give all cargoes up."""
@@ -167,8 +154,8 @@ class Moves:
             self.retired.append(cargo)
         self.leaving.forget()
         self.collect()
-        if self.staging is not None:
-            self.staging.forget()
+        for tier in self.tiers:
+            tier.forget()
 
     def collect(self) -> None:
         """Free what no copy touches any more; polls, never blocks."""
@@ -180,14 +167,13 @@ class Moves:
                 self.live.discard(cargo)
                 self.origins.forget(cargo)
                 self.limbo.append(cargo)
-                if self.staging is not None and cargo.disk is not None:
-                    self.staging.retire(cargo)
+                cargo.tier.retire(cargo)
         limbo, self.limbo = self.limbo, []
         for cargo in limbo:
             if cargo.ordered:  # asked once: a copy may end between two looks
                 cargo.drop_device_bytes()
                 if cargo.region is not None:
-                    self.pool.release(cargo.region)
+                    cargo.tier.pool.release(cargo.region)
             else:
                 self.limbo.append(cargo)
 

@@ -25,22 +25,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.offload.cargo import Cargo, DiskStay
 from sppo_hf.offload.disk_verbs import Disk, finish, is_over
 from sppo_hf.offload.pool import PAGE_BYTES, HostPool, Region
 from sppo_hf.offload.returns import Returns
+from sppo_hf.offload.tiers import Land, Tier
 
 DEFAULT_STAGING_BYTES = 2**30
 
-Land = Callable[[Cargo], None]
-"""Starts the copy to the device of a cargo whose bytes are on the host; then calls `landed`."""
 
-
-class Staging:
-    """Staging regions and what is under way through them.
+class Staging(Tier):
+    """The disk tier: staging regions and what is under way through them.
 
     Args:
         disk: keeps the bytes; closed by `close`.
@@ -48,6 +46,9 @@ class Staging:
         pin: page-lock the slab.
         clock: seconds, to count how long the host waits.
     """
+
+    name = "disk"
+    reads_ahead = True
 
     def __init__(
         self,
@@ -87,12 +88,11 @@ class Staging:
         reading = (cargo for cargo in self._reading if not (cargo.retired or _stay(cargo).wanted))
         return sum(cargo.span.num_bytes for cargo in (*reading, *self._arrived))
 
-    @property
-    def is_drained(self) -> bool:
+    def is_drained(self, waiting: Iterable[Cargo] = ()) -> bool:
         """Whether no cargo has a region any more; some may still be on their way back."""
         return self.pool.used_bytes == self._returns.num_bytes
 
-    def reserve(self) -> None:
+    def reserve(self, num_bytes: int | None = None) -> None:
         """Make the slab, if it is not made yet."""
         self.pool.reserve(self.budget_bytes)
 
@@ -119,7 +119,11 @@ class Staging:
                     self._make_progress()
         return region
 
-    def add(self, cargo: Cargo) -> None:
+    def stay(self) -> DiskStay:
+        """What a new cargo has of the disk: nothing yet."""
+        return DiskStay()
+
+    def store(self, cargo: Cargo) -> None:
         """Follow a cargo of the disk tier whose copy out has just been enqueued."""
         self._out.append(cargo)
         self._hand_over()  # on the CPU its copy has ended already
@@ -144,7 +148,7 @@ class Staging:
             self._failures.clear()
             raise type(error)(str(error)) from error
 
-    def want(self, cargo: Cargo) -> None:
+    def load(self, cargo: Cargo) -> None:
         """Bring a cargo from the disk to the device as soon as may be, in the order of calls."""
         stay = _stay(cargo)
         stay.raise_failure()
@@ -155,7 +159,7 @@ class Staging:
             self._wanted.append(cargo)
             self._start_wanted()
 
-    def bring(self, cargo: Cargo, land: Land) -> None:
+    def wait_loaded(self, cargo: Cargo, land: Land) -> None:
         """Wait until the bytes of a cargo are on the host, or on their way to the device.
 
         Raises:

@@ -1,0 +1,136 @@
+"""What a tier is to the engine: a place away from the device where offloaded bytes wait.
+
+Copies from and to the device always have one end in host memory, so a tier lends a region for each
+copy out. What it does with the bytes behind that region is its own affair: the host tier leaves
+them there, the disk tier (`staging`) writes them to files and reads them back. A further tier is
+one more class with these methods, handed to `OffloadEngine` behind the others; what finds no room
+on one goes to the next. All methods are called under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
+
+from sppo_hf.errors import BudgetError
+from sppo_hf.offload.cargo import Cargo, DiskStay
+from sppo_hf.offload.pool import HostPool, Region
+from sppo_hf.planning.modes import AwayTier
+
+Land = Callable[[Cargo], None]
+"""Starts the copy to the device of a cargo whose bytes are on the host; then calls `landed`."""
+
+
+class Tier:
+    """Stores bytes that leave the device, and loads them into host memory for their way back."""
+
+    name: ClassVar[AwayTier]
+    pool: HostPool
+    """Host memory that its regions are from; its budget is the tier's, or that of the way there."""
+    reads_ahead: ClassVar[bool] = False
+    """Whether it takes time to bring bytes into host memory, so that asking early helps."""
+    write_bytes: int = 0
+    """Bytes written behind host memory since the engine was made."""
+    read_bytes: int = 0
+    """Bytes read from there."""
+    stall_seconds: float = 0.0
+    """Seconds that the host has waited for the tier."""
+
+    def reserve(self, num_bytes: int | None = None) -> None:
+        """Make the host memory that a step will need; None: as much as the tier always has."""
+        raise NotImplementedError
+
+    def allocate(self, num_bytes: int, land: Land) -> Region:
+        """Lend a region for a copy out of the device.
+
+        Raises:
+            BudgetError: the tier has no room for it, and will not have any.
+        """
+        raise NotImplementedError
+
+    def stay(self) -> DiskStay | None:
+        """What a new cargo remembers of the place behind host memory; None: nothing."""
+        return None
+
+    def store(self, cargo: Cargo) -> None:
+        """Take over a cargo whose copy out has just been enqueued."""
+
+    def load(self, cargo: Cargo) -> None:
+        """Bring the bytes to the device as soon as may be; they are not on the host."""
+        raise AssertionError(f"bytes of the {self.name} tier are always on the host")
+
+    def wait_loaded(self, cargo: Cargo, land: Land) -> None:
+        """Let the host wait until the bytes are in host memory, or on their way to the device."""
+
+    def read_ahead(self, cargo: Cargo) -> bool:
+        """Start bringing the bytes into host memory; False if there is no room for it now."""
+        return True
+
+    def landed(self, cargo: Cargo) -> None:
+        """Note that a copy to the device has been enqueued from the cargo's region."""
+
+    def retire(self, cargo: Cargo) -> None:
+        """Give up what a cargo has behind host memory; nobody owns it any more."""
+
+    def is_drained(self, waiting: Iterable[Cargo]) -> bool:
+        """Whether no host memory is in use but that of retired cargoes which wait for a copy."""
+        raise NotImplementedError
+
+    def poll(self, land: Land) -> None:
+        """Move on what has come to an end."""
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in the background and was not raised yet."""
+
+    def forget(self) -> None:
+        """Drop failures, and all cargoes, which are retired."""
+
+    def close(self) -> None:
+        """Give up what is behind host memory, when nothing touches it any more."""
+
+
+class HostTier(Tier):
+    """Bytes stay in the region that they were copied to.
+
+    Args:
+        pool: lends the regions.
+    """
+
+    name = "host"
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+        self.make_room: Callable[[], None] = lambda: None
+        """Lets compute wait for copies of retired cargoes, so that their regions are free."""
+
+    def reserve(self, num_bytes: int | None = None) -> None:
+        """Make the slabs for `num_bytes`, cut to the budget."""
+        self.pool.reserve(num_bytes or 0)
+
+    def allocate(self, num_bytes: int, land: Land) -> Region:
+        """Lend a region; rather lets compute wait than the pool grow."""
+        region = self.pool.try_allocate(num_bytes)
+        if region is None:
+            self.make_room()
+            region = self.pool.try_allocate(num_bytes)
+        return region or self.pool.allocate(num_bytes)
+
+    def is_drained(self, waiting: Iterable[Cargo]) -> bool:
+        """Whether all other regions are back."""
+        regions = [cargo.region for cargo in waiting if cargo.region is not None]
+        return self.pool.used_bytes == sum(region.reserved_bytes for region in regions)
+
+
+def allocate(tiers: Sequence[Tier], num_bytes: int, land: Land) -> tuple[Tier, Region]:
+    """Lend a region of the first of some tiers that has room.
+
+    Raises:
+        BudgetError: none has; says why the last has not.
+    """
+    *nearer, last = tiers
+    for tier in nearer:
+        # The error is not kept: its traceback leads to frames that hold the step's tensors.
+        with contextlib.suppress(BudgetError):
+            return tier, tier.allocate(num_bytes, land)
+    return last, last.allocate(num_bytes, land)
