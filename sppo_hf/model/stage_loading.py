@@ -216,7 +216,12 @@ def _cut(model: Any, choose_cut: ChooseCut) -> None:
         parent, _, name = target.rpartition(".")
         setattr(model.get_submodule(parent), name, model.get_parameter(source))
     parts = find_parts(model)
-    StagedModel(parts, choose_cut(parts))
+    # How to cut follows from what layers take, read off a model of this class, which stays whole.
+    cutting_class, model.__class__ = type(model), type(model).__mro__[1]
+    try:
+        StagedModel(parts, choose_cut(parts))
+    finally:
+        model.__class__ = cutting_class
 
 
 def _read_slices(

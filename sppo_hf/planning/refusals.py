@@ -7,6 +7,7 @@ nothing of torch; tests hold the names against what Transformers says of its cla
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import cast
 
 from sppo_hf.errors import UnsupportedModelError
@@ -114,7 +115,11 @@ def check_config(config: object) -> None:
         ConfigError: a size is no number of anything.
     """
     for name in _SIZES:
-        find_int(text_config(config), name)
+        size: object = getattr(text_config(config), name, None)
+        # Gemma 3n has an MLP of another width in every layer.
+        each = size if name == "intermediate_size" and isinstance(size, list) else [size]
+        for one in cast("list[object]", each):
+            find_int(SimpleNamespace(**{name: one}), name)
     reason = _reason(config)
     if reason is not None:
         raise UnsupportedModelError(
