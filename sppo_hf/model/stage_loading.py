@@ -219,9 +219,11 @@ def _cut(model: Any, choose_cut: ChooseCut) -> None:
     # How to cut follows from what layers take, read off a model of this class, which stays whole.
     cutting_class, model.__class__ = type(model), type(model).__mro__[1]
     try:
-        StagedModel(parts, choose_cut(parts))
+        with torch.device("cpu"):  # what is tried there computes
+            cut = choose_cut(parts)
     finally:
         model.__class__ = cutting_class
+    StagedModel(parts, cut)
 
 
 def _read_slices(
