@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.disk_files import BLOCK_BYTES, NO_ROOM, SlabFile, round_up
 from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.holes import Holes
+from sppo_hf.offload.holes import Holes, Slabs
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class DiskExtent:
         return f"{self.num_bytes} bytes at offset {self.offset} of {self.slab.file}"
 
 
-class DiskSpace:
+class DiskSpace(Slabs[DiskSlab]):
     """Lends extents of files in a folder.
 
     Args:
@@ -67,13 +67,10 @@ class DiskSpace:
 
     def __init__(self, folder: StoreFolder, *, slab_bytes: int, budget_bytes: int) -> None:
         assert slab_bytes > 0, "a slab holds at least one byte"
+        super().__init__()
         self.budget_bytes = budget_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self.reserved_bytes = 0
         self._folder = folder
         self._slab_bytes = round_up(slab_bytes)
-        self._slabs: list[DiskSlab] = []
 
     def allocate(self, num_bytes: int) -> DiskExtent:
         """Lend `num_bytes` (at least 1), adding a file where no hole is large enough.
@@ -84,19 +81,16 @@ class DiskSpace:
         """
         assert num_bytes > 0, "an extent holds at least one byte"
         size = round_up(num_bytes)
-        extent = self._take(num_bytes, size)
-        if extent is None:
+        taken = self._take(size)
+        if taken is None:
             self._grow(size)
-            extent = self._take(num_bytes, size)
-            assert extent is not None, "a new file holds the request that it was made for"
-        self.used_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return extent
+            taken = self._take(size)
+            assert taken is not None, "a new file holds the request that it was made for"
+        return DiskExtent(*taken, num_bytes, size)
 
     def give(self, extent: DiskExtent) -> None:
         """Take an extent back; no transfer may touch it any more."""
-        extent.slab.holes.give(extent.offset, extent.reserved_bytes)
-        self.used_bytes -= extent.reserved_bytes
+        self._give(extent.slab, extent.offset, extent.reserved_bytes)
 
     def close(self) -> None:
         """Close the files; those with a name go with their folder. No transfer may be under way."""
@@ -104,13 +98,6 @@ class DiskSpace:
             slab.file.close()
         self._slabs.clear()
         self.used_bytes = self.reserved_bytes = 0
-
-    def _take(self, num_bytes: int, size: int) -> DiskExtent | None:
-        for slab in self._slabs:
-            offset = slab.holes.take(size)
-            if offset is not None:
-                return DiskExtent(slab, offset, num_bytes, size)
-        return None
 
     def _grow(self, size: int) -> None:
         """Add a file of at least `size` bytes."""
@@ -130,8 +117,7 @@ class DiskSpace:
                 f"disk tier: a file of {size} bytes could not be made in {self._folder.path}: "
                 f"{error}. Check the disk, or set offload_dir to a folder on another one"
             ) from error
-        self._slabs.append(slab)
-        self.reserved_bytes += slab.file.num_bytes
+        self._add(slab, slab.file.num_bytes)
         # Files without a name are seen by nobody who lists the folder.
         logger.info(
             "disk tier: %d bytes are reserved in %s, in %d files%s",
@@ -149,11 +135,10 @@ class DiskSpace:
         return DiskSlab(self._folder.new_file(least_bytes), Holes(least_bytes))
 
     def _no_room(self, size: int, reason: str) -> str:
-        free_bytes = sum(slab.holes.free_bytes for slab in self._slabs)
         return (
             f"disk tier: {size} bytes more are needed in one piece in {self._folder.path}, but "
             f"{reason}: {self.reserved_bytes} of {self.budget_bytes} bytes are reserved, "
-            f"{free_bytes} of them free in smaller pieces, and the disk has "
+            f"{self.free_bytes} of them free in smaller pieces, and the disk has "
             f"{self._folder.free_bytes} bytes free. Free some or raise disk_memory, set "
             "offload_dir to a folder on a larger disk, or use shorter sequences"
         )

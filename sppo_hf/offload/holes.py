@@ -1,4 +1,4 @@
-"""The free bytes of one run of memory or file: first-fit, with coalescing.
+"""The free bytes of runs of memory or file: first-fit, with coalescing; and slabs of them.
 
 Pure bookkeeping; knows nothing of what the bytes are, of alignment (who takes multiples of it gets
 multiples of it) or of threads.
@@ -7,6 +7,7 @@ multiples of it) or of threads.
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Generic, Protocol, TypeVar
 
 
 class Holes:
@@ -58,3 +59,53 @@ class Holes:
                 del self._holes[index - 1]
                 index -= 1
         self._holes.insert(index, (offset, end - offset))
+
+
+class HasHoles(Protocol):
+    """A slab: one piece of memory, or one file."""
+
+    @property
+    def holes(self) -> Holes:
+        """What is free of it."""
+        ...
+
+
+SlabT = TypeVar("SlabT", bound=HasHoles)
+
+
+class Slabs(Generic[SlabT]):
+    """Runs of bytes lent first-fit out of a growing list of slabs, and counted."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        """Lent now."""
+        self.peak_bytes = 0
+        """The most that was lent at once."""
+        self.reserved_bytes = 0
+        """Of all slabs."""
+        self._slabs: list[SlabT] = []
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of all holes together."""
+        return sum(slab.holes.free_bytes for slab in self._slabs)
+
+    def _take(self, size: int) -> tuple[SlabT, int] | None:
+        """Lend `size` bytes of the first slab that has such a hole: the slab and the offset."""
+        for slab in self._slabs:
+            offset = slab.holes.take(size)
+            if offset is not None:
+                self.used_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                return slab, offset
+        return None
+
+    def _give(self, slab: SlabT, offset: int, size: int) -> None:
+        """Take a run back."""
+        slab.holes.give(offset, size)
+        self.used_bytes -= size
+
+    def _add(self, slab: SlabT, num_bytes: int) -> None:
+        """Grow by a slab."""
+        self._slabs.append(slab)
+        self.reserved_bytes += num_bytes

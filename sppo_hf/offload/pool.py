@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.holes import Holes
+from sppo_hf.offload.holes import Holes, Slabs
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
@@ -53,7 +53,7 @@ class Region:
         return self.slab.memory[self.offset : self.offset + self.num_bytes]
 
 
-class HostPool:
+class HostPool(Slabs[_Slab]):
     """Lends regions of host slabs within a budget.
 
     Args:
@@ -73,23 +73,20 @@ class HostPool:
         alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
         assert slab_bytes > 0, "a slab holds at least one byte"
+        super().__init__()
         self.pinned = pin
         self.budget_bytes = budget_bytes
         self._alignment_bytes = alignment_bytes
         self._slab_bytes = _round_up(slab_bytes, alignment_bytes)
-        self._slabs: list[_Slab] = []
         self.refusal = ""
         """Why the system gave less than was asked for; empty where it did not refuse anything."""
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self.reserved_bytes = 0
         self.grown_bytes = 0
         """Bytes of slabs that were made when they were needed rather than by `reserve`."""
 
     @property
     def fragmentation(self) -> float:
         """Share of the free bytes that lies outside the largest hole, from 0 to 1."""
-        free_bytes = sum(slab.holes.free_bytes for slab in self._slabs)
+        free_bytes = self.free_bytes
         largest_bytes = max((slab.holes.largest_bytes for slab in self._slabs), default=0)
         return 1.0 - largest_bytes / free_bytes if free_bytes else 0.0
 
@@ -137,21 +134,15 @@ class HostPool:
         """Lend `num_bytes` (at least 1) from the slabs there are; None where no hole fits."""
         assert num_bytes > 0, "a region holds at least one byte"
         size = _round_up(num_bytes, self._alignment_bytes)
-        for slab in self._slabs:
-            offset = slab.holes.take(size)
-            if offset is not None:
-                self.used_bytes += size
-                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-                return Region(slab, offset, num_bytes, size)
-        return None
+        taken = self._take(size)
+        return None if taken is None else Region(*taken, num_bytes, size)
 
     def release(self, region: Region) -> None:
         """Take a region back; its copies must be over or ordered before any later use."""
         assert not region.released, "a host region was released twice"
         assert region.slab in self._slabs, "a host region was released to a pool it is not from"
         region.released = True
-        region.slab.holes.give(region.offset, region.reserved_bytes)
-        self.used_bytes -= region.reserved_bytes
+        self._give(region.slab, region.offset, region.reserved_bytes)
 
     def _grow(self, size: int) -> None:
         slab_bytes = self._slab_size(size)
@@ -184,8 +175,7 @@ class HostPool:
         return left
 
     def _add_slab(self, slab_bytes: int) -> None:
-        self._slabs.append(_Slab(_host_bytes(slab_bytes, self.pinned), Holes(slab_bytes)))
-        self.reserved_bytes += slab_bytes
+        self._add(_Slab(_host_bytes(slab_bytes, self.pinned), Holes(slab_bytes)), slab_bytes)
 
 
 def _round_up(value: int, multiple: int) -> int:

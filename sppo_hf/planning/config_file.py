@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.reader import text_config
 from sppo_hf.reading import MOST_JSON_BYTES, parse_json, read_text
 from sppo_hf.rules import refuse, show
 
@@ -144,19 +143,6 @@ def walk(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         yield f"{prefix}{name}", value
         if isinstance(value, Mapping):
             yield from walk(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
-
-
-def weight_dtype(config: object) -> str:
-    """Returns the name of the dtype that the weights are stored in; "float32" where none is named.
-
-    That is what Transformers makes of such a config too.
-    """
-    for owner in (config, text_config(config)):
-        for field in ("dtype", "torch_dtype"):
-            value = getattr(owner, field, None)
-            if value is not None:
-                return str(value).removeprefix("torch.")
-    return "float32"
 
 
 def to_fields(config: object) -> dict[str, Any]:

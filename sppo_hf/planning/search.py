@@ -152,13 +152,46 @@ def longest(possible: Callable[[int], bool]) -> int:
     Args:
         possible: says so of one length; of two lengths, the shorter must not be harder.
     """
-    step = _LENGTH_STEP_TOKENS
-    if not possible(step):
-        return 0
-    low, high = 1, 2
-    while high * step < _LONGEST_TOKENS and possible(high * step):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if possible(middle * step) else (low, middle)
-    return low * step
+    return search_longest(
+        possible, step_tokens=_LENGTH_STEP_TOKENS, most_tokens=_LONGEST_TOKENS
+    ).longest_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search came to."""
+
+    longest_tokens: int
+    """The longest length that trained; 0 if none did."""
+
+    failed_tokens: int | None
+    """The shortest length that did not train; None if the search ended at its limit."""
+
+
+def search_longest(trains: Callable[[int], bool], *, step_tokens: int, most_tokens: int) -> Found:
+    """Searches the longest multiple of `step_tokens` that trains.
+
+    What fits is taken to fit at every shorter length too. Takes about twice the logarithm of the
+    answer in tries.
+
+    Args:
+        trains: tries a length, in tokens.
+        step_tokens: resolution, and the first length tried.
+        most_tokens: lengths above are not tried.
+    """
+    good, bad = 0, None
+    tried = step_tokens
+    while tried <= most_tokens:
+        if not trains(tried):
+            bad = tried
+            break
+        good, tried = tried, 2 * tried
+    if bad is None:
+        return Found(good, None)
+    while bad - good > step_tokens:
+        middle = (good + bad) // 2 // step_tokens * step_tokens
+        if trains(middle):
+            good = middle
+        else:
+            bad = middle
+    return Found(good, bad)

@@ -11,7 +11,6 @@ from sppo_hf.planning.config_file import (
     load_config,
     read_fields,
     shipped_models,
-    weight_dtype,
 )
 from tests.planning.shapes import known_config
 
@@ -78,21 +77,6 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ConfigError, match="cannot be read: it is not UTF-8 text"):
         load_config(path)
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"torch_dtype": "bfloat16"}, "bfloat16"),
-        ({"dtype": "float16"}, "float16"),
-        ({"dtype": "torch.float32"}, "float32"),
-        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
-        ({}, "float32"),
-    ],
-)
-def test_dtype_of_the_weights(tmp_path: Path, fields: dict[str, object], name: str) -> None:
-    config = load_config(written(tmp_path, json.dumps({"model_type": "llama", **fields})))
-    assert weight_dtype(config) == name
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from sppo_hf.cli.benchmark.extrapolation import (
     uniform_layers,
 )
 from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.longest import search
 from sppo_hf.cli.benchmark.results import Kind, Numbers, ResultFile, Row, Status
 from sppo_hf.cli.planning_arguments import model_path, trace_unknown
 from sppo_hf.planning.ask import DTYPE_BYTES
@@ -28,6 +27,7 @@ from sppo_hf.planning.config_file import load_config, read_fields
 from sppo_hf.planning.flops import step_flops
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import Training, find_profile
+from sppo_hf.planning.search import search_longest
 from sppo_hf.planning.shape import ModelShape
 
 RunJob = Callable[[Job], Row]
@@ -191,7 +191,7 @@ class Benchmark:
             tries[total_tokens] = row
             return row.trained
 
-        found = search(trains, step_tokens=step_tokens, most_tokens=most_tokens)
+        found = search_longest(trains, step_tokens=step_tokens, most_tokens=most_tokens)
         best = tries.get(found.longest_tokens)
         worst = None if found.failed_tokens is None else tries[found.failed_tokens]
         last = best or worst

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.cli.benchmark.longest import Found, search
+from sppo_hf.planning.search import Found, search_longest
 
 
 @given(answer=st.integers(0, 100_000), limit=st.integers(64, 65_536))
@@ -14,7 +14,7 @@ def test_it_finds_the_longest_multiple(answer: int, limit: int) -> None:
         tried.append(tokens)
         return tokens <= answer
 
-    found = search(trains, step_tokens=64, most_tokens=limit)
+    found = search_longest(trains, step_tokens=64, most_tokens=limit)
     assert max(tried) <= limit
     assert len(set(tried)) == len(tried)
     assert len(tried) <= 24
@@ -27,4 +27,4 @@ def test_it_finds_the_longest_multiple(answer: int, limit: int) -> None:
 
 
 def test_nothing_trains() -> None:
-    assert search(lambda _: False, step_tokens=64, most_tokens=999) == Found(0, 64)
+    assert search_longest(lambda _: False, step_tokens=64, most_tokens=999) == Found(0, 64)
