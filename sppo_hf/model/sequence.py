@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ from sppo_hf.model.states import (
     documents_apart,
     documents_in,
 )
-from sppo_hf.model.stream import kv_stream
+from sppo_hf.model.stream import EngineMover, kv_stream
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.unit_graph import StateEnd, enter
 from sppo_hf.model.versions import ReadTensors
@@ -499,7 +499,7 @@ class _LayerLog:
     ) -> None:
         self._log = log
         self._plan = plan
-        self._mover = None if stream is None else stream.mover
+        self._mover = None if stream is None else cast(EngineMover, stream.mover)
         self._first_unit = first_unit
         self._moved = (0, 0)
         self._away: set[tuple[int, int]] = set()
