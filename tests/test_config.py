@@ -145,6 +145,21 @@ def test_two_ways_to_cut_contradict(settings: dict[str, Any]) -> None:
     assert "at most one of num_chunks, chunk_lengths, chunk_tokens" in message
 
 
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"pp_size": 2, "pp_layers": [3, 3, 2]}, ["3 numbers", "makes 2 stages"]),
+        ({"pp_layers": [4, 4]}, ["pp_layers=", "pp_size=1 makes none"]),
+        ({"pp_size": 2, "pp_layers": [4, 0]}, ["pp_layers[1]", "a whole number of layers >= 1"]),
+    ],
+)
+def test_layers_of_stages_must_fit(settings: dict[str, Any], parts: list[str]) -> None:
+    message = refused(settings)
+    for part in [*parts, "Allowed: ", "Remedy: "]:
+        assert part in message
+    assert SPPOConfig(pp_size=2, pp_layers=[5, 3]).to_dict()["pp_layers"] == [5, 3]  # type: ignore[arg-type]
+
+
 def test_even_partition_contradicts_uneven_lengths() -> None:
     message = refused({"partition": "even", "chunk_lengths": [5, 9]})
     assert "partition='even'" in message

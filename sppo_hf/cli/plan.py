@@ -14,7 +14,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from sppo_hf.cli import planning_arguments as given
-from sppo_hf.cli.plan_cluster import ask_cluster, cluster_table, cluster_to_dict
+from sppo_hf.cli.plan_cluster import (
+    answer_cluster,
+    cluster_question,
+    cluster_table,
+    cluster_to_dict,
+)
+from sppo_hf.cli.plan_write import Launch, actions_of_layout, launch_of_layout, launch_of_plan
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.answer_tables import plan_tables
 from sppo_hf.planning.ask import Answer, PolicyResult, ask, compare_policies, plan_for, timeline_of
@@ -70,6 +76,13 @@ def plan(
         str | None,
         typer.Option(help="Bytes per second between them, each way.  [default: 25GiB]"),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write accelerate.yaml and sppo.yaml into a folder, and say how to launch them.",
+            metavar="DIR",
+        ),
+    ] = None,
     as_json: given.AsJson = False,
 ) -> None:
     """Show the plan for training MODEL at a length on a machine, beside every fixed policy.
@@ -96,7 +109,7 @@ def plan(
         policy=policy,
     )
     if gpus > 1:
-        _plan_cluster(arguments, gpus, gpus_per_node, link, as_json, figure or trace)
+        _plan_cluster(arguments, gpus, gpus_per_node, link, as_json, figure or trace, write)
     with given.bad_input(as_json):
         if figure is not None and figure.suffix.lower() not in ENDINGS:
             raise ConfigError(
@@ -107,13 +120,19 @@ def plan(
         answer = ask(question)
         results = _compare(arguments, answer)
         _write_files(answer, arguments.title, figure, trace)
+        launch = None
+        if write is not None and answer.plan is not None:
+            launch = launch_of_plan(arguments, question, answer.plan)
+            launch.write(write)
     if as_json:
         policies, actions = policies_to_list(results), actions_to_list(answer.plan)
-        given.echo_json({**answer_to_dict(answer), "policies": policies, "actions": actions})
+        said = {"policies": policies, "actions": actions, **_launched(launch, write)}
+        given.echo_json({**answer_to_dict(answer), **said})
     else:
         out = given.console()
         out.print(plan_tables(answer, results, arguments.title))
         out.print(arguments.hardware_note(question), style="dim", highlight=False)
+        _print_launch(launch, write)
     raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)
 
 
@@ -124,6 +143,7 @@ def _plan_cluster(
     link: str | None,
     as_json: bool,
     file: Path | None,
+    write: Path | None,
 ) -> NoReturn:
     with given.bad_input(as_json):
         if file is not None:
@@ -131,15 +151,43 @@ def _plan_cluster(
                 f"{file} was asked for with --gpus {gpus}. Allowed: pictures and traces of one "
                 "device's plan. Remedy: `sppo simulate` draws a layout over several."
             )
-        answer = ask_cluster(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
+        question = cluster_question(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
+        answer = answer_cluster(question)
+        launch, actions = None, list[list[str]]()
+        if answer.best and (as_json or write is not None):
+            best, single = answer.best[0], arguments.question()
+            launch = launch_of_layout(arguments, question, single.config, best)
+            if write is not None:
+                launch.write(write)
+            if as_json:
+                actions = actions_of_layout(question, single, launch, best)
     if as_json:
-        given.echo_json(cluster_to_dict(answer))
+        said = {"actions": actions, **_launched(launch, write)}
+        given.echo_json({**cluster_to_dict(answer), **said})
     else:
         out = given.console()
         out.print(cluster_table(answer, f"{arguments.title} on {gpus} devices"))
         shared = dataclasses.replace(arguments, devices_of_host=min(gpus, gpus_per_node))
         out.print(shared.hardware_note(shared.question()), style="dim", highlight=False)
+        _print_launch(launch, write)
     raise typer.Exit(given.FITS if answer.best else given.FITS_NOT)
+
+
+def _launched(launch: Launch | None, folder: Path | None) -> dict[str, str]:
+    """Returns how to start what was written."""
+    if launch is None or folder is None:
+        return {}
+    return {"launch": launch.command(folder), "arguments": launch.arguments}
+
+
+def _print_launch(launch: Launch | None, folder: Path | None) -> None:
+    said = _launched(launch, folder)
+    if said:
+        out = given.console()
+        out.print(f"Launch, with {said['arguments']}:", highlight=False)
+        out.print(said["launch"], soft_wrap=True, highlight=False)
+    elif folder is not None:
+        given.console(stderr=True).print("Nothing fits, so there is nothing to write.")
 
 
 def _compare(arguments: given.PlanningArguments, answer: Answer) -> Sequence[PolicyResult]:

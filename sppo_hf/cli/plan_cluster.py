@@ -32,13 +32,13 @@ _MOST_ACTIONS = 300_000
 _OFFLOADED = {"full": "all offloaded", "sppo": "some offloaded"}
 
 
-def ask_cluster(
+def cluster_question(
     arguments: PlanningArguments, *, gpus: int, gpus_per_node: int, link: str | None
-) -> ClusterAnswer:
-    """Searches layouts for the model, length and machine of the command line.
+) -> ClusterQuestion:
+    """Reads the model, length and machine of the command line.
 
     Raises:
-        ConfigError: a value is refused, or the devices cannot share the rows.
+        ConfigError: a value is refused.
         UnsupportedModelError: the engine refuses such models.
     """
     chosen = {
@@ -61,18 +61,24 @@ def ask_cluster(
     assert profile is not None, "a question from the command line has a profile"
     rate = parse_bytes(link or DEFAULT_LINK, field="--link", total_bytes=None)
     cost = StageCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
-    return solve_cluster(
-        ClusterQuestion(
-            cost=cost,
-            total_tokens=question.total_tokens,
-            rows=question.batch_rows,
-            gpus=gpus,
-            budgets=read_budgets(question.config, question.device),
-            gpus_per_node=gpus_per_node,
-            link_bytes_per_second=rate,
-        ),
-        most_actions=_MOST_ACTIONS,
+    return ClusterQuestion(
+        cost=cost,
+        total_tokens=question.total_tokens,
+        rows=question.batch_rows,
+        gpus=gpus,
+        budgets=read_budgets(question.config, question.device),
+        gpus_per_node=gpus_per_node,
+        link_bytes_per_second=rate,
     )
+
+
+def answer_cluster(question: ClusterQuestion) -> ClusterAnswer:
+    """Searches layouts.
+
+    Raises:
+        ConfigError: the devices cannot share the rows.
+    """
+    return solve_cluster(question, most_actions=_MOST_ACTIONS)
 
 
 def cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:

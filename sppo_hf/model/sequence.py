@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ from sppo_hf.model.states import (
     documents_apart,
     documents_in,
 )
-from sppo_hf.model.stream import kv_stream
+from sppo_hf.model.stream import EngineMover, kv_stream
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.unit_graph import StateEnd, enter
 from sppo_hf.model.versions import ReadTensors
@@ -672,7 +672,7 @@ class _LayerLog:
     ) -> None:
         self._log = log
         self._plan = plan
-        self._mover = None if stream is None else stream.mover
+        self._mover = None if stream is None else cast(EngineMover, stream.mover)
         self._first_unit = first_unit
         self._moved = (0, 0)
         self._away: set[tuple[int, int]] = set()

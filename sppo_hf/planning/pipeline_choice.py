@@ -15,7 +15,7 @@ import numpy as np
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.modes import SAVED, Saved
+from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
@@ -316,7 +316,7 @@ def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, Offl
     }
     kv_tiers: list[KVTier] = ["host" if tier != "device" else "device" for tier in choices.kv_tiers]
     for kv_tier in dict.fromkeys(kv_tiers):
-        for saved in (saved for saved in SAVED if saved in choices.saved):
+        for saved in choices.saved:
             for rule in rules[config.offload]:
                 yield saved, rule, kv_tier
 

@@ -108,7 +108,9 @@ def _cross() -> list[Cell]:
     hardest = [cell for cell in hardest if cell.chunking != "with-states"]
     modes = [
         Cell("7-uneven", recompute, offload, "plain")
-        for recompute, offload in [("none", "none"), ("none", "full"), ("full", "none")]
+        for recompute, offload in [
+            *(("none", "none"), ("none", "full"), ("full", "none"), ("selective", "full")),
+        ]
     ]
     scenarios = [
         Cell("7-uneven", "full", "none", scenario)

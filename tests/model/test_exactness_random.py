@@ -59,7 +59,7 @@ def draws(draw: st.DrawFn) -> Draw:
         padding=tuple(draw(st.integers(0, tokens - 1)) for _ in range(rows)) if padded else (),
         rows=rows,
         masked_rate=draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
-        recompute=draw(st.sampled_from(["none", "full"])),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
         offload=draw(st.sampled_from(["none", "full"])),
         accumulation=draw(st.integers(1, rows)),
         seed=draw(st.integers(0, 2**16)),

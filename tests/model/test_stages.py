@@ -195,6 +195,15 @@ def test_more_stages_than_layers_are_refused(pp_size: int, virtual: int) -> None
     assert "Remedy" in said
 
 
+def test_layers_of_stages_can_be_set() -> None:
+    parts = find_parts(build())
+    chosen = choose_cut(parts, SPPOConfig(pp_size=3, pp_layers=(2, 1, 1)), 1)
+    assert chosen.layers == (range(0, 2), range(2, 3), range(3, 4))
+    assert chosen.own == (1,)
+    with pytest.raises(ConfigError, match=r"pp_layers=\[1, 1\] are 2 layers, but .* has 4.*Remedy"):
+        choose_cut(parts, SPPOConfig(pp_size=2, pp_layers=(1, 1)), 0)
+
+
 def test_ranks_take_stages_in_turn() -> None:
     config = SPPOConfig(pp_size=2, pp_virtual_stages=2, pp_schedule="interleaved_seq1f1b")
     parts = find_parts(build())

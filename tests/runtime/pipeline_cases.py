@@ -160,10 +160,16 @@ def _frames(layers: int) -> list[Case]:
         "paper's rule": {"offload": "sppo", "hardware": "h100"},
         "offload, zb": {"offload": "full", "recompute": "none", "pp_schedule": "zb_seq1f1b"},
         "recompute, zb": {"offload": "full", "recompute": "full", "pp_schedule": "zb_seq1f1b"},
+        "selective": {"offload": "full", "recompute": "selective"},
     }
+    padded = {"chunk_lengths": UNEVEN, "min_offload_size": 1, "offload": "full"}
     return [
-        _case(name, settings={"chunk_lengths": UNEVEN, "min_offload_size": 1, **plan}, **size)
-        for name, plan in plans.items()
+        *(
+            _case(name, settings={"chunk_lengths": UNEVEN, "min_offload_size": 1, **plan}, **size)
+            for name, plan in plans.items()
+        ),
+        _case("offload, padding", padding=[9, 12], settings=padded, **size),
+        _case("simulated", settings={"num_chunks": "auto", "hardware": "h100"}, **size),
     ]
 
 
@@ -280,6 +286,7 @@ FAST = {
         *("family: learned positions", "family: experts, zb", "family: LoRA, zb"),
         *("batch: five rows in pairs", "batch: padding", "batch: packed"),
         *("batch: labels in the middle", "family: frozen front, zb"),
+        *("frames: selective", "frames: offload, padding", "frames: simulated"),
         *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
         *("own loss: tied", "own loss: zb", "own loss: few labels"),
         "states: gated delta net",

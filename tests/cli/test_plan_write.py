@@ -1,0 +1,103 @@
+"""`sppo plan --write`: two files that say all that was decided, and how to launch them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from sppo_hf.cli import app
+from sppo_hf.config import SPPOConfig
+from tests.cli.configs import LLAMA_8B, TINY, write_config
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments], terminal_width=120)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def written(folder: Path) -> tuple[dict[str, Any], SPPOConfig]:
+    launch = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    return launch, SPPOConfig.from_yaml(folder / "sppo.yaml")
+
+
+def test_one_device(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    question = (model, "--seq-len", "16K", "--hardware", "h100", "--device-memory", "2GiB")
+    code, out, err = run(*question, "--write", str(tmp_path / "run"))
+    assert (code, err) == (0, "")
+    launch, config = written(tmp_path / "run")
+    assert (launch["distributed_type"], launch["num_processes"]) == ("NO", 1)
+    assert launch["mixed_precision"] == "bf16"
+    assert (config.hardware, config.device_memory) == ("h100", 2 * 2**30)
+    assert sum(config.chunk_lengths or ()) == 16_384
+    assert config == SPPOConfig(
+        chunk_lengths=config.chunk_lengths, hardware="h100", device_memory=2 * 2**30
+    )
+    flat = " ".join(out.split())
+    assert f"accelerate launch --config_file {tmp_path / 'run' / 'accelerate.yaml'}" in out
+    assert "Launch, with per_device_train_batch_size 1:" in flat
+
+
+def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
+    model = write_config(tmp_path, {**LLAMA_8B, "num_hidden_layers": 32})
+    question = (model, "--seq-len", "512K", "--gpus", "16", "--rows", "1", "--lora", "16")
+    code, out, _ = run(*question, "--write", str(tmp_path), "--json")
+    assert code == 0
+    answer = json.loads(out)
+    best = answer["plans"][0]
+    launch, config = written(tmp_path)
+    assert launch["num_processes"] == best["stages"] * best["replicas"]
+    assert launch["num_machines"] == -(-launch["num_processes"] // 8)
+    assert list(config.chunk_lengths or ()) == best["chunk_lengths"]
+    assert list(config.pp_layers or ()) == [end - start for start, end in best["layers"]]
+    assert (config.pp_size, config.pp_schedule) == (best["stages"], best["schedule"])
+    assert config.recompute != "auto"
+    assert config.offload == best["offload"]
+    assert len(answer["actions"]) == best["stages"]
+    assert ("--machine_rank" in answer["launch"]) == (launch["num_machines"] > 1)
+
+
+def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    (tmp_path / "sppo.yaml").write_text("num_chunks: 3\n")
+    question = (model, "--seq-len", "8K", "--write", str(tmp_path))
+    code, out, err = run(*question)
+    assert (code, out) == (2, "")
+    said = " ".join(err.split())
+    assert "which has another sppo.yaml. Allowed: a folder without" in said
+    assert "Remedy" in said
+    assert (tmp_path / "sppo.yaml").read_text() == "num_chunks: 3\n"
+    assert not (tmp_path / "accelerate.yaml").exists()
+    (tmp_path / "sppo.yaml").unlink()
+    assert run(*question)[0] == 0
+    assert run(*question)[0] == 0, "the same files may be there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--disk", "1TiB"), 2, "--write was given with --disk"),
+        (("--device-memory", "1MiB"), 1, "Nothing fits, so there is nothing to write"),
+    ],
+)
+def test_what_cannot_be_written(
+    arguments: tuple[str, ...], code: int, message: str, tmp_path: Path
+) -> None:
+    model = write_config(tmp_path, TINY)
+    folder = tmp_path / "run"
+    found, _, err = run(model, "--seq-len", "8K", *arguments, "--write", str(folder))
+    assert found == code
+    assert message in " ".join(err.split())
+    assert not folder.exists()
+
+
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    code, _, err = run(model, "--seq-len", "8K", "--write", model)
+    assert code == 2
+    assert "cannot be used" in err

@@ -1,0 +1,97 @@
+"""What `sppo plan --write` writes is launched, and every rank does what the plan lists."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from sppo_hf.cli import app
+from sppo_hf.planning.cluster import ClusterAnswer, ClusterQuestion, Layout, simulate_layout
+from sppo_hf.schedule.actions import Action
+from tests.cli.configs import TINY, write_config
+from tests.integrations.launch import run_ranks
+
+pytestmark = pytest.mark.process
+
+TOKENS = 512
+FIELDS: dict[str, Any] = {**TINY, "num_hidden_layers": 4, "dtype": "float32", "torch_dtype": None}
+
+
+def _plan(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Config and answer of a command that writes into `folder / "run"`."""
+    model = write_config(folder, FIELDS)
+    words = [model, "--seq-len", str(TOKENS), "--dtype", "float32", "--hardware", "h100"]
+    words += ["--write", str(folder / "run"), "--json", *arguments]
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert result.exit_code == 0, result.output
+    return model, json.loads(result.stdout)
+
+
+def _launch(folder: Path, model: str, answer: dict[str, Any]) -> list[list[str]]:
+    """What each rank did in the run that was written; all else of the files stays as it is."""
+    processes = yaml.safe_load((folder / "run" / "accelerate.yaml").read_text())["num_processes"]
+    settings = folder / "run" / "sppo.yaml"
+    kept = f"trace_dir: {folder / 'did'}\nmin_offload_size: 1\nshow_plan: false\n"
+    settings.write_text(settings.read_text() + kept)
+    rows, accumulated = (
+        int((re.findall(rf"{name} (\d+)", answer["arguments"]) or ["1"])[0])
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    script = str(Path(__file__).with_name("train_planned.py"))
+    argv = ["--config", str(settings), script, model]
+    argv += [*map(str, (TOKENS, rows, accumulated)), str(folder / "out")]
+    job = {"module": "sppo_hf.run", "argv": argv}
+    run_ranks("tests.recipes.script_ranks", job, processes, folder / "ranks")
+    return [
+        (folder / "did" / f"rank{rank}.actions").read_text().split() for rank in range(processes)
+    ]
+
+
+def test_the_fastest_layout(tmp_path: Path) -> None:
+    model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "1")
+    assert answer["plans"][0]["stages"] == 2
+    assert _launch(tmp_path, model, answer) == answer["actions"]
+
+
+_PIPELINES = {
+    "selective, K/V on the host": ("zb_seq1f1b", 2, 1, 1, 4, "flops", "products", "full", "host"),
+    "the paper's rule": ("seq1f1b", 2, 1, 1, 4, "flops", "whole", "sppo", "device"),
+    "interleaved, bounded": (
+        *("interleaved_seq1f1b", 2, 1, 2, 4, "bounded", "skeleton", "full", "device"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _PIPELINES)
+def test_whatever_may_be_answered(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search is made to answer a layout that it may answer elsewhere."""
+    layout = Layout(*_PIPELINES[name])  # type: ignore[arg-type]
+
+    def answer_with(question: ClusterQuestion) -> ClusterAnswer:
+        best = simulate_layout(question, layout)
+        return ClusterAnswer(best=(best,), closest=None, tried=1, candidates=1)
+
+    command = importlib.import_module("sppo_hf.cli.plan")
+    monkeypatch.setattr(command, "answer_cluster", answer_with)
+    model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2")
+    assert any("D" in Action.parse(a).kind for a in answer["actions"][0])
+    assert _launch(tmp_path, model, answer) == answer["actions"]
+
+
+def test_one_device(tmp_path: Path) -> None:
+    """A policy that leaves nothing open, for a CPU decides otherwise than the GPU planned for."""
+    cut = ("--num-chunks", "3", "--policy", "full", "--recompute", "selective")
+    model, answer = _plan(tmp_path, *cut)
+    settings = yaml.safe_load((tmp_path / "run" / "sppo.yaml").read_text())
+    assert settings["recompute"] == "selective"
+    assert _launch(tmp_path, model, answer) == answer["actions"]
