@@ -123,4 +123,4 @@ def test_help_does_not_import_torch() -> None:
         "result = CliRunner().invoke(app, ['calibrate', '--help']); assert result.exit_code == 0;"
         "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -136,7 +136,7 @@ def test_sizes_that_cannot_be_are_refused_before_torch_is_imported(
         f"result = CliRunner().invoke(app, ['check', {str(tmp_path)!r}]);"
         "assert result.exit_code == 2; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("tokens", ["1000000000", "4097"])
@@ -194,7 +194,7 @@ def test_help_does_not_import_torch() -> None:
         "result = CliRunner().invoke(app, ['check', '--help']); assert result.exit_code == 0;"
         "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_the_list_names_what_is_exact_and_what_is_refused() -> None:

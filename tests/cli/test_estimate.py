@@ -189,4 +189,5 @@ assert seconds < 2, f"{seconds} seconds of CPU beside the solving"
 @pytest.mark.process
 def test_it_starts_at_once_and_imports_no_torch(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
-    subprocess.run([sys.executable, "-c", _START, model], check=True, stdout=subprocess.DEVNULL)
+    ran = subprocess.run([sys.executable, "-c", _START, model], capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr.decode()

@@ -237,4 +237,5 @@ assert time.process_time() < 2, f"{time.process_time()} seconds of CPU"
 @pytest.mark.process
 def test_it_starts_at_once_and_imports_no_torch(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
-    subprocess.run([sys.executable, "-c", _START, model], check=True, stdout=subprocess.DEVNULL)
+    ran = subprocess.run([sys.executable, "-c", _START, model], capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr.decode()

@@ -222,5 +222,6 @@ def test_reductions_are_of_all_stages_or_of_none() -> None:
 
 def test_evaluation_needs_no_backward() -> None:
     schedule = generate("seq1f1b", Size(3, 2, 2)).keep(lambda a: a.kind == "F")
-    validate(schedule)
-    validate(add_transfers(schedule))
+    assert validate(schedule) is None
+    assert validate(add_transfers(schedule)) is None
+    assert "Unit 3 of stage 2 has no action" in fault_of(schedule.keep(lambda a: str(a) != "2F3"))
