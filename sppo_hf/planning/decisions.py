@@ -72,6 +72,11 @@ class Decisions:
     """Host bytes through which frames pass on their way to and from the disk."""
 
     @property
+    def by_layer(self) -> bool:
+        """Whether all chunks of a layer run before the next layer."""
+        return self.order == "by_layer"
+
+    @property
     def total_tokens(self) -> int:
         """Tokens of each row, padding included."""
         return self.bounds[-1][1]
@@ -94,3 +99,7 @@ class Decisions:
     def mode(self, layer: int, chunk: int) -> FrameMode:
         """Returns what becomes of the frame of (layer, chunk)."""
         return self.layer_modes[chunk][layer]
+
+    def kv_mode(self, layer: int) -> KVMode:
+        """Returns what becomes of a layer's keys and values, by layer."""
+        return self.kv_modes[layer] if self.kv_modes else "device"

@@ -19,6 +19,13 @@ the next unit waits until no more than `leave_bytes` are on their way out. When 
 frame that leaves or is recomputed, frames are asked for in the order of backward, as long as those
 ahead of their use stay within `fetch_bytes`; one frame may always be ahead. Frames that are kept
 whole ask for nothing. `sppo_hf.offload` carries this out.
+
+[Note: the order of work] By chunk, keys and values of all layers wait for their gradients, and so
+do the gradient sums: a pipeline must pass a chunk on before it begins the next. By layer, a layer's
+keys and values are all there when its forward ends, and are not read before its backward: like what
+else is saved they stay, leave in one copy and come back while the backward of the layer above runs,
+or are made again from the layer's inputs. Gradient sums are there for the one layer whose backward
+runs; what weighs instead are hidden states of all tokens between two layers.
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ from numpy.typing import NDArray
 
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.memory import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -42,7 +49,7 @@ from sppo_hf.planning.memory import (
     ByteTables,
     byte_tables,
 )
-from sppo_hf.planning.modes import ALL_MODES, SAVED, TIERS, FrameMode, Tier
+from sppo_hf.planning.modes import ALL_MODES, AWAY_TIERS, SAVED, TIERS, FrameMode, Tier
 from sppo_hf.planning.moments import Bytes, Level, MemoryEstimate, Points
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.schedule.actions import Action
@@ -91,6 +98,8 @@ class StepProgram:
         cost: StageCost | None = None,
     ) -> None:
         """Prepare; `cost` is asked for seconds only, so bytes are known without it."""
+        streams = decisions.kv_tier != "device"
+        assert not (streams and decisions.by_layer), "by layer, `kv_modes` says where K/V wait"
         self.decisions = decisions
         self.tables = byte_tables(shape, decisions, device_kind)
         self.points = self.tables.points
@@ -121,6 +130,19 @@ class StepProgram:
         """[chunks, layers] The same of what leaves the device; 0 elsewhere."""
         return np.where(self.modes >= len(SAVED), self.frame_bytes, 0) * self.points.training
 
+    def kv_bytes(self, *modes: KVMode) -> Bytes:
+        """[layers] By layer: keys and values that are treated in one of these ways; 0 elsewhere."""
+        what, tables = self.decisions, self.tables
+        if not (what.by_layer and what.training):
+            return np.zeros(what.num_layers, dtype=np.int64)
+        chosen = np.array([what.kv_mode(layer) in modes for layer in range(what.num_layers)])
+        return np.where(chosen, tables.layer_kv, 0)
+
+    @cached_property
+    def kv_away_bytes(self) -> Bytes:
+        """[layers] By layer: keys and values that leave the device."""
+        return self.kv_bytes(*AWAY_TIERS)
+
     @cached_property
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes to the host and back over a step."""
@@ -129,7 +151,7 @@ class StepProgram:
 
         def summed(forward: Bytes, backward: Bytes) -> int:
             streamed = kinds @ (forward + backward * self.points.training)
-            return int(away.sum() + streamed.sum())
+            return int(away.sum() + streamed.sum() + self.kv_away_bytes.sum())
 
         out = summed(tables.kv_out_forward, tables.kv_out_backward)
         return out, summed(tables.kv_in_forward, tables.kv_in_backward)
@@ -146,6 +168,10 @@ class StepProgram:
         if self.points.training:
             chunks = np.arange(self.points.num_chunks)[:, None]
             backward = backward + work.recompute[kind_of, self.modes % len(SAVED), chunks]
+            again = self.kv_bytes("recompute") > 0
+            if again.any():
+                # Before the layer's backward begins, over all chunks.
+                backward[-1] += np.where(again, work.keys.sum(axis=1)[kind_of], 0.0)
         head = work.head if self.points.training else work.head_evaluated
         return self.points.lay(forward, head, backward)
 
@@ -163,7 +189,7 @@ class StepProgram:
     def asked_at(self) -> dict[int, list[int]]:
         """By place in backward: places of the frames that are asked for when it is entered."""
         on_tape, following, _ = self._look_ahead
-        frames = np.flatnonzero(self._in_backward(self.away_bytes))
+        frames = np.flatnonzero(self.points.in_backward(self.away_bytes))
         gates = on_tape[np.searchsorted(following, frames, side="right")]
         found: dict[int, list[int]] = {}
         for gate, frame in zip(gates.tolist(), frames.tolist(), strict=True):
@@ -174,21 +200,25 @@ class StepProgram:
     def _look_ahead(self) -> tuple[Bytes, Bytes, Bytes]:
         """Places that ask, up to which place each does, and bytes of the first 0, 1 ... places."""
         limit = self.decisions.fetch_bytes or 0
-        sizes = self._in_backward(self.away_bytes)
+        sizes = self.points.in_backward(self.away_bytes)
         sums = np.concatenate(([0], np.cumsum(sizes)))
-        kept_whole = SAVED.index("whole")
-        on_tape = np.flatnonzero(self._in_backward(self.modes) != kept_whole)
+        entered = self.points.in_backward(self.modes) != SAVED.index("whole")
+        # Keys are made again from all inputs of a layer, which must be there when it is entered.
+        chunks = self.points.num_chunks
+        whole_layers = (self.kv_bytes("recompute") > 0) & self.away_bytes.any(axis=0)
+        (firsts,) = np.nonzero(whole_layers[::-1])
+        firsts = firsts * chunks
+        entered[firsts] = True
+        on_tape = np.flatnonzero(entered)
         used = sums[on_tape + 1]
         following = np.searchsorted(sums, used + limit, side="right") - 1
         # One frame may always be ahead, however large.
         alone = (sums[following] == used) & (following < sizes.size)
         further = sums[np.minimum(following + 1, sizes.size)]
         following = np.where(alone, np.searchsorted(sums, further, side="right") - 1, following)
-        return on_tape, following, sums
-
-    def _in_backward(self, quantity: Bytes) -> Bytes:
-        """Lays [chunks, layers] out in the order of backward."""
-        return quantity[::-1, ::-1].ravel()
+        at = np.searchsorted(on_tape, firsts)
+        following[at] = np.maximum(following[at], firsts + chunks)
+        return on_tape, np.maximum.accumulate(following), sums
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -205,7 +235,7 @@ class StepProgram:
         standing["device"] = dict(tables.standing)
         to_disk = self.away_bytes[self.modes // len(SAVED) == TIERS.index("disk")]
         host = standing["host"]
-        if what.kv_tier == "disk" or to_disk.any():
+        if what.kv_tier == "disk" or to_disk.any() or self.kv_bytes("disk").any():
             # A region through which bytes pass on their way to the disk and back.
             host[Cause.COPIES] = what.staging_bytes
         if tables.device_kind == "cuda":
@@ -222,6 +252,8 @@ class StepProgram:
         }
         if self.points.training:
             self._hold_frames(levels)
+            if self.points.by_layer:
+                self._hold_keys(levels)
         workspace = self._workspace()
         levels["device"][Cause.WORKSPACE] = passing(workspace)
         levels["device"][Cause.COPIES] = self._copies()
@@ -234,12 +266,55 @@ class StepProgram:
         return levels
 
     def _hold_frames(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
+        points = self.points
         present = np.bincount(self.modes.ravel(), minlength=len(ALL_MODES))
         for index in np.flatnonzero(present):
             mode = ALL_MODES[index]
-            size = np.where(self.modes == index, self.frame_bytes, 0)
+            here = self.modes == index
+            size = np.where(here, self.frame_bytes, 0)
             cause = OF_SAVED[mode.saved]
-            levels[mode.tier][cause] = _waiting(self.tables, cause, mode.tier, size, 0, size)
+            if points.by_layer and mode.tier == "device" and not self._copies_inputs(cause):
+                # Inputs are parts of the hidden states of all tokens: theirs until the layer has
+                # run, and alive as a whole until the layer's backward ends.
+                inputs = np.where(here, self.tables.hidden_states[:, None], 0)
+                size -= inputs
+                taken, given = (np.zeros_like(inputs) for _ in range(2))
+                taken[-1] = given[0] = inputs.sum(axis=0)
+                handed = points.lay(taken, 0, 0)
+                handed = np.concatenate(([0], handed[:-1]))
+                level = _running(0, handed, points.lay(0, 0, given))
+                _add(levels[mode.tier], cause, level)
+            _add(
+                levels[mode.tier],
+                cause,
+                _waiting(self.tables, cause, mode.tier, size, 0, size),
+            )
+
+    def _copies_inputs(self, cause: Cause) -> bool:
+        """Whether frames have their layer's input once more; see `sppo_hf.model.arena`."""
+        return self.tables.device_kind == "cpu" and cause in _IN_SLABS
+
+    def _hold_keys(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
+        """Adds keys and values of a layer between its forward and its backward."""
+        points, last = self.points, self.points.num_chunks - 1
+        for tier in TIERS:
+            taken = np.zeros(points.count, dtype=np.int64)
+            given = taken.copy()
+            for layer in np.flatnonzero(self.kv_bytes(tier)).tolist():
+                size = int(self.tables.layer_kv[layer])
+                ahead, back = points.forward(last, layer) + 1, points.backward(last, layer)
+                if tier == "device":
+                    taken[ahead] += size
+                    given[back - 1] += size
+                    continue
+                above = points.backward(last, min(layer + 1, points.num_layers - 1))
+                coming = np.zeros(points.count, dtype=np.int64)
+                coming[above:back] = size
+                _add(levels["device"], Cause.KV, passing(coming))
+                taken[ahead] += size
+                given[points.backward(0, layer)] += size
+            if taken.any():
+                _add(levels[tier], Cause.KV, _running(0, taken, given))
 
     def _workspace(self) -> Bytes:
         """[points] Temporaries; layers and head, or layers and embedding, take turns."""
@@ -268,9 +343,11 @@ class StepProgram:
             return np.where(newest >= 0, left[newest], 0)
 
         own = points.lay(away, 0, away)
-        out = own + points.lay(
-            tables.of_layers(tables.kv_out_forward), 0, tables.of_layers(tables.kv_out_backward)
-        )
+        leaving = tables.of_layers(tables.kv_out_forward)
+        if self.kv_away_bytes.any():
+            leaving = leaving.copy()
+            leaving[-1] = self.kv_away_bytes
+        out = own + points.lay(leaving, 0, tables.of_layers(tables.kv_out_backward))
         if tables.streams:
             out[ahead:] -= own[ahead:]
             during = own + still_leaving(out)
@@ -286,7 +363,12 @@ class StepProgram:
                 during[ahead:] = np.maximum(during[ahead:], coming)
             else:
                 # Frames that had not left when backward began need not come back.
-                (rest,) = still_leaving(np.append(out[:ahead], 0))[-1:]
+                rest = np.full(len(used), still_leaving(np.append(out[:ahead], 0))[-1])
+                away_layers = np.flatnonzero(self.kv_away_bytes)
+                if away_layers.size:
+                    # Keys can only come back once they, and all before them, have left.
+                    last = points.num_chunks - 1
+                    rest[points.backward(last, int(away_layers[-1])) - ahead :] = 0
                 during[ahead:] = np.maximum(rest, self.asked_bytes) - (used - own[ahead:])
             after[ahead:] = during[ahead:] - own[ahead:]
         after[-1] = 0
@@ -382,16 +464,24 @@ def _waiting(
     forward: Bytes,
     backward: Bytes | int,
     given: Bytes,
+    *,
+    given_forward: Bytes | int = 0,
 ) -> Level:
     """Returns the level of a lifetime on a tier, [chunks, layers] each."""
     points = tables.points
     if tier == "device" and tables.device_kind == "cpu" and cause in _IN_SLABS:
-        given = np.column_stack([given.sum(axis=1), np.zeros_like(given[:, 1:])])
+        # A slab holds what all layers of a chunk, or all chunks of a layer, keep.
+        last = np.zeros_like(given)
+        if points.by_layer:
+            last[0] = given.sum(axis=0)
+        else:
+            last[:, 0] = given.sum(axis=1)
+        given = last
     taken = points.lay(forward, 0, backward)
     if tier != "device":
         # Copies out are enqueued behind what makes their bytes.
         taken = np.concatenate(([0], taken[:-1]))
-    return _running(0, taken, points.lay(0, 0, given))
+    return _running(0, taken, points.lay(given_forward, 0, given))
 
 
 @lru_cache(maxsize=64)
@@ -401,7 +491,16 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     levels: dict[Tier, dict[Cause, Level]] = {tier: {} for tier in TIERS}
     device = levels["device"]
     for cause, *sizes in kv_lifetimes(tables):
-        levels[tier][cause] = _waiting(tables, cause, tier, *map(tables.of_layers, sizes))
+        forward, backward, given = map(tables.of_layers, sizes)
+        ended: Bytes | int = 0
+        if points.by_layer and cause is Cause.KV:
+            # While the layer runs; `_hold_keys` adds where they are from forward to backward.
+            ended = np.zeros_like(forward)
+            ended[-1] = forward.sum(axis=0)
+            backward = ended * points.training
+        levels[tier][cause] = _waiting(
+            tables, cause, tier, forward, backward, given, given_forward=ended
+        )
     if tables.streams:
         forward, backward, sums = (table[:, None] for table in tables.kv_passing)
         device[Cause.KV] = passing(points.lay(forward, forward[:, 0], backward))
@@ -412,9 +511,14 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     shares[-1] = np.diff(added * np.arange(points.num_layers + 1) // points.num_layers)
     ended = np.zeros(points.count, dtype=np.int64)
     ended[-1] = added * points.training
+    if points.by_layer and tables.accumulates:
+        # A layer's sums are complete when its backward ends, and are added to what is there.
+        ended = points.lay(0, 0, shares[::-1])
     # The step ends; what the optimizer takes is not its affair.
     device[Cause.GRADIENTS] = _running(before, points.lay(0, 0, shares), ended)
-    if points.training:
+    if points.by_layer:
+        device[Cause.HIDDEN] = _between_layers(tables)
+    elif points.training:
         waiting, embedded, embedded_back = tables.hidden
         given = nothing.copy()
         given[:, 0] = waiting
@@ -432,6 +536,26 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     logits = kept + points.lay(0, tables.logits, 0)
     device[Cause.LOGITS_TILE] = Level(kept, logits, np.full_like(logits, kept))
     return levels
+
+
+def _between_layers(tables: ByteTables) -> Level:
+    """Returns the level of hidden states of all tokens: a layer's input and output, and gradients.
+
+    Behind the last layer, what the final norm was given and what it returned; what the loss leaves
+    there are gradients, chunk by chunk.
+    """
+    points, sizes = tables.points, tables.hidden_states
+    two = 2 * int(sizes.sum())
+    during = points.lay(two, two + np.cumsum(sizes) * points.training, two)
+    return Level(0, during, np.append(np.minimum(during[:-1], during[1:]), 0))
+
+
+def _add(levels: dict[Cause, Level], cause: Cause, level: Level) -> None:
+    """Adds a level to what there is of its cause."""
+    there = levels.get(cause)
+    if there is not None:
+        level = Level(*(a + b for a, b in zip(there, level, strict=True)))
+    levels[cause] = level
 
 
 def _running(before: int, taken: Bytes, given: Bytes) -> Level:
@@ -571,6 +695,8 @@ class _Laying:
         """After which action a frame can come back."""
         self._kv_away: dict[int, int] = {}
         """The same of a layer's newest keys, values and gradient sums."""
+        self._kv_sizes = program.kv_away_bytes.tolist()
+        self._kv_on_disk = program.kv_bytes("disk") > 0
         self._turn: list[int] = []
         """The last action of forward: nothing is read ahead before it has ended."""
 
@@ -595,33 +721,49 @@ class _Laying:
         )
 
     def _forward(self, seconds: list[float]) -> None:
-        what = self._what
-        places = iter(seconds)
-        for chunk in range(what.num_chunks):
-            for layer in range(what.num_layers):
-                coming = self._stream_in(chunk, layer, 0)
-                unit = self._compute(Action("F", 0, chunk, layer), next(places))
-                size = self._sizes[chunk][layer]
-                if size:
-                    copy = Action("D", 0, chunk, layer)
-                    on_disk = self._on_disk[chunk][layer]
-                    self._away[chunk, layer] = self._send(copy, size, unit, on_disk)
-                self._stream_out(chunk, layer, 0, unit)
-                self._waits += [*self._leaving.settle()[-1:], *coming]
-            self._compute(Action("F", 0, chunk, what.num_layers), next(places))
+        what, points = self._what, self._program.points
+        for at in range(points.num_forward):
+            chunk, layer = points.unit(at)
+            if layer == what.num_layers:
+                self._compute(Action("F", 0, chunk, layer), seconds[at])
+                continue
+            coming = self._stream_in(chunk, layer, 0)
+            unit = self._compute(Action("F", 0, chunk, layer), seconds[at])
+            size = self._sizes[chunk][layer]
+            if size:
+                copy = Action("D", 0, chunk, layer)
+                on_disk = self._on_disk[chunk][layer]
+                self._away[chunk, layer] = self._send(copy, size, unit, on_disk)
+            self._stream_out(chunk, layer, 0, unit)
+            if chunk == what.num_chunks - 1 and self._kv_sizes[layer]:
+                copy = Action("O", 0, chunk, layer, 0)
+                on_disk = bool(self._kv_on_disk[layer])
+                sent = self._send(copy, self._kv_sizes[layer], unit, on_disk)
+                self._kv_away[layer] = sent
+            self._waits += [*self._leaving.settle()[-1:], *coming]
 
     def _backward(self, seconds: list[float]) -> None:
-        what = self._what
-        layers = what.num_layers
+        what, points = self._what, self._program.points
         asked_at = self._program.asked_at
         last = what.num_chunks - 1
+        again = self._program.kv_bytes("recompute") > 0
         for place, taken in enumerate(seconds):
+            chunk, layer = points.unit(points.num_forward + place)
+            enters = what.by_layer and chunk == last
+            if enters and layer == what.num_layers - 1:
+                self._fetch_keys(layer)
             for frame in asked_at.get(place, ()):
-                self._fetch(last - frame // layers, layers - 1 - frame % layers)
-            chunk, layer = last - place // layers, layers - 1 - place % layers
+                self._fetch(*points.unit(points.num_forward + frame))
+            if enters and layer:
+                self._fetch_keys(layer - 1)
             coming = self._stream_in(chunk, layer, 1)
             if self._sizes[chunk][layer]:
-                self._waits.append(self._away.pop((chunk, layer)))
+                self._waits.append(self._away[chunk, layer])
+            if enters and self._kv_sizes[layer]:
+                self._waits.append(self._kv_away[layer])
+            if enters and again[layer]:
+                frames = ((earlier, layer) for earlier in range(last))
+                self._waits += [self._away[frame] for frame in frames if frame in self._away]
             unit = self._compute(Action("B", 0, chunk, layer), taken)
             self._stream_out(chunk, layer, 1, unit)
             if self._both:
@@ -659,6 +801,20 @@ class _Laying:
         self._away[chunk, layer] = copy
         if from_disk:
             self._staged.add(copy, num_bytes)
+
+    def _fetch_keys(self, layer: int) -> None:
+        """Brings a layer's keys and values back, by layer."""
+        num_bytes = self._kv_sizes[layer]
+        if not num_bytes:
+            return
+        chunk = self._what.num_chunks - 1
+        after = [*self._last_computed(1), self._kv_away[layer]]
+        if self._kv_on_disk[layer]:
+            read = Action("L", 0, chunk, layer, 1)
+            seconds = self._cost.disk_read_seconds(num_bytes)
+            after = [*after, self._add(_READ, read, seconds, after)]
+        seconds = self._cost.h2d_seconds(num_bytes)
+        self._kv_away[layer] = self._add(_H2D, Action("K", 0, chunk, layer, 0), seconds, after)
 
     def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
         """Brings a layer's prefix in beside its attention; returns what the next unit waits for.

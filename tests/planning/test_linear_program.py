@@ -77,7 +77,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
         assert all(counts[modes.index(other)] < 0.01 for other in others)
 
 
-@given(run=runs())
+@given(run=runs(("by_chunk",)))
 @settings(max_examples=100)
 def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -> None:
     cost, what = run
