@@ -6,6 +6,7 @@ predicted is what is run. Knows nothing of torch, speeds or why something was ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,12 @@ are made again from the layer's inputs."""
 
 LayerModes = tuple[tuple[FrameMode, ...], ...]
 """`layer_modes[chunk][layer]`."""
+
+
+def layer_modes_of(rows: Sequence[Sequence[FrameMode]], *, by_layer: bool) -> LayerModes:
+    """Returns `layer_modes` of rows that are those of chunks, or by layer those of layers."""
+    chosen = zip(*rows, strict=True) if by_layer else rows
+    return tuple(map(tuple, chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,17 @@ class Decisions:
     def by_layer(self) -> bool:
         """Whether all chunks of a layer run before the next layer."""
         return self.order == "by_layer"
+
+    @property
+    def slots(self) -> range:
+        """The outer loop of the grid: chunks, or by layer layers."""
+        return range(self.num_layers if self.by_layer else self.num_chunks)
+
+    def units(self, slot: int) -> list[tuple[int, int]]:
+        """Returns (chunk, layer) of a slot's units, in their order."""
+        if self.by_layer:
+            return [(chunk, slot) for chunk in range(self.num_chunks)]
+        return [(slot, layer) for layer in range(self.num_layers)]
 
     @property
     def total_tokens(self) -> int:

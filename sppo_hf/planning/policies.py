@@ -8,12 +8,14 @@ and solver share. Knows nothing of budgets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import LayerModes
+from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
 from sppo_hf.planning.modes import FrameMode, Saved, Tier, mode_of
-from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policy import sppo_ratios
+
+Chosen = TypeVar("Chosen", FrameMode, KVMode)
 
 
 def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerModes:
@@ -22,29 +24,31 @@ def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerMod
 
 
 def sppo_modes(
-    cost: StageCost, bounds: Bounds, *, saved: Saved = "whole", tier: Tier = "host"
+    cost: StageCost, base: Decisions, *, saved: Saved = "whole", tier: Tier = "host"
 ) -> LayerModes:
     """Returns the paper's rule: of each chunk as many layers leave as one chunk's compute can copy.
 
     `alpha_i = min(1, BW * T_chunk / A_i)` with T_chunk the mean forward time of a chunk; layers are
     whole, so alpha is rounded to the nearest of them. The last chunk stays, as does what is not
     offloaded. The copies' speed is that of both directions at once, as in a pipeline, whose
-    forwards and backwards take turns; plans for a pipeline count on the same.
+    forwards and backwards take turns; plans for a pipeline count on the same. By layer the same is
+    said of each layer's chunks, and the last layer stays.
     """
-    num_layers = cost.shape.num_layers
-    layers = range(num_layers)
-    sizes = [sum(cost.frame_bytes(i, end - start, saved) for i in layers) for start, end in bounds]
+    lengths, bounds = base.chunk_lengths, base.bounds
+    slots = [base.units(slot) for slot in base.slots]
+    sizes = [sum(cost.frame_bytes(i, lengths[chunk], saved) for chunk, i in s) for s in slots]
+    layers = range(base.num_layers)
     forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
-    threshold_bytes = forward / len(bounds) / cost.d2h_seconds(1.0, both=True)
+    threshold_bytes = forward / len(slots) / cost.d2h_seconds(1.0, both=True)
     keep, away = mode_of(saved, "device"), mode_of(saved, tier)
-    modes: list[tuple[FrameMode, ...]] = []
-    for ratio in sppo_ratios(sizes, threshold_bytes):
-        leaving = round(ratio * num_layers)
-        modes.append(spread({away: leaving, keep: num_layers - leaving}, num_layers))
-    return tuple(modes)
+    rows: list[tuple[FrameMode, ...]] = []
+    for ratio, units in zip(sppo_ratios(sizes, threshold_bytes), slots, strict=True):
+        leaving = round(ratio * len(units))
+        rows.append(spread({away: leaving, keep: len(units) - leaving}, len(units)))
+    return layer_modes_of(rows, by_layer=base.by_layer)
 
 
-def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode, ...]:
+def spread(counts: Mapping[Chosen, int], num_layers: int) -> tuple[Chosen, ...]:
     """Lays modes over layers as evenly as their counts allow, so that copy lanes are used evenly.
 
     Args:
@@ -53,7 +57,7 @@ def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode,
     """
     assert sum(counts.values()) == num_layers, "every layer has one mode"
     given = dict.fromkeys(counts, 0)
-    chosen: list[FrameMode] = []
+    chosen: list[Chosen] = []
     for layer in range(num_layers):
         # The mode that lags most behind its share of the layers so far.
         mode = max(counts, key=lambda m: counts[m] * (layer + 1) / num_layers - given[m])
@@ -63,10 +67,10 @@ def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode,
 
 
 def spread_kinds(
-    counts: Sequence[Mapping[FrameMode, int]], members: Sequence[Sequence[int]], num_layers: int
-) -> tuple[FrameMode, ...]:
+    counts: Sequence[Mapping[Chosen, int]], members: Sequence[Sequence[int]], num_layers: int
+) -> tuple[Chosen, ...]:
     """Like `spread`, kind of layer by kind of layer."""
-    chosen: list[FrameMode | None] = [None] * num_layers
+    chosen: list[Chosen | None] = [None] * num_layers
     for kind, layers in zip(counts, members, strict=True):
         for layer, mode in zip(layers, spread(kind, len(layers)), strict=True):
             chosen[layer] = mode
