@@ -195,6 +195,7 @@ class PlanBook:
             training=training,
             accumulates=training and self._accumulates,
             dtype_name=dtype_name(self._parts),
+            by_layer=False,
             **learned,
         )
 

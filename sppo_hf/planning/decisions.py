@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sppo_hf.planning.modes import FrameMode, Tier
+from sppo_hf.planning.modes import TIERS, FrameMode, Tier
 from sppo_hf.planning.partition import Bounds
 
 Order = Literal["by_chunk", "by_layer"]
@@ -121,3 +121,9 @@ class Decisions:
     def kv_mode(self, layer: int) -> KVMode:
         """Returns what becomes of a layer's keys and values, by layer."""
         return self.kv_modes[layer] if self.kv_modes else "device"
+
+    @property
+    def farthest_keys(self) -> Tier:
+        """The farthest tier on which any keys and values wait."""
+        used = {self.kv_tier, *self.kv_modes}
+        return next(tier for tier in TIERS[::-1] if tier in used)

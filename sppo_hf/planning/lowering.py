@@ -291,8 +291,12 @@ class StepProgram:
             )
 
     def _copies_inputs(self, cause: Cause) -> bool:
-        """Whether frames have their layer's input once more; see `sppo_hf.model.arena`."""
-        return self.tables.device_kind == "cpu" and cause in _IN_SLABS
+        """Whether frames have a chunk of their layer's input once more.
+
+        Parts of several rows are made dense; on a CPU, slabs take copies.
+        """
+        tables = self.tables
+        return tables.rows > 1 or (tables.device_kind == "cpu" and cause in _IN_SLABS)
 
     def _hold_keys(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
         """Adds keys and values of a layer between its forward and its backward."""

@@ -73,6 +73,7 @@ def solve(
     budgets: Budgets,
     choices: Choices,
     *,
+    best: Solution | None = None,
     device_kind: str = "cuda",
 ) -> Solution | FirstLimit:
     """Finds the fastest plan that fits.
@@ -82,9 +83,9 @@ def solve(
         base: rows, bounds, order and tile; its modes and look-ahead are replaced.
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
+        best: another plan that fits; returned where none is faster.
         device_kind: "cpu" or "cuda".
     """
-    best: Solution | None = None
     solved, bound = False, 0.0
     for kv_mode in kv_modes_of(cost.shape, base, choices):
         placed = with_kv(base, kv_mode, cost.shape, budgets, device_kind)
@@ -94,7 +95,10 @@ def solve(
         ):
             continue
         # By layer, one program has all that may become of K/V.
-        mixed = [] if solved else list(_mixed(cost, placed, budgets, choices, device_kind))
+        mixed: list[tuple[str, Decisions, float]] = []
+        if not solved:
+            under = float("inf") if best is None else best.step_seconds
+            mixed += _mixed(cost, placed, budgets, choices, device_kind, under_seconds=under)
         solved = base.by_layer
         bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
         named = [
@@ -221,9 +225,18 @@ def first_limit(
 
 
 def _mixed(
-    cost: StageCost, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
+    cost: StageCost,
+    base: Decisions,
+    budgets: Budgets,
+    choices: Choices,
+    device_kind: str,
+    *,
+    under_seconds: float,
 ) -> Iterator[tuple[str, Decisions, float]]:
-    """Yields rounded optima, for look-aheads that suit small frames and large ones."""
+    """Yields rounded optima, for look-aheads that suit small frames and large ones.
+
+    Those that cannot take less than `under_seconds` are left out.
+    """
     members = LayerKinds.of(cost).members
     if base.by_layer:
         members = (tuple(range(base.num_chunks)),)
@@ -244,6 +257,8 @@ def _mixed(
             if mix is None:
                 break
             bound = min(bound, mix.seconds)
+            if bound >= under_seconds:
+                break
             rows = _rounded(mix.counts, members, modes)
             decisions = replace(shaped, layer_modes=layer_modes_of(rows, by_layer=base.by_layer))
             if mix.keys is not None:
