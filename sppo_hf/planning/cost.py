@@ -200,13 +200,16 @@ class StageCost:
         return self._memo[key]
 
     def keys_seconds(self, layer: int, tokens: int) -> float:
-        """Making keys and values of a chunk again: norm, projection and rotary embedding."""
+        """Making keys and values of a chunk again: the layer runs up to its attention.
+
+        Norm, projections (queries' too) and rotary embedding.
+        """
         key = ("K", self._kinds[layer], tokens)
         if key not in self._memo:
             shape = self.shape.layers[layer]
-            elements = shape.kv_elements
+            elements = shape.kv_elements and shape.kv_elements + shape.q_elements
             linear = self._linear_seconds(2 * shape.hidden_size * elements, tokens)
-            # The input is read and its norm written and read; K/V are written, turned and kept.
+            # The input is read and its norm written and read; the rest is written and turned.
             passed = (3 * shape.hidden_size + 4 * elements) * self.shape.dtype_bytes
             passed *= tokens * self.batch_rows
             seconds = linear + passed / self.profile.memory_bytes_per_second

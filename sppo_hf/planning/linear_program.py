@@ -204,7 +204,8 @@ class LinearProgram:
         tiers: list[Tier] = []
         for way, mode in enumerate(kv_modes):
             if mode == "recompute":
-                seconds[way] = self._work.keys.sum(axis=1)[self._tables.kind_of]
+                # The last chunk's are made in recomputing it.
+                seconds[way] = self._work.keys[:, :-1].sum(axis=1)[self._tables.kind_of]
                 tiers.append("device")
             else:
                 sizes[way] = self._tables.layer_kv / _GIB
@@ -326,7 +327,7 @@ class LinearProgram:
             moments = [
                 (ahead, forward[slot], slot, running),
                 *((head, 0, slot, list[tuple[int, float]]()) for head in heads),
-                (begin, backward[slot], slot, [*running, *below]),
+                (begin, backward[slot], slot, running),
             ]
             if slot:
                 moments.append((end, backward[slot], slot - 1, below))

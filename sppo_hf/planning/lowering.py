@@ -133,15 +133,36 @@ class StepProgram:
     def kv_bytes(self, *modes: KVMode) -> Bytes:
         """[layers] By layer: keys and values that are treated in one of these ways; 0 elsewhere."""
         what, tables = self.decisions, self.tables
-        if not (what.by_layer and what.training):
+        if not what.by_layer:
             return np.zeros(what.num_layers, dtype=np.int64)
         chosen = np.array([what.kv_mode(layer) in modes for layer in range(what.num_layers)])
         return np.where(chosen, tables.layer_kv, 0)
 
     @cached_property
     def kv_away_bytes(self) -> Bytes:
-        """[layers] By layer: keys and values that leave the device."""
-        return self.kv_bytes(*AWAY_TIERS)
+        """[layers] By layer: keys and values that leave the device, in training."""
+        return self.kv_bytes(*AWAY_TIERS) * self.points.training
+
+    @cached_property
+    def kept_keys(self) -> Bytes:
+        """[chunks, layers] By layer: keys and values that stay on the device until backward.
+
+        Those to be made again stay too where a frame is kept whole: it keeps no input by itself.
+        """
+        tables = self.tables
+        whole = self.modes % len(SAVED) == SAVED.index("whole")
+        stays = (self.kv_bytes("device") > 0) | ((self.kv_bytes("recompute") > 0) & whole)
+        return np.where(stays, tables.of_layers(tables.kv), 0)
+
+    @cached_property
+    def again_inputs(self) -> Bytes:
+        """[layers] Inputs that come back once more, to make keys and values from.
+
+        Those of the last chunk are made as its frame is recomputed.
+        """
+        again = (self.kv_bytes("recompute") > 0) & (self.modes[:-1] % len(SAVED) > 0)
+        inputs = np.where(self.away_bytes[:-1] > 0, self.tables.hidden_states[:-1, None], 0)
+        return np.where(again, inputs, 0).sum(axis=0)
 
     @cached_property
     def copied_bytes(self) -> tuple[int, int]:
@@ -154,7 +175,8 @@ class StepProgram:
             return int(away.sum() + streamed.sum() + self.kv_away_bytes.sum())
 
         out = summed(tables.kv_out_forward, tables.kv_out_backward)
-        return out, summed(tables.kv_in_forward, tables.kv_in_backward)
+        back = summed(tables.kv_in_forward, tables.kv_in_backward)
+        return out, back + int(self.again_inputs.sum())
 
     # -- seconds -------------------------------------------------------------------------------
 
@@ -170,8 +192,9 @@ class StepProgram:
             backward = backward + work.recompute[kind_of, self.modes % len(SAVED), chunks]
             again = self.kv_bytes("recompute") > 0
             if again.any():
-                # Before the layer's backward begins, over all chunks.
-                backward[-1] += np.where(again, work.keys.sum(axis=1)[kind_of], 0.0)
+                # Where the layer's backward begins; its last chunk's are made in recomputing it.
+                made = np.where(self.modes[:-1] % len(SAVED) > 0, work.keys[kind_of].T[:-1], 0.0)
+                backward[-1] += np.where(again, made.sum(axis=0), 0.0)
         head = work.head if self.points.training else work.head_evaluated
         return self.points.lay(forward, head, backward)
 
@@ -180,45 +203,59 @@ class StepProgram:
     @cached_property
     def asked_bytes(self) -> Bytes:
         """[chunks * layers, in the order of backward] Bytes asked for by each point of it."""
-        asked = np.zeros(self.away_bytes.size, dtype=np.int64)
+        tape = self._tape
+        asked = np.zeros(tape.sizes.size, dtype=np.int64)
         on_tape, following, sums = self._look_ahead
         asked[on_tape] = sums[following]
-        return np.maximum.accumulate(asked)
+        asked = np.maximum.accumulate(asked)
+        # Of several entries at a place, the last.
+        return asked[np.append(np.flatnonzero(np.diff(tape.places)), tape.places.size - 1)]
 
     @cached_property
-    def asked_at(self) -> dict[int, list[int]]:
-        """By place in backward: places of the frames that are asked for when it is entered."""
+    def asked_at(self) -> dict[int, list[Action]]:
+        """By place in backward: the copies that are asked for when it is entered."""
         on_tape, following, _ = self._look_ahead
-        frames = np.flatnonzero(self.points.in_backward(self.away_bytes))
-        gates = on_tape[np.searchsorted(following, frames, side="right")]
-        found: dict[int, list[int]] = {}
-        for gate, frame in zip(gates.tolist(), frames.tolist(), strict=True):
-            found.setdefault(gate, []).append(frame)
+        tape, points = self._tape, self.points
+        away = np.flatnonzero(tape.sizes)
+        gates = tape.places[on_tape[np.searchsorted(following, away, side="right")]]
+        found: dict[int, list[Action]] = {}
+        for gate, entry in zip(gates.tolist(), away.tolist(), strict=True):
+            chunk, layer = points.unit(points.num_forward + int(tape.places[entry]))
+            copy = Action("K", 0, chunk, layer, 0) if tape.keys[entry] else None
+            found.setdefault(gate, []).append(copy or Action("H", 0, chunk, layer))
         return found
 
     @cached_property
+    def _tape(self) -> _Tape:
+        """What may come back, in the order of backward."""
+        points = self.points
+        sizes = points.in_backward(self.away_bytes)
+        enters = points.in_backward(self.modes) != SAVED.index("whole")
+        places = np.arange(sizes.size)
+        keys = np.zeros(sizes.size, dtype=bool)
+        (layers,) = np.nonzero(self.kv_away_bytes[::-1])
+        if layers.size:
+            # A layer's keys are one entry more, in front of its frames.
+            at = layers * points.num_chunks
+            sizes = np.insert(sizes, at, self.kv_away_bytes[::-1][layers])
+            enters, keys = np.insert(enters, at, True), np.insert(keys, at, True)
+            places = np.insert(places, at, at)
+        return _Tape(sizes, enters, places, keys)
+
+    @cached_property
     def _look_ahead(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Places that ask, up to which place each does, and bytes of the first 0, 1 ... places."""
+        """Entries that ask, up to which entry each does, and bytes of the first 0, 1 ... ones."""
         limit = self.decisions.fetch_bytes or 0
-        sizes = self.points.in_backward(self.away_bytes)
+        sizes = self._tape.sizes
         sums = np.concatenate(([0], np.cumsum(sizes)))
-        entered = self.points.in_backward(self.modes) != SAVED.index("whole")
-        # Keys are made again from all inputs of a layer, which must be there when it is entered.
-        chunks = self.points.num_chunks
-        whole_layers = (self.kv_bytes("recompute") > 0) & self.away_bytes.any(axis=0)
-        (firsts,) = np.nonzero(whole_layers[::-1])
-        firsts = firsts * chunks
-        entered[firsts] = True
-        on_tape = np.flatnonzero(entered)
+        on_tape = np.flatnonzero(self._tape.enters)
         used = sums[on_tape + 1]
         following = np.searchsorted(sums, used + limit, side="right") - 1
         # One frame may always be ahead, however large.
         alone = (sums[following] == used) & (following < sizes.size)
         further = sums[np.minimum(following + 1, sizes.size)]
         following = np.where(alone, np.searchsorted(sums, further, side="right") - 1, following)
-        at = np.searchsorted(on_tape, firsts)
-        following[at] = np.maximum(following[at], firsts + chunks)
-        return on_tape, np.maximum.accumulate(following), sums
+        return on_tape, following, sums
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -252,8 +289,8 @@ class StepProgram:
         }
         if self.points.training:
             self._hold_frames(levels)
-            if self.points.by_layer:
-                self._hold_keys(levels)
+        if self.points.by_layer:
+            self._hold_keys(levels)
         workspace = self._workspace()
         levels["device"][Cause.WORKSPACE] = passing(workspace)
         levels["device"][Cause.COPIES] = self._copies()
@@ -301,24 +338,28 @@ class StepProgram:
     def _hold_keys(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
         """Adds keys and values of a layer between its forward and its backward."""
         points, last = self.points, self.points.num_chunks - 1
+        layers = range(points.num_layers)
+        if not points.training:
+            # Only keys that are to stay do, to the end.
+            taken = np.zeros(points.count, dtype=np.int64)
+            taken[[points.forward(last, layer) + 1 for layer in layers]] = self.kv_bytes("device")
+            given = np.zeros_like(taken)
+            given[-1] = taken.sum()
+            return _add(levels["device"], Cause.KV, _running(0, taken, given))
+        sizes = {tier: self.kv_bytes(tier) for tier in AWAY_TIERS}
+        sizes["device"] = self.kept_keys.sum(axis=0)
         for tier in TIERS:
+            if not sizes[tier].any():
+                continue
             taken = np.zeros(points.count, dtype=np.int64)
             given = taken.copy()
-            for layer in np.flatnonzero(self.kv_bytes(tier)).tolist():
-                size = int(self.tables.layer_kv[layer])
-                ahead, back = points.forward(last, layer) + 1, points.backward(last, layer)
-                if tier == "device":
-                    taken[ahead] += size
-                    given[back - 1] += size
-                    continue
-                above = points.backward(last, min(layer + 1, points.num_layers - 1))
-                coming = np.zeros(points.count, dtype=np.int64)
-                coming[above:back] = size
-                _add(levels["device"], Cause.KV, passing(coming))
-                taken[ahead] += size
-                given[points.backward(0, layer)] += size
-            if taken.any():
-                _add(levels[tier], Cause.KV, _running(0, taken, given))
+            taken[[points.forward(last, layer) + 1 for layer in layers]] = sizes[tier]
+            # On the device they are the running layer's from there on.
+            ends = [points.backward(last, layer) - 1 for layer in layers]
+            if tier != "device":
+                ends = [points.backward(0, layer) for layer in layers]
+            given[ends] = sizes[tier]
+            _add(levels[tier], Cause.KV, _running(0, taken, given))
 
     def _workspace(self) -> Bytes:
         """[points] Temporaries; layers and head, or layers and embedding, take turns."""
@@ -368,12 +409,19 @@ class StepProgram:
             else:
                 # Frames that had not left when backward began need not come back.
                 rest = np.full(len(used), still_leaving(np.append(out[:ahead], 0))[-1])
+                asked = self.asked_bytes
                 away_layers = np.flatnonzero(self.kv_away_bytes)
                 if away_layers.size:
+                    begins = [
+                        points.backward(points.num_chunks - 1, i) - ahead for i in away_layers
+                    ]
                     # Keys can only come back once they, and all before them, have left.
-                    last = points.num_chunks - 1
-                    rest[points.backward(last, int(away_layers[-1])) - ahead :] = 0
-                during[ahead:] = np.maximum(rest, self.asked_bytes) - (used - own[ahead:])
+                    rest[begins[-1] :] = 0
+                    # From there on they are the running layer's.
+                    used_keys = np.zeros_like(used)
+                    used_keys[begins] = self.kv_away_bytes[away_layers]
+                    asked = asked - np.cumsum(used_keys)
+                during[ahead:] = np.maximum(rest, asked) - (used - own[ahead:])
             after[ahead:] = during[ahead:] - own[ahead:]
         after[-1] = 0
         return Level(0, during, after)
@@ -433,6 +481,22 @@ class StepProgram:
 def passing(sizes: Bytes) -> Level:
     """Returns what is there only while a point runs."""
     return Level(0, sizes, np.zeros_like(sizes))
+
+
+class _Tape(NamedTuple):
+    """Frames, and by layer the keys that leave, in the order in which backward enters them."""
+
+    sizes: Bytes
+    """Bytes that come back; 0 where nothing left."""
+
+    enters: NDArray[np.bool_]
+    """Which ask for those behind them."""
+
+    places: Bytes
+    """The point of backward at which each is entered, counted from the first."""
+
+    keys: NDArray[np.bool_]
+    """Which are keys and values of a layer."""
 
 
 class Lifetime(NamedTuple):
@@ -700,7 +764,7 @@ class _Laying:
         self._kv_away: dict[int, int] = {}
         """The same of a layer's newest keys, values and gradient sums."""
         self._kv_sizes = program.kv_away_bytes.tolist()
-        self._kv_on_disk = program.kv_bytes("disk") > 0
+        self._kv_on_disk = (program.kv_bytes("disk") > 0).tolist()
         self._turn: list[int] = []
         """The last action of forward: nothing is read ahead before it has ended."""
 
@@ -741,8 +805,7 @@ class _Laying:
             self._stream_out(chunk, layer, 0, unit)
             if chunk == what.num_chunks - 1 and self._kv_sizes[layer]:
                 copy = Action("O", 0, chunk, layer, 0)
-                on_disk = bool(self._kv_on_disk[layer])
-                sent = self._send(copy, self._kv_sizes[layer], unit, on_disk)
+                sent = self._send(copy, self._kv_sizes[layer], unit, self._kv_on_disk[layer])
                 self._kv_away[layer] = sent
             self._waits += [*self._leaving.settle()[-1:], *coming]
 
@@ -750,24 +813,18 @@ class _Laying:
         what, points = self._what, self._program.points
         asked_at = self._program.asked_at
         last = what.num_chunks - 1
-        again = self._program.kv_bytes("recompute") > 0
+        inputs = self._program.again_inputs.tolist()
         for place, taken in enumerate(seconds):
             chunk, layer = points.unit(points.num_forward + place)
-            enters = what.by_layer and chunk == last
-            if enters and layer == what.num_layers - 1:
-                self._fetch_keys(layer)
-            for frame in asked_at.get(place, ()):
-                self._fetch(*points.unit(points.num_forward + frame))
-            if enters and layer:
-                self._fetch_keys(layer - 1)
+            for copy in asked_at.get(place, ()):
+                self._fetch(copy)
             coming = self._stream_in(chunk, layer, 1)
             if self._sizes[chunk][layer]:
                 self._waits.append(self._away[chunk, layer])
-            if enters and self._kv_sizes[layer]:
+            if chunk == last and self._kv_sizes[layer]:
                 self._waits.append(self._kv_away[layer])
-            if enters and again[layer]:
-                frames = ((earlier, layer) for earlier in range(last))
-                self._waits += [self._away[frame] for frame in frames if frame in self._away]
+            if chunk == last and inputs[layer]:
+                self._waits.append(self._fetch_inputs(layer, inputs[layer]))
             unit = self._compute(Action("B", 0, chunk, layer), taken)
             self._stream_out(chunk, layer, 1, unit)
             if self._both:
@@ -791,34 +848,40 @@ class _Laying:
         staged.add(written, num_bytes)
         return written
 
-    def _fetch(self, chunk: int, layer: int) -> None:
-        num_bytes = self._sizes[chunk][layer]
-        after = [*self._last_computed(1), self._away[chunk, layer]]
-        from_disk = self._on_disk[chunk][layer]
+    def _fetch(self, copy: Action) -> None:
+        """Brings a frame back, or by layer a layer's keys and values ("K")."""
+        chunk, layer = copy.unit, copy.layer
+        assert layer is not None, "what comes back is of one layer"
+        keys = copy.kind == "K"
+        num_bytes = self._kv_sizes[layer] if keys else self._sizes[chunk][layer]
+        away = self._kv_away[layer] if keys else self._away[chunk, layer]
+        from_disk = self._kv_on_disk[layer] if keys else self._on_disk[chunk][layer]
+        after = [*self._last_computed(1), away]
+        staged = self._kv_staged if keys else self._staged
         if from_disk:
             # Reads run ahead of their copies, as far as staging holds.
-            waits = [*self._turn, after[-1], *self._staged.settle(num_bytes)]
-            seconds = self._cost.disk_read_seconds(num_bytes)
-            after.append(self._add(_READ, Action("L", 0, chunk, layer), seconds, waits))
+            waits = [*self._turn, away, *staged.settle(num_bytes)]
+            read = Action("L", 0, chunk, layer, 1 if keys else None)
+            after.append(self._add(_READ, read, self._cost.disk_read_seconds(num_bytes), waits))
         seconds = self._cost.h2d_seconds(num_bytes, both=self._both)
-        copy = self._add(_H2D, Action("H", 0, chunk, layer), seconds, after)
-        self._away[chunk, layer] = copy
+        back = self._add(_H2D, copy, seconds, after)
+        if keys:
+            self._kv_away[layer] = back
+        else:
+            self._away[chunk, layer] = back
         if from_disk:
-            self._staged.add(copy, num_bytes)
+            staged.add(back, num_bytes)
 
-    def _fetch_keys(self, layer: int) -> None:
-        """Brings a layer's keys and values back, by layer."""
-        num_bytes = self._kv_sizes[layer]
-        if not num_bytes:
-            return
-        chunk = self._what.num_chunks - 1
-        after = [*self._last_computed(1), self._kv_away[layer]]
-        if self._kv_on_disk[layer]:
-            read = Action("L", 0, chunk, layer, 1)
+    def _fetch_inputs(self, layer: int, num_bytes: int) -> int:
+        """Brings a layer's inputs in chunk by chunk, to make its keys and values from."""
+        chunks = range(self._what.num_chunks - 1)
+        after = [*self._last_computed(1)]
+        after += [self._away[chunk, layer] for chunk in chunks if (chunk, layer) in self._away]
+        copy = Action("K", 0, self._what.num_chunks - 1, layer, 0)
+        if any(self._on_disk[chunk][layer] for chunk in chunks):
             seconds = self._cost.disk_read_seconds(num_bytes)
-            after = [*after, self._add(_READ, read, seconds, after)]
-        seconds = self._cost.h2d_seconds(num_bytes)
-        self._kv_away[layer] = self._add(_H2D, Action("K", 0, chunk, layer, 0), seconds, after)
+            after.append(self._add(_READ, copy._replace(kind="L", part=1), seconds, after[:]))
+        return self._add(_H2D, copy, self._cost.h2d_seconds(num_bytes), after)
 
     def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
         """Brings a layer's prefix in beside its attention; returns what the next unit waits for.

@@ -252,6 +252,9 @@ def _decide(task: _Task) -> _Decided:
 def _evaluation(task: _Task) -> _Decided:
     """Nothing waits for a backward; only K/V may have to leave."""
     decisions = _kv_placed(task, _base(task, task.orders[0]))
+    if decisions.by_layer and not any(layer.borrows_keys for layer in task.shape.layers):
+        # Nobody reads them once their layer has run, so they are dropped.
+        decisions = replace(decisions, kv_modes=("recompute",) * decisions.num_layers)
     return _Decided(decisions=decisions, recompute_reason="", offload_reason="")
 
 

@@ -32,6 +32,7 @@ from sppo_hf.planning.modes import (
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
     TIERS,
+    FrameMode,
     Tier,
     mode_of,
 )
@@ -104,29 +105,34 @@ def test_order_of_units_by_layer() -> None:
     ]
 
 
-def by_layer(*kv_modes: KVMode) -> Decisions:
+def by_layer(*kv_modes: KVMode, mode: FrameMode = KEEP) -> Decisions:
     """Two layers of two chunks."""
-    return decided(TWO_BY_TWO, layers=2, order="by_layer", kv_modes=kv_modes)
+    return decided(TWO_BY_TWO, mode, layers=2, order="by_layer", kv_modes=kv_modes)
 
 
 def test_keys_by_layer_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     chunk, sums = cost.kv_bytes(0, 512), cost.dkv_bytes(0, 512)
 
-    def held(tier: Tier, *kv_modes: KVMode) -> list[int]:
-        levels = lower(by_layer(*kv_modes), cost).levels[tier]
-        return [size // chunk for size in levels[Cause.KV].during.tolist()]
+    def held(tier: Tier, cause: Cause, *kv_modes: KVMode) -> list[int]:
+        levels = lower(by_layer(*kv_modes, mode=RECOMPUTE), cost).levels[tier]
+        return [size // chunk for size in levels[cause].during.tolist()]
 
-    assert held("device") == [1, 2, 3, 4, 4, 4, *(4, 3, 2, 1)]
-    # Layer 1 leaves behind its forward and comes back as the backward of layer 2 begins.
-    assert held("device", "host", "device") == [1, 2, 1, 2, 2, 2, *(4, 3, 2, 1)]
-    assert held("host", "host", "device") == [0, 0, 2, 2, 2, 2, *(2, 2, 2, 2)]
-    assert held("device", "recompute", "recompute") == [1, 2, 1, 2, 0, 0, *(2, 1, 2, 1)]
-    device = lower(by_layer("host", "recompute"), cost).levels["device"]
-    assert device[Cause.DKV].during.tolist() == [0] * 6 + [sums, sums] * 2
-    # They leave until they are asked for, at the latest.
-    assert device[Cause.COPIES].during.tolist() == [0, 0, *[2 * chunk] * 6, 0, 0]
-    lanes = lower(by_layer("host", "recompute"), cost).lanes
+    assert held("device", Cause.KV) == [1, 2, 3, 4, 4, 4, *(4, 3, 2, 1)]
+    away: tuple[KVMode, KVMode] = ("host", "device")
+    assert held("device", Cause.KV, *away) == [1, 2, 1, 2, 2, 2, *(2, 1, 2, 1)]
+    assert held("host", Cause.KV, *away) == [0, 0, 2, 2, 2, 2, *(2, 2, 2, 2)]
+    # They leave behind the forward of layer 1, until they are asked for at the latest, and are
+    # asked for as the last chunk of layer 2 is entered.
+    assert held("device", Cause.COPIES, *away) == [0, 0, 2, 2, 2, 2, *(2, 2, 0, 0)]
+    again: tuple[KVMode, KVMode] = ("recompute", "recompute")
+    assert held("device", Cause.KV, *again) == [1, 2, 1, 2, 0, 0, *(2, 1, 2, 1)]
+    # Where frames are whole there is no input to make them from.
+    whole = lower(by_layer(*again), cost).levels["device"][Cause.KV].during
+    assert (whole // chunk).tolist() == [1, 2, 3, 4, 4, 4, *(4, 3, 2, 1)]
+    program = lower(by_layer("host", "recompute", mode=RECOMPUTE), cost)
+    assert program.levels["device"][Cause.DKV].during.tolist() == [0] * 6 + [sums, sums] * 2
+    lanes = program.lanes
     assert text(lanes.actions[D2H]) == ["0O1.0#0"]
     assert text(lanes.actions[H2D]) == ["0K1.0#0"]
     assert after(lanes, "0O1.0#0") == {"0F1.0"}
@@ -134,14 +140,18 @@ def test_keys_by_layer_by_hand() -> None:
     assert after(lanes, "0B1.0") == {"0K1.0#0"}
 
 
-def test_keys_that_are_made_again_take_time_and_all_inputs() -> None:
+def test_keys_that_are_made_again_take_time_and_inputs_once_more() -> None:
     cost = slow_cost(small_shape(2))
-    kept, again = (lower(by_layer("device", mode), cost) for mode in ("device", "recompute"))
+    modes: tuple[KVMode, KVMode] = ("device", "recompute")
+    kept, again = (lower(by_layer("device", m, mode=RECOMPUTE_OFFLOAD), cost) for m in modes)
     seconds = again.seconds - kept.seconds
-    assert seconds[6] == pytest.approx(2 * cost.keys_seconds(1, 512))
+    # The last chunk's are made as its frame is recomputed.
+    assert seconds[6] == pytest.approx(cost.keys_seconds(1, 512))
     assert seconds.sum() == pytest.approx(seconds[6])
-    away = replace(again.decisions, layer_modes=((OFFLOAD, OFFLOAD),) * 2)
-    assert {"0H1.1", "0H0.1"} <= after(lanes_of(away, cost), "0B1.1")
+    one = 512 * 256 * 2
+    assert again.copied_bytes[1] - kept.copied_bytes[1] == one
+    assert after(again.lanes, "0B1.1") == {"0H1.1", "0K1.1#0"}
+    assert again.lanes.seconds_of(Action.parse("0K1.1#0")) == cost.h2d_seconds(one)
 
 
 def test_hidden_states_by_layer_by_hand() -> None:

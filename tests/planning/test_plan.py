@@ -124,6 +124,14 @@ def test_host_that_cannot_hold_what_full_offload_sends() -> None:
         plan(offload="full", host_memory="4GiB")
 
 
+def test_evaluation_by_layer_holds_the_keys_of_one_layer() -> None:
+    made = plan(training=False)
+    assert made.by_layer
+    assert set(made.kv_modes) == {"recompute"}
+    one = 32_768 * 2 * 8 * 128 * 2
+    assert max(moment.device["kv"] for moment in made.estimate.moments) == one
+
+
 def test_evaluation_needs_no_host() -> None:
     assert plan(training=False, host_memory="1MiB", offload="full").estimate.host.total == 0
 
