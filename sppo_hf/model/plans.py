@@ -212,6 +212,7 @@ class PlanBook:
             training=training,
             accumulates=training and self._accumulates,
             dtype_name=dtype_name(self._parts),
+            by_layer=False,
             **learned,
         )
         if self._config.order == "by_layer" or plan.order == "by_layer":

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import islice, product, zip_longest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices, set_by_rule
+from sppo_hf.planning.choices import (
+    DeviceFacts,
+    read_budgets,
+    read_choices,
+    read_orders,
+    set_by_rule,
+)
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
@@ -40,6 +46,7 @@ from sppo_hf.planning.solve import (
     fits,
     fixed_policies,
     fixed_policy,
+    kv_modes_of,
     least_memory,
     over_budget,
     play,
@@ -310,9 +317,10 @@ def compare_policies(question: Question, plan: Plan) -> tuple[PolicyResult, ...]
     """
     choices = read_choices(question.config, question.device)
     base = replace(
-        _batch(plan).decisions(plan.bounds, plan.num_layers),
+        _batch(plan).decisions(plan.bounds, plan.num_layers, plan.order),
         kv_tier=plan.kv_tier,
         kv_block_tokens=plan.kv_block_tokens,
+        kv_modes=plan.kv_modes,
     )
     named = [("auto, recompute mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
@@ -397,7 +405,7 @@ def _longest(question: Question, plan: Plan) -> int:
 def _smallest(
     question: Question, plan: Plan, total_tokens: int, *, most_cuts: int | None = None
 ) -> Iterator[Decisions]:
-    """Yields what holds least of all that the settings allow, by cut and by tier of K/V.
+    """Yields what holds least of all that the settings allow, by order, cut and place of K/V.
 
     Args:
         question: what is asked.
@@ -408,12 +416,16 @@ def _smallest(
     """
     config, cost, kind = question.config, _cost(plan), question.device.kind
     choices = read_choices(config, question.device)
-    cuts = _cuts(question, cost, total_tokens)
-    for bounds in islice(cuts, most_cuts):
-        base = _batch(plan).decisions(bounds, plan.num_layers)
-        # A rule that chooses frames does not look for a place for K/V.
-        for kv_tier in choices.kv_tiers[: 1 if config.offload_chooses else None]:
-            placed = with_kv(base, kv_tier, cost.shape, plan.budgets, kind)
+    # A rule that chooses frames is about chunks, and does not look for a place for K/V.
+    chooses = config.offload_chooses
+    orders = read_orders(config)
+    for order, bounds in product(
+        orders[-1:] if chooses else orders,
+        islice(_cuts(question, cost, total_tokens), most_cuts),
+    ):
+        base = _batch(plan).decisions(bounds, plan.num_layers, order)
+        for kv_mode in kv_modes_of(cost.shape, base, choices)[: 1 if chooses else None]:
+            placed = with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
             if set_by_rule(config, question.device):
                 yield _ruled(config, cost, placed, choices)
             else:

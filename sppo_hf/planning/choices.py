@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.modes import SAVED, SAVED_BY_RECOMPUTE, Tier
 from sppo_hf.planning.moments import Budgets
@@ -102,6 +103,19 @@ def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     elif config.offload_kv == "full":
         kv_tiers = away or ("host",)
     return Choices(saved=saved, tiers=tiers, kv_tiers=kv_tiers)
+
+
+def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ...]:
+    """Returns the orders of work that may be used, the one with less memory first.
+
+    Args:
+        config: the settings.
+        by_layer: whether the model's layers can be called on parts of a sequence.
+    """
+    # A stage of a pipeline passes each chunk on before it begins the next.
+    if not by_layer or config.pp_size > 1 or config.order == "by_chunk":
+        return ("by_chunk",)
+    return ("by_layer",) if config.order == "by_layer" else ("by_layer", "by_chunk")
 
 
 def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:

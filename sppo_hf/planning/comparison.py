@@ -72,7 +72,8 @@ def _chunks_shown(num_chunks: int) -> list[int]:
 
 
 def _conclusion(before: Plan, after: Plan) -> str:
-    if after.layer_modes == before.layer_modes and after.kv_tier == before.kv_tier:
+    same = ("order", "layer_modes", "kv_tier", "kv_modes")
+    if all(getattr(after, name) == getattr(before, name) for name in same):
         return "The same plan is still the fastest that fits; only its prediction is corrected."
     assert after.prediction is not None, "a corrected plan is predicted"
     changed = sum(

@@ -74,6 +74,9 @@ class UnitSeconds:
     recompute: NDArray[np.float64]
     """[kinds, saved, chunks] What is run again, by what is saved (`SAVED`)."""
 
+    keys: NDArray[np.float64]
+    """What makes keys and values again from a layer's input."""
+
     head: NDArray[np.float64]
     """[chunks] Head and loss, with gradients."""
 
@@ -130,6 +133,7 @@ class StageCost:
                         for i in kinds
                     ]
                 ),
+                keys=table(lambda i, start, end: self.keys_seconds(i, end - start)),
                 head=np.array([self.head_seconds(n) for n in lengths]),
                 head_evaluated=np.array([self.head_seconds(n, training=False) for n in lengths]),
             )
@@ -193,6 +197,24 @@ class StageCost:
             beside = self.forward_seconds(layer, 0, tokens) / self.correction.forward
             beside += self.backward_seconds(layer, 0, tokens) / self.correction.backward
             self._memo[key] = max(seconds, host - beside) * self.correction.backward
+        return self._memo[key]
+
+    def keys_seconds(self, layer: int, tokens: int) -> float:
+        """Making keys and values of a chunk again: the layer runs up to its attention.
+
+        Norm, projections (queries' too) and rotary embedding.
+        """
+        key = ("K", self._kinds[layer], tokens)
+        if key not in self._memo:
+            shape = self.shape.layers[layer]
+            elements = shape.kv_elements and shape.kv_elements + shape.q_elements
+            linear = self._linear_seconds(2 * shape.hidden_size * elements, tokens)
+            # The input is read and its norm written and read; the rest is written and turned.
+            passed = (3 * shape.hidden_size + 4 * elements) * self.shape.dtype_bytes
+            passed *= tokens * self.batch_rows
+            seconds = linear + passed / self.profile.memory_bytes_per_second
+            seconds = max(seconds, self.profile.launch_seconds) if elements else 0.0
+            self._memo[key] = seconds * self.correction.backward
         return self._memo[key]
 
     def head_seconds(self, tokens: int, *, training: bool = True) -> float:

@@ -6,10 +6,11 @@ predicted is what is run. Knows nothing of torch, speeds or why something was ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sppo_hf.planning.modes import FrameMode, Tier
+from sppo_hf.planning.modes import TIERS, FrameMode, Tier
 from sppo_hf.planning.partition import Bounds
 
 Order = Literal["by_chunk", "by_layer"]
@@ -22,6 +23,12 @@ are made again from the layer's inputs."""
 
 LayerModes = tuple[tuple[FrameMode, ...], ...]
 """`layer_modes[chunk][layer]`."""
+
+
+def layer_modes_of(rows: Sequence[Sequence[FrameMode]], *, by_layer: bool) -> LayerModes:
+    """Returns `layer_modes` of rows that are those of chunks, or by layer those of layers."""
+    chosen = zip(*rows, strict=True) if by_layer else rows
+    return tuple(map(tuple, chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,22 @@ class Decisions:
     """Host bytes through which frames pass on their way to and from the disk."""
 
     @property
+    def by_layer(self) -> bool:
+        """Whether all chunks of a layer run before the next layer."""
+        return self.order == "by_layer"
+
+    @property
+    def slots(self) -> range:
+        """The outer loop of the grid: chunks, or by layer layers."""
+        return range(self.num_layers if self.by_layer else self.num_chunks)
+
+    def units(self, slot: int) -> list[tuple[int, int]]:
+        """Returns (chunk, layer) of a slot's units, in their order."""
+        if self.by_layer:
+            return [(chunk, slot) for chunk in range(self.num_chunks)]
+        return [(slot, layer) for layer in range(self.num_layers)]
+
+    @property
     def total_tokens(self) -> int:
         """Tokens of each row, padding included."""
         return self.bounds[-1][1]
@@ -98,3 +121,13 @@ class Decisions:
     def mode(self, layer: int, chunk: int) -> FrameMode:
         """Returns what becomes of the frame of (layer, chunk)."""
         return self.layer_modes[chunk][layer]
+
+    def kv_mode(self, layer: int) -> KVMode:
+        """Returns what becomes of a layer's keys and values, by layer."""
+        return self.kv_modes[layer] if self.kv_modes else "device"
+
+    @property
+    def farthest_keys(self) -> Tier:
+        """The farthest tier on which any keys and values wait."""
+        used = {self.kv_tier, *self.kv_modes}
+        return next(tier for tier in TIERS[::-1] if tier in used)

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions, LayerModes
+from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
 from sppo_hf.planning.linear_program import LayerKinds
 from sppo_hf.planning.lowering import estimate
 from sppo_hf.planning.memory import HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.modes import AWAY_TIERS, TIERS, FrameMode, Saved, Tier, mode_of
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.shape import ModelShape
 
 # With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
 _FEW_FRAMES = 16
@@ -53,6 +54,20 @@ class FirstLimit:
 
     moment: str
     """When."""
+
+
+def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[KVMode, ...]:
+    """Returns what may become of K/V.
+
+    By layer they may be made again where layers may. Those that other layers borrow must be there
+    for all of them.
+    """
+    if not base.by_layer:
+        return choices.kv_tiers
+    if any(layer.borrows_keys for layer in shape.layers):
+        return ("device",)
+    again = "skeleton" in choices.saved and "device" in choices.kv_tiers
+    return (*choices.kv_tiers, "recompute") if again else choices.kv_tiers
 
 
 def fits(predicted: MemoryEstimate, budgets: Budgets) -> bool:
@@ -114,9 +129,10 @@ def _as_far_as_possible(
     room = {tier: _room_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
     places: dict[Tier, float] = {}
     # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
+    lengths = base.chunk_lengths
     sizes = [
-        [cost.frame_bytes(i, end - start, saved) for i in range(base.num_layers)]
-        for start, end in base.bounds
+        [cost.frame_bytes(layer, lengths[chunk], saved) for chunk, layer in base.units(slot)]
+        for slot in base.slots
     ]
     total = float(sum(map(sum, sizes)))
     if "device" in choices.tiers:
@@ -124,19 +140,19 @@ def _as_far_as_possible(
     for tier in away:
         places[tier] = room[tier]
     rows: list[tuple[FrameMode, ...]] = []
-    for chunk in reversed(sizes):
-        whole, size = _next_place(places, 0), sum(chunk)
+    for frames in reversed(sizes):
+        whole, size = _next_place(places, 0), sum(frames)
         if places[whole] >= size:
             places[whole] -= size
-            rows.append((mode_of(saved, whole),) * base.num_layers)
+            rows.append((mode_of(saved, whole),) * len(frames))
             continue
         row: list[FrameMode] = []
-        for size in reversed(chunk):
+        for size in reversed(frames):
             tier = _next_place(places, size)
             places[tier] -= size
             row.append(mode_of(saved, tier))
         rows.append(tuple(reversed(row)))
-    return tuple(reversed(rows))
+    return layer_modes_of(rows[::-1], by_layer=base.by_layer)
 
 
 def _next_place(places: dict[Tier, float], size: int) -> Tier:
@@ -162,9 +178,12 @@ def _room_bytes(
         return float("inf")
     if tier == "host" and device_kind == "cuda":
         budget -= budget % HOST_SLAB_BYTES
-    if tier == "host" and ("disk" in away or base.kv_tier == "disk"):
+    if tier == "host" and ("disk" in away or "disk" in (base.kv_tier, *base.kv_modes)):
         budget -= base.staging_bytes
-    if base.kv_tier == tier:
+    if base.by_layer:
+        waiting = (i for i in range(base.num_layers) if base.kv_mode(i) == tier)
+        budget -= sum(cost.kv_bytes(layer, base.total_tokens) for layer in waiting)
+    elif base.kv_tier == tier:
         shape = cost.shape
         kv = shape.kv_bytes_per_token() * base.total_tokens
         kv += shape.dkv_bytes_per_token() * base.bounds[-1][0]
@@ -182,8 +201,14 @@ def with_lookahead(
 
 
 def looking_ahead(cost: StageCost, decisions: Decisions, frame_bytes: int) -> Decisions:
-    """Lets so many bytes of frames be on their way, and one layer's streamed gradient sums."""
-    sums = int(byte_tables(cost.shape, decisions, cost.profile.kind).kv_out_backward[:, -1].max())
+    """Lets so many bytes of frames be on their way, and one layer's streamed gradient sums.
+
+    By layer, its keys and values where any leave.
+    """
+    tables = byte_tables(cost.shape, decisions, cost.profile.kind)
+    sums = int(tables.kv_out_backward[:, -1].max())
+    if decisions.by_layer and {"host", "disk"} & set(decisions.kv_modes):
+        sums = int(tables.layer_kv.max())
     leave_bytes = frame_bytes + sums
     # With nothing to move, the engine's own rule, whose bounds are never reached.
     return replace(decisions, leave_bytes=leave_bytes or None, fetch_bytes=frame_bytes or None)

@@ -1,14 +1,18 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # SciPy, which is imported when the first program is solved, has no stubs.
-"""The linear program behind "auto": how many layers of each chunk get which mode.
+"""The linear program behind "auto": how many frames of each slot get which mode.
 
-Time is cut into 2N slots, forward and backward of each chunk. A slot lasts as long as its compute
-(recomputation included) and at least as long as the copies that must go on in it; the sum is
-minimised. Bytes are conserved: what leaves was produced, what comes back is there before its use,
-no more than the look-ahead waits on the device. All of it is linear in the numbers of layers, so
-the optimum over fractional numbers is found exactly (HiGHS, through SciPy) and bounds every plan
-of these modes and look-ahead from below; rounding to whole layers is `solve`'s.
+Time is cut into slots, forward and backward of each chunk, or by layer of each layer. A slot lasts
+as long as its compute (recomputation included) and at least as long as the copies that must go on
+in it; the sum is minimised. Bytes are conserved: what leaves was produced, what comes back is there
+before its use, no more than the look-ahead waits on the device. All of it is linear in the numbers
+of frames, so the optimum over fractional numbers is found exactly (HiGHS, through SciPy) and bounds
+every plan of these modes and look-ahead from below; rounding to whole frames is `solve`'s.
+
+By chunk the frames of a slot are those of its layers, in groups of layers that cost the same. By
+layer they are those of its chunks, taken as equal: their bytes and their recomputation grow with
+their tokens alone. Keys and values of the layer are one more thing there, with modes of their own.
 
 Knows nothing of budgets' origin, of rounding or of simulation.
 """
@@ -17,27 +21,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import MOVED, mode_free_levels
 from sppo_hf.planning.memory import CONTEXT_BYTES, FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
-from sppo_hf.planning.modes import SAVED, TIERS, FrameMode
+from sppo_hf.planning.modes import SAVED, TIERS, FrameMode, Tier
 from sppo_hf.planning.moments import Budgets, Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The optimum over fractional numbers of layers."""
+    """The optimum over fractional numbers of frames."""
 
     counts: NDArray[np.float64]
-    """[chunk, kind, mode]: layers."""
+    """[chunk, kind, mode]: layers; by layer [layer, 1, mode]: chunks."""
 
     seconds: float
     """Duration of the step: no plan with these modes and look-ahead is faster."""
+
+    keys: NDArray[np.float64] | None = None
+    """By layer: [layer, K/V mode]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,22 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
     return None if result.status != 0 else np.asarray(result.x)
 
 
+class _Group(NamedTuple):
+    """Things that every slot has so many of, each treated in one of some ways."""
+
+    count: int
+    """How many a slot has."""
+
+    tiers: list[Tier]
+    """[ways] Where each puts them."""
+
+    sizes: NDArray[np.float64]
+    """[ways, slots] GiB of one there."""
+
+    seconds: NDArray[np.float64]
+    """[ways, slots] What backward runs again for one."""
+
+
 class LinearProgram:
     """The program of one batch shape, for given modes and look-ahead."""
 
@@ -117,35 +141,76 @@ class LinearProgram:
         budgets: Budgets,
         modes: Sequence[FrameMode],
         *,
+        kv_modes: Sequence[KVMode] = (),
         device_kind: str,
     ) -> None:
-        """Prepare; `decisions.layer_modes` is not looked at."""
+        """Prepare; neither modes nor K/V modes of `decisions` are looked at."""
         self._what = decisions
         self._cost = cost
         self._budgets = budgets
         self._modes = modes
         self._device_kind = device_kind
-        self._kinds = LayerKinds.of(cost)
-        self._tables = tables = byte_tables(cost.shape, decisions, device_kind)
+        self._tables = byte_tables(cost.shape, decisions, device_kind)
         self._work = cost.unit_seconds(decisions.bounds)
-        # In the tables, which tell more layers apart: each kind's representative, its first layer.
-        self._like = [tables.kind_of[i] for i in self._kinds.representative]
-        self._like_first = [tables.kind_of[members[0]] for members in self._kinds.members]
-        self._all = range(decisions.num_chunks)
+        if decisions.by_layer:
+            self._groups = [self._frames_of_layers(), self._keys_of_layers(kv_modes)]
+        else:
+            self._groups = self._frames_of_chunks()
+        self._keys = range(1, 2) if decisions.by_layer else range(0)
+        """Groups that are keys and values."""
+        self._all = range(decisions.num_layers if decisions.by_layer else decisions.num_chunks)
         self._slab_bytes = HOST_SLAB_BYTES if device_kind == "cuda" else 1
-        chunks, kinds = decisions.num_chunks, len(self._kinds.members)
-        self._shape = (chunks, kinds, len(modes))
-        self._x = chunks * kinds * len(modes)
-        # Behind the counts: one column per chunk and purpose.
+        slots = len(self._all)
+        ways = [len(group.tiers) for group in self._groups]
+        self._first = [sum(ways[:at]) for at in range(len(ways))]
+        self._each = sum(ways)
+        self._x = slots * self._each
+        # Behind the counts: one column per slot and purpose.
         names = (
             *("forward", "backward", "kept", "host", "disk"),
             *("out", "written", "sums", "stored", "coming", "back", "read"),
         )
-        self._column = {name: self._x + i * chunks for i, name in enumerate(names)}
-        self._width = self._x + len(names) * chunks
+        self._column = {name: self._x + i * slots for i, name in enumerate(names)}
+        self._width = self._x + len(names) * slots
         self._compute_seconds = 0.0
         self._less = Rows()
         self._equal = Rows()
+
+    def _frames_of_chunks(self) -> list[_Group]:
+        """Layers of each kind; in the tables, which tell more layers apart, by one of them."""
+        tables, groups = self._tables, list[_Group]()
+        saved = [SAVED.index(mode.saved) for mode in self._modes]
+        tiers: list[Tier] = [mode.tier for mode in self._modes]
+        kinds = LayerKinds.of(self._cost)
+        for last, members in zip(kinds.representative, kinds.members, strict=True):
+            sizes = tables.saved[tables.kind_of[last]][saved].astype(float) / _GIB
+            seconds = self._work.recompute[tables.kind_of[members[0]]][saved]
+            groups.append(_Group(len(members), tiers, sizes, seconds))
+        return groups
+
+    def _frames_of_layers(self) -> _Group:
+        """Chunks, each of the mean length."""
+        tables, chunks = self._tables, self._what.num_chunks
+        saved = [SAVED.index(mode.saved) for mode in self._modes]
+        sizes, seconds = (
+            table[tables.kind_of].mean(axis=2).T[saved]
+            for table in (tables.saved / _GIB, self._work.recompute)
+        )
+        return _Group(chunks, [mode.tier for mode in self._modes], sizes, seconds)
+
+    def _keys_of_layers(self, kv_modes: Sequence[KVMode]) -> _Group:
+        layers = self._what.num_layers
+        sizes, seconds = np.zeros((2, len(kv_modes), layers))
+        tiers: list[Tier] = []
+        for way, mode in enumerate(kv_modes):
+            if mode == "recompute":
+                # The last chunk's are made in recomputing it.
+                seconds[way] = self._work.keys[:, :-1].sum(axis=1)[self._tables.kind_of]
+                tiers.append("device")
+            else:
+                sizes[way] = self._tables.layer_kv / _GIB
+                tiers.append(mode)
+        return _Group(1, tiers, sizes, seconds)
 
     def solve(self) -> Mix | None:
         """Returns the optimum, or None where nothing fits the budgets."""
@@ -156,104 +221,135 @@ class LinearProgram:
         self._copy_out()
         self._copy_back()
         objective = np.zeros(self._width)
-        chunks = self._what.num_chunks
+        slots = len(self._all)
         for name in ("forward", "backward"):
             first = self._column[name]
-            objective[first : first + chunks] = 1.0
+            objective[first : first + slots] = 1.0
         # Of equally fast plans, the one that moves less; never at a price that counts.
-        moved = self._moved()
-        most = moved.max(axis=2).sum(axis=0) @ [len(layers) for layers in self._kinds.members]
+        moved = np.zeros(self._x)
+        most = 0.0
+        for slot in self._all:
+            for column, size in self._terms(slot, _AWAY):
+                moved[column] = size
+        for at, group in enumerate(self._groups):
+            first, ways = self._first[at], len(group.tiers)
+            of_group = moved.reshape(slots, self._each)[:, first : first + ways]
+            most += float(of_group.max(axis=1, initial=0.0).sum()) * group.count
         if most > 0.0:
-            objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved.ravel()
+            objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved
         values = minimise(objective, self._less, self._equal)
         if values is None:
             return None
         first = self._column["forward"]
-        seconds = float(values[first : first + 2 * chunks].sum())
-        return Mix(values[: self._x].reshape(self._shape), seconds)
+        seconds = float(values[first : first + 2 * slots].sum())
+        counts = values[: self._x].reshape(slots, self._each)
+        frames = self._each - sum(len(self._groups[at].tiers) for at in self._keys)
+        return Mix(
+            counts[:, :frames].reshape(slots, -1, len(self._modes)),
+            seconds,
+            counts[:, frames:] if self._what.by_layer else None,
+        )
 
     # -- terms -------------------------------------------------------------------------------
 
-    def _at(self, chunk: int, kind: int, mode: int) -> int:
-        _, kinds, modes = self._shape
-        return (chunk * kinds + kind) * modes + mode
+    def _at(self, slot: int, group: int, way: int) -> int:
+        return slot * self._each + self._first[group] + way
 
-    def _col(self, name: str, chunk: int) -> int:
-        return self._column[name] + chunk
+    def _col(self, name: str, slot: int) -> int:
+        return self._column[name] + slot
 
-    def _frame_terms(self, chunk: int, tiers: frozenset[str]) -> list[tuple[int, float]]:
-        """Bytes of a chunk's frames on some tiers, in units of GiB for the solver's sake."""
+    def _terms(
+        self, slot: int, tiers: frozenset[str], groups: Sequence[int] | None = None
+    ) -> list[tuple[int, float]]:
+        """Bytes of a slot's frames and keys on some tiers, in GiB for the solver's sake.
+
+        Args:
+            slot: the slot.
+            tiers: which.
+            groups: of which groups; None for all.
+        """
         terms: list[tuple[int, float]] = []
-        for kind, like in enumerate(self._like):
-            for index, mode in enumerate(self._modes):
-                if mode.tier in tiers:
-                    size = self._tables.saved[like, SAVED.index(mode.saved), chunk]
-                    terms.append((self._at(chunk, kind, index), float(size) / _GIB))
+        for at in range(len(self._groups)) if groups is None else groups:
+            group = self._groups[at]
+            for way, tier in enumerate(group.tiers):
+                if tier in tiers:
+                    terms.append((self._at(slot, at, way), float(group.sizes[way, slot])))
         return terms
 
-    def _from_the_end(self, chunk: int, tiers: Sequence[str]) -> list[tuple[int, float]]:
-        """GiB of the frames of this and all later chunks on some tiers."""
+    def _key_terms(self, slot: int, tiers: frozenset[str]) -> list[tuple[int, float]]:
+        """Those of keys and values alone; none where the slot is a chunk, or before the first."""
+        return self._terms(slot, tiers, self._keys) if slot >= 0 else []
+
+    def _from_the_end(self, slot: int, tiers: Sequence[str]) -> list[tuple[int, float]]:
+        """GiB of what this and all later slots have on some tiers."""
         terms: list[tuple[int, float]] = []
         for tier in tiers:
-            terms.append((self._col(tier, self._what.num_chunks - 1), 1.0))
-            if chunk:
-                terms.append((self._col(tier, chunk - 1), -1.0))
+            terms.append((self._col(tier, self._all[-1]), 1.0))
+            if slot:
+                terms.append((self._col(tier, slot - 1), -1.0))
         return terms
-
-    def _moved(self) -> NDArray[np.float64]:
-        moved = np.zeros(self._shape)
-        for chunk in range(self._what.num_chunks):
-            for column, size in self._frame_terms(chunk, _AWAY):
-                moved.ravel()[column] = size
-        return moved
 
     # -- constraints -------------------------------------------------------------------------
 
     def _count_layers(self) -> None:
-        for chunk in range(self._what.num_chunks):
-            for kind, members in enumerate(self._kinds.members):
-                terms = [(self._at(chunk, kind, m), 1.0) for m in range(len(self._modes))]
-                self._equal.add(terms, len(members))
+        for slot in self._all:
+            for at, group in enumerate(self._groups):
+                terms = [(self._at(slot, at, way), 1.0) for way in range(len(group.tiers))]
+                self._equal.add(terms, group.count)
 
     def _sum_up(self, name: str, tiers: frozenset[str]) -> None:
-        """Makes column `name` of each chunk the GiB of all frames up to it on some tiers."""
-        for chunk in range(self._what.num_chunks):
-            terms = self._frame_terms(chunk, tiers)
-            terms.append((self._col(name, chunk), -1.0))
-            if chunk:
-                terms.append((self._col(name, chunk - 1), 1.0))
+        """Makes column `name` of each slot the GiB of all up to it on some tiers."""
+        for slot in self._all:
+            terms = self._terms(slot, tiers)
+            terms.append((self._col(name, slot), -1.0))
+            if slot:
+                terms.append((self._col(name, slot - 1), 1.0))
             self._equal.add(terms, 0.0)
 
     def _hold_device(self) -> None:
-        """Kept frames and all else are within the budget where a chunk's forward and backward end.
+        """What is kept and all else are within the budget where a slot's forward and backward end.
 
         Between these ends both change linearly. What is on its way, or is rebuilt, is counted as
         the modes allow.
         """
-        self._sum_up("kept", frozenset({"device"}))
+        self._sum_up("kept", _HERE)
         budget = self._budgets.device
         if budget is None:
             return
         share = 1.0 + FRAGMENTATION[self._device_kind]
-        points = self._tables.points
         held = self._held_device()
         copies, forward, backward = self._passing()
-        last = points.num_layers - 1
-        for chunk in self._all:
+        for slot in self._all:
+            ahead, heads, begin, end = self._ends(slot)
+            # Of the running layer's keys and values all know; those of the one below come ahead.
+            running = _negative(self._key_terms(slot, _HERE))
+            below = self._key_terms(slot - 1, _AWAY)
             moments = [
-                (points.forward(chunk, last), forward[chunk], chunk),
-                (points.forward(chunk, last + 1), 0, chunk),
-                (points.backward(chunk, last), backward[chunk], chunk),
+                (ahead, forward[slot], slot, running),
+                *((head, 0, slot, list[tuple[int, float]]()) for head in heads),
+                (begin, backward[slot], slot, running),
             ]
-            if chunk:
-                moments.append((points.backward(chunk, 0), backward[chunk], chunk - 1))
-            for at, passing, framed in moments:
-                fixed = held[at] + share * (passing + copies[chunk])
+            if slot:
+                moments.append((end, backward[slot], slot - 1, below))
+            for at, passing, framed, keys in moments:
+                fixed = held[at] + share * (passing + copies[slot])
                 terms = [(self._col("kept", framed), share)]
-                if framed < chunk:
-                    # Of the chunk itself, the frame of the layer that runs.
-                    terms += self._share_of_frame(chunk, layer=0, share=share)
+                terms += [(column, share * size) for column, size in keys]
+                if framed < slot:
+                    # Of the slot itself, the frame that runs.
+                    terms += self._share_of_frame(slot, share=share)
                 self._less.add(terms, (budget - fixed) / _GIB)
+
+    def _ends(self, slot: int) -> tuple[int, list[int], int, int]:
+        """Points at which a slot's forward ends, of heads behind it, and of its backward's ends."""
+        points = self._tables.points
+        last_chunk, last_layer = points.num_chunks - 1, points.num_layers - 1
+        begin, end = (slot, last_layer), (slot, 0)
+        heads = [points.forward(slot, last_layer + 1)]
+        if self._what.by_layer:
+            begin, end = (last_chunk, slot), (0, slot)
+            heads = [points.forward(last_chunk, last_layer + 1)] if slot == last_layer else []
+        return points.forward(*begin), heads, points.backward(*begin), points.backward(*end)
 
     def _held_device(self) -> NDArray[np.float64]:
         """[points] What the device holds whatever the modes are, holes counted."""
@@ -265,34 +361,40 @@ class LinearProgram:
         return held
 
     def _passing(self) -> tuple[Bytes, Bytes, Bytes]:
-        """[chunks] The most that copies, and workspaces forward and backward, take."""
+        """[slots] The most that copies, and workspaces forward and backward, take."""
         tables, what = self._tables, self._what
-        saved = tables.saved.max(axis=0)
-        running = np.zeros_like(tables.lengths)
+        again = tables.rebuilt if any(mode.recompute for mode in self._modes) else 0
+
+        def most(table: Bytes) -> Bytes:
+            """The most of any layer of a chunk, or of any chunk of a layer."""
+            return table.max(axis=1)[tables.kind_of] if what.by_layer else table.max(axis=0)
+
+        running = np.zeros(len(self._all), dtype=np.int64)
         for mode in self._modes:
             if mode.offload:
-                running = np.maximum(running, saved[SAVED.index(mode.saved)])
+                running = np.maximum(running, most(tables.saved[:, SAVED.index(mode.saved)]))
         largest = np.maximum.accumulate(running)
         leaves = what.leave_bytes or 0
         copies = running + np.maximum(max(leaves, what.fetch_bytes or 0), largest)
-        copies = np.where(largest > 0, copies, leaves if tables.streams else 0)
-        again = tables.rebuilt if any(mode.recompute for mode in self._modes) else 0
-        backward = (tables.workspace_backward + again).max(axis=0)
-        return copies, tables.workspace_forward.max(axis=0), backward
+        keys_leave = tables.streams or any(
+            tier in _AWAY for at in self._keys for tier in self._groups[at].tiers
+        )
+        copies = np.where(largest > 0, copies, leaves if keys_leave else 0)
+        return copies, most(tables.workspace_forward), most(tables.workspace_backward + again)
 
-    def _share_of_frame(self, chunk: int, *, layer: int, share: float) -> list[tuple[int, float]]:
-        """GiB of a layer's kept frame, where modes are spread evenly over layers like it."""
-        (kind,) = (k for k, members in enumerate(self._kinds.members) if layer in members)
-        first = self._at(chunk, kind, 0)
-        every = range(first, first + len(self._modes))
-        share /= len(self._kinds.members[kind])
-        terms = self._frame_terms(chunk, frozenset({"device"}))
-        return [(column, share * size) for column, size in terms if column in every]
+    def _share_of_frame(self, slot: int, *, share: float) -> list[tuple[int, float]]:
+        """GiB of one kept frame of the first layer, or chunk, where modes are spread evenly."""
+        at = 0
+        if not self._what.by_layer:
+            kinds = LayerKinds.of(self._cost)
+            (at,) = (k for k, members in enumerate(kinds.members) if 0 in members)
+        share /= self._groups[at].count
+        return [(column, share * size) for column, size in self._terms(slot, _HERE, [at])]
 
     def _hold_elsewhere(self) -> None:
         what, points = self._what, self._tables.points
-        last, layers = self._all[-1], points.num_layers
-        to_disk = "disk" in {what.kv_tier, *(mode.tier for mode in self._modes)}
+        last, layers = what.num_chunks - 1, points.num_layers
+        to_disk = what.kv_tier == "disk" or any("disk" in group.tiers for group in self._groups)
         for tier in TIERS[1:]:
             self._sum_up(tier, frozenset({tier}))
             budget = self._budgets.of(tier)
@@ -304,46 +406,49 @@ class LinearProgram:
             levels = mode_free_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.
-            ends = [(points.forward(last, layers), last)]
-            if last:
+            ends = [(points.forward(last, layers), self._all[-1])]
+            if last and not what.by_layer:
                 ends.append((points.backward(last - 1, layers - 1), last - 1))
             for at, framed in ends:
                 held = sum(int(level.during[at]) for level in levels)
                 self._less.add([(self._col(tier, framed), 1.0)], (budget - held) / _GIB)
 
     def _take_time(self) -> None:
-        work = self._work
-        layers = self._tables.kind_of
-        forward = work.forward[layers].sum(axis=0) + work.head
-        backward = work.backward[layers].sum(axis=0)
+        work, layers = self._work, self._tables.kind_of
+        if self._what.by_layer:
+            forward, backward = (w.sum(axis=1)[layers] for w in (work.forward, work.backward))
+            forward[-1] += work.head.sum()
+        else:
+            forward = work.forward[layers].sum(axis=0) + work.head
+            backward = work.backward[layers].sum(axis=0)
         self._compute_seconds = float((forward + backward).sum())
-        for chunk in self._all:
+        for slot in self._all:
             terms = [
-                (
-                    self._at(chunk, kind, index),
-                    float(work.recompute[like, SAVED.index(mode.saved), chunk]),
-                )
-                for kind, like in enumerate(self._like_first)
-                for index, mode in enumerate(self._modes)
+                (self._at(slot, at, way), float(group.seconds[way, slot]))
+                for at, group in enumerate(self._groups)
+                for way in range(len(group.tiers))
             ]
-            self._less.add([(self._col("forward", chunk), -1.0)], -float(forward[chunk]))
-            terms.append((self._col("backward", chunk), -1.0))
-            self._less.add(terms, -float(backward[chunk]))
+            self._less.add([(self._col("forward", slot), -1.0)], -float(forward[slot]))
+            terms.append((self._col("backward", slot), -1.0))
+            self._less.add(terms, -float(backward[slot]))
 
     def _copy_out(self) -> None:
         """D2H and writes: how much has left the device, and the host, by the end of each slot."""
         cost, what, tables = self._cost, self._what, self._tables
         per_gib = cost.d2h_seconds(_GIB, both=tables.streams)
-        most_sums = max(self._largest_gib(chunk, tables.kv_out_backward) for chunk in self._all)
+        chunks = range(what.num_chunks)
+        most_sums = max(self._largest_gib(chunk, tables.kv_out_backward) for chunk in chunks)
         leave = what.leave_bytes / _GIB if what.leave_bytes else most_sums
         kv_gib, on_disk = 0.0, what.kv_tier == "disk"
         stage = leave + what.staging_bytes / _GIB + on_disk * 2 * most_sums
-        for chunk in self._all:
-            kv_gib += self._kv_gib(chunk, tables.kv_out_forward)
-            frames = [(self._col("host", chunk), 1.0), (self._col("disk", chunk), 1.0)]
-            self._flow("out", chunk, frames, kv_gib, lag_gib=leave)
-            stored = [(self._col("disk", chunk), 1.0)]
-            self._flow("written", chunk, stored, on_disk * kv_gib, lag_gib=stage)
+        stage += 2 * max((float(self._groups[at].sizes.max()) for at in self._keys), default=0.0)
+        for slot in self._all:
+            kv_gib += self._kv_gib(slot, tables.kv_out_forward)
+            frames = [(self._col("host", slot), 1.0), (self._col("disk", slot), 1.0)]
+            keys = self._key_terms(slot, _AWAY)
+            self._flow("out", slot, frames, kv_gib, lag_gib=leave, later=keys)
+            stored, keys = [(self._col("disk", slot), 1.0)], self._key_terms(slot, _DISK)
+            self._flow("written", slot, stored, on_disk * kv_gib, lag_gib=stage, later=keys)
         self._pace("out", "forward", per_gib)
         self._pace("written", "forward", cost.disk_write_seconds(_GIB))
         if not tables.streams:
@@ -358,7 +463,7 @@ class LinearProgram:
         self._pace("stored", "backward", cost.disk_write_seconds(_GIB), follows="written")
 
     def _copy_back(self) -> None:
-        """H2D and reads: what has come by the end of each slot; frames from the last chunk on."""
+        """H2D and reads: what has come by the end of each slot; frames from the last slot on."""
         cost, what, tables = self._cost, self._what, self._tables
         per_gib = cost.h2d_seconds(_GIB, both=tables.streams)
         read = cost.disk_read_seconds(_GIB)
@@ -372,13 +477,15 @@ class LinearProgram:
                 self._flow("coming", chunk, [], kv_gib, lead_gib=first)
             self._pace("coming", "forward", max(per_gib, on_disk * read))
         kv_gib = 0.0
-        for chunk in reversed(self._all):
-            kv_gib += self._kv_gib(chunk, tables.kv_in_backward)
-            lead = fetch + self._largest_gib(max(chunk - 1, 0), tables.kv_in_backward)
-            frames = self._from_the_end(chunk, ("host", "disk"))
-            self._flow("back", chunk, frames, kv_gib, lead_gib=lead)
-            stored = self._from_the_end(chunk, ("disk",))
-            self._flow("read", chunk, stored, on_disk * kv_gib, lead_gib=lead + staged)
+        for slot in reversed(self._all):
+            kv_gib += self._kv_gib(slot, tables.kv_in_backward)
+            lead = fetch + self._largest_gib(max(slot - 1, 0), tables.kv_in_backward)
+            # By layer, keys of the slot below are there before it begins.
+            frames = self._from_the_end(slot, ("host", "disk"))
+            frames += self._key_terms(slot - 1, _AWAY)
+            self._flow("back", slot, frames, kv_gib, lead_gib=lead)
+            stored = [*self._from_the_end(slot, ("disk",)), *self._key_terms(slot - 1, _DISK)]
+            self._flow("read", slot, stored, on_disk * kv_gib, lead_gib=lead + staged)
         first = self._largest_gib(last, tables.kv_in_backward)
         self._pace("back", "backward", per_gib, head_start_gib=first)
         self._pace("read", "backward", read, head_start_gib=first)
@@ -386,16 +493,20 @@ class LinearProgram:
     def _flow(
         self,
         name: str,
-        chunk: int,
+        slot: int,
         frames: list[tuple[int, float]],
         fixed_gib: float,
         *,
         lag_gib: float = 0.0,
         lead_gib: float = 0.0,
+        later: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Column `name` is within a lag or a lead of frames and fixed bytes, at a slot's end."""
-        moved = self._col(name, chunk)
-        self._less.add([(moved, 1.0), *_negative(frames)], fixed_gib + lead_gib)
+        """Column `name` is within a lag or a lead of frames and fixed bytes, at a slot's end.
+
+        Of the frames, `later` can only move once the slot has ended.
+        """
+        moved = self._col(name, slot)
+        self._less.add([(moved, 1.0), *_negative(frames), *later], fixed_gib + lead_gib)
         self._less.add([*frames, (moved, -1.0)], lag_gib - fixed_gib)
 
     def _pace(
@@ -411,32 +522,36 @@ class LinearProgram:
 
         Args:
             name: column of what has moved by the end of each slot.
-            slot: "forward" or "backward", which says the order of the chunks too.
+            slot: "forward" or "backward", which says the order of the slots too.
             per_gib: seconds.
             follows: a forward column that `name` goes on from; else it begins with nothing.
             head_start_gib: what may have moved before the first slot.
         """
-        chunks = self._all if slot == "forward" else self._all[::-1]
+        slots = self._all if slot == "forward" else self._all[::-1]
         before = None if follows is None else self._col(follows, self._all[-1])
-        for chunk in chunks:
-            terms = [(self._col(name, chunk), per_gib), (self._col(slot, chunk), -1.0)]
+        for at in slots:
+            terms = [(self._col(name, at), per_gib), (self._col(slot, at), -1.0)]
             if before is not None:
                 terms.append((before, -per_gib))
             self._less.add(terms, head_start_gib * per_gib if before is None else 0.0)
-            before = self._col(name, chunk)
+            before = self._col(name, at)
 
-    def _kv_gib(self, chunk: int, streamed: Bytes) -> float:
-        """GiB that all layers of a chunk stream."""
-        return float(streamed[self._tables.kind_of, chunk].sum()) / _GIB
+    def _kv_gib(self, slot: int, streamed: Bytes) -> float:
+        """GiB that all layers of a chunk stream; none by layer."""
+        if self._what.by_layer:
+            return 0.0
+        return float(streamed[self._tables.kind_of, slot].sum()) / _GIB
 
-    def _largest_gib(self, chunk: int, streamed: Bytes) -> float:
-        return float(streamed[:, chunk].max()) / _GIB
+    def _largest_gib(self, slot: int, streamed: Bytes) -> float:
+        return 0.0 if self._what.by_layer else float(streamed[:, slot].max()) / _GIB
 
 
 _GIB = 2**30
 # The most that a plan's time may be off for moving fewer bytes.
 _MOVING_SHARE = 1e-5
 _AWAY = frozenset({"host", "disk"})
+_DISK = frozenset({"disk"})
+_HERE = frozenset({"device"})
 
 
 def _negative(terms: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -20,6 +20,13 @@ frame that leaves or is recomputed, frames are asked for in the order of backwar
 ahead of their use stay within `fetch_bytes`; one frame may always be ahead. Frames that are kept
 whole ask for nothing. In a pipeline whole chunks are asked for, as `fetch_chunks` says.
 `sppo_hf.offload` carries this out: its tape is given `lowest_asked`.
+
+[Note: the order of work] By chunk, keys and values of all layers wait for their gradients, and so
+do the gradient sums: a pipeline must pass a chunk on before it begins the next. By layer, a layer's
+keys and values are all there when its forward ends, and are not read before its backward: like what
+else is saved they stay, leave in one copy and come back while the backward of the layer above runs,
+or are made again from the layer's inputs. Gradient sums are there for the one layer whose backward
+runs; what weighs instead are hidden states of all tokens between two layers.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from numpy.typing import NDArray
 
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.memory import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -43,7 +50,7 @@ from sppo_hf.planning.memory import (
     ByteTables,
     byte_tables,
 )
-from sppo_hf.planning.modes import ALL_MODES, SAVED, TIERS, FrameMode, Tier
+from sppo_hf.planning.modes import ALL_MODES, AWAY_TIERS, SAVED, TIERS, FrameMode, Tier
 from sppo_hf.planning.moments import Bytes, Level, MemoryEstimate, Points
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.schedule.actions import Action
@@ -92,6 +99,8 @@ class StepProgram:
         cost: StageCost | None = None,
     ) -> None:
         """Prepare; `cost` is asked for seconds only, so bytes are known without it."""
+        streams = decisions.kv_tier != "device"
+        assert not (streams and decisions.by_layer), "by layer, `kv_modes` says where K/V wait"
         self.decisions = decisions
         self.tables = byte_tables(shape, decisions, device_kind)
         self.points = self.tables.points
@@ -122,6 +131,40 @@ class StepProgram:
         """[chunks, layers] The same of what leaves the device; 0 elsewhere."""
         return np.where(self.modes >= len(SAVED), self.frame_bytes, 0) * self.points.training
 
+    def kv_bytes(self, *modes: KVMode) -> Bytes:
+        """[layers] By layer: keys and values that are treated in one of these ways; 0 elsewhere."""
+        what, tables = self.decisions, self.tables
+        if not what.by_layer:
+            return np.zeros(what.num_layers, dtype=np.int64)
+        chosen = np.array([what.kv_mode(layer) in modes for layer in range(what.num_layers)])
+        return np.where(chosen, tables.layer_kv, 0)
+
+    @cached_property
+    def kv_away_bytes(self) -> Bytes:
+        """[layers] By layer: keys and values that leave the device, in training."""
+        return self.kv_bytes(*AWAY_TIERS) * self.points.training
+
+    @cached_property
+    def kept_keys(self) -> Bytes:
+        """[chunks, layers] By layer: keys and values that stay on the device until backward.
+
+        Those to be made again stay too where a frame is kept whole: it keeps no input by itself.
+        """
+        tables = self.tables
+        whole = self.modes % len(SAVED) == SAVED.index("whole")
+        stays = (self.kv_bytes("device") > 0) | ((self.kv_bytes("recompute") > 0) & whole)
+        return np.where(stays, tables.of_layers(tables.kv), 0)
+
+    @cached_property
+    def again_inputs(self) -> Bytes:
+        """[layers] Inputs that come back once more, to make keys and values from.
+
+        Those of the last chunk are made as its frame is recomputed.
+        """
+        again = (self.kv_bytes("recompute") > 0) & (self.modes[:-1] % len(SAVED) > 0)
+        inputs = np.where(self.away_bytes[:-1] > 0, self.tables.hidden_states[:-1, None], 0)
+        return np.where(again, inputs, 0).sum(axis=0)
+
     @cached_property
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes to the host and back over a step."""
@@ -130,10 +173,11 @@ class StepProgram:
 
         def summed(forward: Bytes, backward: Bytes) -> int:
             streamed = kinds @ (forward + backward * self.points.training)
-            return int(away.sum() + streamed.sum())
+            return int(away.sum() + streamed.sum() + self.kv_away_bytes.sum())
 
         out = summed(tables.kv_out_forward, tables.kv_out_backward)
-        return out, summed(tables.kv_in_forward, tables.kv_in_backward)
+        back = summed(tables.kv_in_forward, tables.kv_in_backward)
+        return out, back + int(self.again_inputs.sum())
 
     # -- seconds -------------------------------------------------------------------------------
 
@@ -147,6 +191,11 @@ class StepProgram:
         if self.points.training:
             chunks = np.arange(self.points.num_chunks)[:, None]
             backward = backward + work.recompute[kind_of, self.modes % len(SAVED), chunks]
+            again = self.kv_bytes("recompute") > 0
+            if again.any():
+                # Where the layer's backward begins; its last chunk's are made in recomputing it.
+                made = np.where(self.modes[:-1] % len(SAVED) > 0, work.keys[kind_of].T[:-1], 0.0)
+                backward[-1] += np.where(again, made.sum(axis=0), 0.0)
         head = work.head if self.points.training else work.head_evaluated
         return self.points.lay(forward, head, backward)
 
@@ -154,8 +203,8 @@ class StepProgram:
 
     @cached_property
     def asked(self) -> Bytes:
-        """[chunks * layers, in the order of backward] Places asked for once each is entered."""
-        asked = np.zeros(self.away_bytes.size, dtype=np.int64)
+        """[entries] Entries asked for, from the first on, once each is entered; see `_tape`."""
+        asked = np.zeros(self._tape.sizes.size, dtype=np.int64)
         on_tape, following, _ = self._look_ahead
         asked[on_tape] = following
         return np.maximum.accumulate(asked)
@@ -164,15 +213,30 @@ class StepProgram:
     def asked_bytes(self) -> Bytes:
         """[chunks * layers, in the order of backward] Bytes asked for by each point of it."""
         _, _, sums = self._look_ahead
-        return sums[self.asked]
+        places = self._tape.places
+        # Of several entries at a place, the last.
+        return sums[self.asked][np.append(np.flatnonzero(np.diff(places)), places.size - 1)]
 
     @cached_property
     def lowest_asked(self) -> list[int]:
-        """The same as the engine counts, in the order of forward: the lowest frame asked for.
+        """The same as the engine counts: by a frame's number, the lowest number asked for.
 
-        By a frame's number, which is that of its forward among all layers' forwards.
+        By chunk that is the number of its forward among all layers' forwards. By layer a layer's
+        keys and values have a number too, behind those of its frames.
         """
-        return (self.asked.size - self.asked)[::-1].tolist()
+        points, tape = self.points, self._tape
+        total = points.num_chunks * points.num_layers
+        numbers = total - 1 - tape.places
+        if self.decisions.by_layer:
+            layer, chunk = np.divmod(numbers, points.num_chunks)
+            total += points.num_layers
+            numbers = layer * (points.num_chunks + 1) + np.where(
+                tape.keys, points.num_chunks, chunk
+            )
+        lowest = np.full(total, total)
+        lowest[numbers] = np.where(self.asked > 0, numbers[np.maximum(self.asked, 1) - 1], total)
+        # What has no entry asks for nothing more.
+        return np.minimum.accumulate(lowest[::-1])[::-1].tolist()
 
     @cached_property
     def actions(self) -> list[Action]:
@@ -180,21 +244,41 @@ class StepProgram:
         return self.lanes.listed
 
     @cached_property
-    def asked_at(self) -> dict[int, list[int]]:
-        """By place in backward: places of the frames that are asked for when it is entered."""
+    def asked_at(self) -> dict[int, list[Action]]:
+        """By place in backward: the copies that are asked for when it is entered."""
         on_tape, following, _ = self._look_ahead
-        frames = np.flatnonzero(self._in_backward(self.away_bytes))
-        gates = on_tape[np.searchsorted(following, frames, side="right")]
-        found: dict[int, list[int]] = {}
-        for gate, frame in zip(gates.tolist(), frames.tolist(), strict=True):
-            found.setdefault(gate, []).append(frame)
+        tape, points = self._tape, self.points
+        away = np.flatnonzero(tape.sizes)
+        gates = tape.places[on_tape[np.searchsorted(following, away, side="right")]]
+        found: dict[int, list[Action]] = {}
+        for gate, entry in zip(gates.tolist(), away.tolist(), strict=True):
+            chunk, layer = points.unit(points.num_forward + int(tape.places[entry]))
+            copy = Action("K", 0, chunk, layer, 0) if tape.keys[entry] else None
+            found.setdefault(gate, []).append(copy or Action("H", 0, chunk, layer))
         return found
 
     @cached_property
+    def _tape(self) -> _Tape:
+        """What may come back, in the order of backward."""
+        points = self.points
+        sizes = points.in_backward(self.away_bytes)
+        enters = points.in_backward(self.modes) != SAVED.index("whole")
+        places = np.arange(sizes.size)
+        keys = np.zeros(sizes.size, dtype=bool)
+        (layers,) = np.nonzero(self.kv_away_bytes[::-1])
+        if layers.size:
+            # A layer's keys are one entry more, in front of its frames.
+            at = layers * points.num_chunks
+            sizes = np.insert(sizes, at, self.kv_away_bytes[::-1][layers])
+            enters, keys = np.insert(enters, at, True), np.insert(keys, at, True)
+            places = np.insert(places, at, at)
+        return _Tape(sizes, enters, places, keys)
+
+    @cached_property
     def _look_ahead(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Places that ask, up to which place each does, and bytes of the first 0, 1 ... places."""
+        """Entries that ask, up to which entry each does, and bytes of the first 0, 1 ... ones."""
         limit = self.decisions.fetch_bytes or 0
-        sizes = self._in_backward(self.away_bytes)
+        sizes = self._tape.sizes
         sums = np.concatenate(([0], np.cumsum(sizes)))
         if self.decisions.fetch_chunks is not None:
             # The first layer of each chunk asks for all of it, and of as many more.
@@ -202,8 +286,7 @@ class StepProgram:
             first = np.arange(0, sizes.size, layers)
             asked = first + (1 + self.decisions.fetch_chunks) * layers
             return first, np.minimum(asked, sizes.size), sums
-        kept_whole = SAVED.index("whole")
-        on_tape = np.flatnonzero(self._in_backward(self.modes) != kept_whole)
+        on_tape = np.flatnonzero(self._tape.enters)
         used = sums[on_tape + 1]
         following = np.searchsorted(sums, used + limit, side="right") - 1
         # One frame may always be ahead, however large.
@@ -211,10 +294,6 @@ class StepProgram:
         further = sums[np.minimum(following + 1, sizes.size)]
         following = np.where(alone, np.searchsorted(sums, further, side="right") - 1, following)
         return on_tape, following, sums
-
-    def _in_backward(self, quantity: Bytes) -> Bytes:
-        """Lays [chunks, layers] out in the order of backward."""
-        return quantity[::-1, ::-1].ravel()
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -231,7 +310,7 @@ class StepProgram:
         standing["device"] = dict(tables.standing)
         to_disk = self.away_bytes[self.modes // len(SAVED) == TIERS.index("disk")]
         host = standing["host"]
-        if what.kv_tier == "disk" or to_disk.any():
+        if what.kv_tier == "disk" or to_disk.any() or self.kv_bytes("disk").any():
             # A region through which bytes pass on their way to the disk and back.
             host[Cause.COPIES] = what.staging_bytes
         if tables.device_kind == "cuda":
@@ -248,6 +327,8 @@ class StepProgram:
         }
         if self.points.training:
             self._hold_frames(levels)
+        if self.points.by_layer:
+            self._hold_keys(levels)
         workspace = self._workspace()
         levels["device"][Cause.WORKSPACE] = passing(workspace)
         levels["device"][Cause.COPIES] = self._copies()
@@ -260,12 +341,63 @@ class StepProgram:
         return levels
 
     def _hold_frames(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
+        points = self.points
         present = np.bincount(self.modes.ravel(), minlength=len(ALL_MODES))
         for index in np.flatnonzero(present):
             mode = ALL_MODES[index]
-            size = np.where(self.modes == index, self.frame_bytes, 0)
+            here = self.modes == index
+            size = np.where(here, self.frame_bytes, 0)
             cause = OF_SAVED[mode.saved]
-            levels[mode.tier][cause] = _waiting(self.tables, cause, mode.tier, size, 0, size)
+            if points.by_layer and mode.tier == "device" and not self._copies_inputs(cause):
+                # Inputs are parts of the hidden states of all tokens: theirs until the layer has
+                # run, and alive as a whole until the layer's backward ends.
+                inputs = np.where(here, self.tables.hidden_states[:, None], 0)
+                size -= inputs
+                taken, given = (np.zeros_like(inputs) for _ in range(2))
+                taken[-1] = given[0] = inputs.sum(axis=0)
+                handed = points.lay(taken, 0, 0)
+                handed = np.concatenate(([0], handed[:-1]))
+                level = _running(0, handed, points.lay(0, 0, given))
+                _add(levels[mode.tier], cause, level)
+            _add(
+                levels[mode.tier],
+                cause,
+                _waiting(self.tables, cause, mode.tier, size, 0, size),
+            )
+
+    def _copies_inputs(self, cause: Cause) -> bool:
+        """Whether frames have a chunk of their layer's input once more.
+
+        Parts of several rows are made dense; on a CPU, slabs take copies.
+        """
+        tables = self.tables
+        return tables.rows > 1 or (tables.device_kind == "cpu" and cause in _IN_SLABS)
+
+    def _hold_keys(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
+        """Adds keys and values of a layer between its forward and its backward."""
+        points, last = self.points, self.points.num_chunks - 1
+        layers = range(points.num_layers)
+        if not points.training:
+            # Only keys that are to stay do, to the end.
+            taken = np.zeros(points.count, dtype=np.int64)
+            taken[[points.forward(last, layer) + 1 for layer in layers]] = self.kv_bytes("device")
+            given = np.zeros_like(taken)
+            given[-1] = taken.sum()
+            return _add(levels["device"], Cause.KV, _running(0, taken, given))
+        sizes = {tier: self.kv_bytes(tier) for tier in AWAY_TIERS}
+        sizes["device"] = self.kept_keys.sum(axis=0)
+        for tier in TIERS:
+            if not sizes[tier].any():
+                continue
+            taken = np.zeros(points.count, dtype=np.int64)
+            given = taken.copy()
+            taken[[points.forward(last, layer) + 1 for layer in layers]] = sizes[tier]
+            # On the device they are the running layer's from there on.
+            ends = [points.backward(last, layer) - 1 for layer in layers]
+            if tier != "device":
+                ends = [points.backward(0, layer) for layer in layers]
+            given[ends] = sizes[tier]
+            _add(levels[tier], Cause.KV, _running(0, taken, given))
 
     def _workspace(self) -> Bytes:
         """[points] Temporaries; layers and head, or layers and embedding, take turns."""
@@ -294,9 +426,11 @@ class StepProgram:
             return np.where(newest >= 0, left[newest], 0)
 
         own = points.lay(away, 0, away)
-        out = own + points.lay(
-            tables.of_layers(tables.kv_out_forward), 0, tables.of_layers(tables.kv_out_backward)
-        )
+        leaving = tables.of_layers(tables.kv_out_forward)
+        if self.kv_away_bytes.any():
+            leaving = leaving.copy()
+            leaving[-1] = self.kv_away_bytes
+        out = own + points.lay(leaving, 0, tables.of_layers(tables.kv_out_backward))
         if tables.streams:
             out[ahead:] -= own[ahead:]
             during = own + still_leaving(out)
@@ -312,8 +446,20 @@ class StepProgram:
                 during[ahead:] = np.maximum(during[ahead:], coming)
             else:
                 # Frames that had not left when backward began need not come back.
-                (rest,) = still_leaving(np.append(out[:ahead], 0))[-1:]
-                during[ahead:] = np.maximum(rest, self.asked_bytes) - (used - own[ahead:])
+                rest = np.full(len(used), still_leaving(np.append(out[:ahead], 0))[-1])
+                asked = self.asked_bytes
+                away_layers = np.flatnonzero(self.kv_away_bytes)
+                if away_layers.size:
+                    begins = [
+                        points.backward(points.num_chunks - 1, i) - ahead for i in away_layers
+                    ]
+                    # Keys can only come back once they, and all before them, have left.
+                    rest[begins[-1] :] = 0
+                    # From there on they are the running layer's.
+                    used_keys = np.zeros_like(used)
+                    used_keys[begins] = self.kv_away_bytes[away_layers]
+                    asked = asked - np.cumsum(used_keys)
+                during[ahead:] = np.maximum(rest, asked) - (used - own[ahead:])
             after[ahead:] = during[ahead:] - own[ahead:]
         after[-1] = 0
         return Level(0, during, after)
@@ -375,6 +521,22 @@ def passing(sizes: Bytes) -> Level:
     return Level(0, sizes, np.zeros_like(sizes))
 
 
+class _Tape(NamedTuple):
+    """Frames, and by layer the keys that leave, in the order in which backward enters them."""
+
+    sizes: Bytes
+    """Bytes that come back; 0 where nothing left."""
+
+    enters: NDArray[np.bool_]
+    """Which ask for those behind them."""
+
+    places: Bytes
+    """The point of backward at which each is entered, counted from the first."""
+
+    keys: NDArray[np.bool_]
+    """Which are keys and values of a layer."""
+
+
 class Lifetime(NamedTuple):
     """When bytes that wait for a backward come and go: [kinds, chunks] each."""
 
@@ -408,16 +570,24 @@ def _waiting(
     forward: Bytes,
     backward: Bytes | int,
     given: Bytes,
+    *,
+    given_forward: Bytes | int = 0,
 ) -> Level:
     """Returns the level of a lifetime on a tier, [chunks, layers] each."""
     points = tables.points
     if tier == "device" and tables.device_kind == "cpu" and cause in _IN_SLABS:
-        given = np.column_stack([given.sum(axis=1), np.zeros_like(given[:, 1:])])
+        # A slab holds what all layers of a chunk, or all chunks of a layer, keep.
+        last = np.zeros_like(given)
+        if points.by_layer:
+            last[0] = given.sum(axis=0)
+        else:
+            last[:, 0] = given.sum(axis=1)
+        given = last
     taken = points.lay(forward, 0, backward)
     if tier != "device":
         # Copies out are enqueued behind what makes their bytes.
         taken = np.concatenate(([0], taken[:-1]))
-    return _running(0, taken, points.lay(0, 0, given))
+    return _running(0, taken, points.lay(given_forward, 0, given))
 
 
 @lru_cache(maxsize=64)
@@ -427,7 +597,16 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     levels: dict[Tier, dict[Cause, Level]] = {tier: {} for tier in TIERS}
     device = levels["device"]
     for cause, *sizes in kv_lifetimes(tables):
-        levels[tier][cause] = _waiting(tables, cause, tier, *map(tables.of_layers, sizes))
+        forward, backward, given = map(tables.of_layers, sizes)
+        ended: Bytes | int = 0
+        if points.by_layer and cause is Cause.KV:
+            # While the layer runs; `_hold_keys` adds where they are from forward to backward.
+            ended = np.zeros_like(forward)
+            ended[-1] = forward.sum(axis=0)
+            backward = ended * points.training
+        levels[tier][cause] = _waiting(
+            tables, cause, tier, forward, backward, given, given_forward=ended
+        )
     if tables.streams:
         forward, backward, sums = (table[:, None] for table in tables.kv_passing)
         device[Cause.KV] = passing(points.lay(forward, forward[:, 0], backward))
@@ -438,9 +617,14 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     shares[-1] = np.diff(added * np.arange(points.num_layers + 1) // points.num_layers)
     ended = np.zeros(points.count, dtype=np.int64)
     ended[-1] = added * points.training
+    if points.by_layer and tables.accumulates:
+        # A layer's sums are complete when its backward ends, and are added to what is there.
+        ended = points.lay(0, 0, shares[::-1])
     # The step ends; what the optimizer takes is not its affair.
     device[Cause.GRADIENTS] = _running(before, points.lay(0, 0, shares), ended)
-    if points.training:
+    if points.by_layer:
+        device[Cause.HIDDEN] = _between_layers(tables)
+    elif points.training:
         waiting, embedded, embedded_back = tables.hidden
         given = nothing.copy()
         given[:, 0] = waiting
@@ -458,6 +642,26 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     logits = kept + points.lay(0, tables.logits, 0)
     device[Cause.LOGITS_TILE] = Level(kept, logits, np.full_like(logits, kept))
     return levels
+
+
+def _between_layers(tables: ByteTables) -> Level:
+    """Returns the level of hidden states of all tokens: a layer's input and output, and gradients.
+
+    Behind the last layer, what the final norm was given and what it returned; what the loss leaves
+    there are gradients, chunk by chunk.
+    """
+    points, sizes = tables.points, tables.hidden_states
+    two = 2 * int(sizes.sum())
+    during = points.lay(two, two + np.cumsum(sizes) * points.training, two)
+    return Level(0, during, np.append(np.minimum(during[:-1], during[1:]), 0))
+
+
+def _add(levels: dict[Cause, Level], cause: Cause, level: Level) -> None:
+    """Adds a level to what there is of its cause."""
+    there = levels.get(cause)
+    if there is not None:
+        level = Level(*(a + b for a, b in zip(there, level, strict=True)))
+    levels[cause] = level
 
 
 def _running(before: int, taken: Bytes, given: Bytes) -> Level:
@@ -597,6 +801,8 @@ class _Laying:
         """After which action a frame can come back."""
         self._kv_away: dict[int, int] = {}
         """The same of a layer's newest keys, values and gradient sums."""
+        self._kv_sizes = program.kv_away_bytes.tolist()
+        self._kv_on_disk = (program.kv_bytes("disk") > 0).tolist()
         self._turn: list[int] = []
         """The last action of forward: nothing is read ahead before it has ended."""
 
@@ -621,33 +827,42 @@ class _Laying:
         )
 
     def _forward(self, seconds: list[float]) -> None:
-        what = self._what
-        places = iter(seconds)
-        for chunk in range(what.num_chunks):
-            for layer in range(what.num_layers):
-                coming = self._stream_in(chunk, layer, 0)
-                unit = self._compute(Action("F", 0, chunk, layer), next(places))
-                size = self._sizes[chunk][layer]
-                if size:
-                    copy = Action("D", 0, chunk, layer)
-                    on_disk = self._on_disk[chunk][layer]
-                    self._away[chunk, layer] = self._send(copy, size, unit, on_disk)
-                self._stream_out(chunk, layer, 0, unit)
-                self._waits += [*self._leaving.settle()[-1:], *coming]
-            self._compute(Action("F", 0, chunk, what.num_layers), next(places))
+        what, points = self._what, self._program.points
+        for at in range(points.num_forward):
+            chunk, layer = points.unit(at)
+            if layer == what.num_layers:
+                self._compute(Action("F", 0, chunk, layer), seconds[at])
+                continue
+            coming = self._stream_in(chunk, layer, 0)
+            unit = self._compute(Action("F", 0, chunk, layer), seconds[at])
+            size = self._sizes[chunk][layer]
+            if size:
+                copy = Action("D", 0, chunk, layer)
+                on_disk = self._on_disk[chunk][layer]
+                self._away[chunk, layer] = self._send(copy, size, unit, on_disk)
+            self._stream_out(chunk, layer, 0, unit)
+            if chunk == what.num_chunks - 1 and self._kv_sizes[layer]:
+                copy = Action("O", 0, chunk, layer, 0)
+                sent = self._send(copy, self._kv_sizes[layer], unit, self._kv_on_disk[layer])
+                self._kv_away[layer] = sent
+            self._waits += [*self._leaving.settle()[-1:], *coming]
 
     def _backward(self, seconds: list[float]) -> None:
-        what = self._what
-        layers = what.num_layers
+        what, points = self._what, self._program.points
         asked_at = self._program.asked_at
         last = what.num_chunks - 1
+        inputs = self._program.again_inputs.tolist()
         for place, taken in enumerate(seconds):
-            for frame in asked_at.get(place, ()):
-                self._fetch(last - frame // layers, layers - 1 - frame % layers)
-            chunk, layer = last - place // layers, layers - 1 - place % layers
+            chunk, layer = points.unit(points.num_forward + place)
+            for copy in asked_at.get(place, ()):
+                self._fetch(copy)
             coming = self._stream_in(chunk, layer, 1)
             if self._sizes[chunk][layer]:
-                self._waits.append(self._away.pop((chunk, layer)))
+                self._waits.append(self._away[chunk, layer])
+            if chunk == last and self._kv_sizes[layer]:
+                self._waits.append(self._kv_away[layer])
+            if chunk == last and inputs[layer]:
+                self._waits.append(self._fetch_inputs(layer, inputs[layer]))
             unit = self._compute(Action("B", 0, chunk, layer), taken)
             self._stream_out(chunk, layer, 1, unit)
             if self._both:
@@ -671,20 +886,40 @@ class _Laying:
         staged.add(written, num_bytes)
         return written
 
-    def _fetch(self, chunk: int, layer: int) -> None:
-        num_bytes = self._sizes[chunk][layer]
-        after = [*self._last_computed(1), self._away[chunk, layer]]
-        from_disk = self._on_disk[chunk][layer]
+    def _fetch(self, copy: Action) -> None:
+        """Brings a frame back, or by layer a layer's keys and values ("K")."""
+        chunk, layer = copy.unit, copy.layer
+        assert layer is not None, "what comes back is of one layer"
+        keys = copy.kind == "K"
+        num_bytes = self._kv_sizes[layer] if keys else self._sizes[chunk][layer]
+        away = self._kv_away[layer] if keys else self._away[chunk, layer]
+        from_disk = self._kv_on_disk[layer] if keys else self._on_disk[chunk][layer]
+        after = [*self._last_computed(1), away]
+        staged = self._kv_staged if keys else self._staged
         if from_disk:
             # Reads run ahead of their copies, as far as staging holds.
-            waits = [*self._turn, after[-1], *self._staged.settle(num_bytes)]
-            seconds = self._cost.disk_read_seconds(num_bytes)
-            after.append(self._add(_READ, Action("L", 0, chunk, layer), seconds, waits))
+            waits = [*self._turn, away, *staged.settle(num_bytes)]
+            read = Action("L", 0, chunk, layer, 1 if keys else None)
+            after.append(self._add(_READ, read, self._cost.disk_read_seconds(num_bytes), waits))
         seconds = self._cost.h2d_seconds(num_bytes, both=self._both)
-        copy = self._add(_H2D, Action("H", 0, chunk, layer), seconds, after)
-        self._away[chunk, layer] = copy
+        back = self._add(_H2D, copy, seconds, after)
+        if keys:
+            self._kv_away[layer] = back
+        else:
+            self._away[chunk, layer] = back
         if from_disk:
-            self._staged.add(copy, num_bytes)
+            staged.add(back, num_bytes)
+
+    def _fetch_inputs(self, layer: int, num_bytes: int) -> int:
+        """Brings a layer's inputs in chunk by chunk, to make its keys and values from."""
+        chunks = range(self._what.num_chunks - 1)
+        after = [*self._last_computed(1)]
+        after += [self._away[chunk, layer] for chunk in chunks if (chunk, layer) in self._away]
+        copy = Action("K", 0, self._what.num_chunks - 1, layer, 0)
+        if any(self._on_disk[chunk][layer] for chunk in chunks):
+            seconds = self._cost.disk_read_seconds(num_bytes)
+            after.append(self._add(_READ, copy._replace(kind="L", part=1), seconds, after[:]))
+        return self._add(_H2D, copy, self._cost.h2d_seconds(num_bytes), after)
 
     def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
         """Brings a layer's prefix in beside its attention; returns what the next unit waits for.

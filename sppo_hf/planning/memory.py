@@ -36,7 +36,7 @@ def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> By
 
     Args:
         shape: the model.
-        decisions: the batch: rows, bounds, tile, where K/V wait. Modes are not looked at.
+        decisions: the batch: rows, bounds, tile, order, where K/V wait. Modes are not looked at.
         device_kind: "cpu" or "cuda".
     """
     return _byte_tables(
@@ -50,6 +50,7 @@ def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> By
         decisions.kv_tier,
         decisions.kv_block_tokens,
         device_kind,
+        decisions.by_layer,
     )
 
 
@@ -92,6 +93,7 @@ class ByteTables:
         kv_tier: Tier,
         kv_block_tokens: int,
         device_kind: str,
+        by_layer: bool,
     ) -> None:
         """Work out what all other quantities rest on; see `byte_tables`."""
         self.shape = shape
@@ -102,14 +104,15 @@ class ByteTables:
         self.streams = kv_tier != "device"
         """Whether K/V travel."""
         self._tile_tokens = tile_tokens
-        self._accumulates = accumulates
+        self.accumulates = accumulates
+        """Whether gradients of earlier batches are there."""
         self._return_logits = return_logits
         self._parameter_bytes = shape.parameter_bytes or shape.dtype_bytes
         self.starts, self.ends = np.array(bounds, dtype=np.int64).T
         """[chunks] First token of each chunk, and the one behind its last."""
         self.lengths = self.ends - self.starts
         """[chunks] Tokens."""
-        self.points = Points(len(bounds), shape.num_layers, training)
+        self.points = Points(len(bounds), shape.num_layers, training, by_layer)
         kinds, self.kind_of = np.unique(np.array(shape.alike), return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
         """[kinds] A layer of each kind; [layers] the kind of each layer."""
@@ -275,10 +278,11 @@ class ByteTables:
     def embedding_backward(self) -> Bytes:
         """[chunks] What backward of the embedding takes behind a chunk's first layer.
 
-        On a CPU the embedding runs once per sequence, and backward of the first chunk ends it.
+        By layer, and on a CPU, the embedding runs once per sequence, and backward of the first
+        chunk ends it.
         """
         ends = np.ones_like(self.lengths)
-        if self.device_kind == "cpu":
+        if self.device_kind == "cpu" or self.points.by_layer:
             ends[1:] = 0
         return ends * self.vocabulary_gradient_bytes(self._parameter_bytes)
 
@@ -312,15 +316,26 @@ class ByteTables:
         if not self.training:
             return 0, 0
         head = self.vocabulary_gradient_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
-        earlier = shape.gradient_bytes if self._accumulates else 0
+        earlier = shape.gradient_bytes if self.accumulates else 0
         return earlier + head, shape.gradient_bytes - head
+
+    @cached_property
+    def layer_kv(self) -> Bytes:
+        """[layers] Keys and values of a layer over all tokens."""
+        return self.kv.sum(axis=1)[self.kind_of]
+
+    @cached_property
+    def hidden_states(self) -> Bytes:
+        """[chunks] A layer's input, or its output."""
+        return self.rows * self.shape.hidden_size * self.shape.dtype_bytes * self.lengths
 
     @cached_property
     def hidden(self) -> tuple[Bytes, int, int]:
         """[chunks] What each waits with for its backward; and on a CPU, in forward and backward.
 
-        What the final norm was given, and the gradient of what it returned. On a CPU tokens are
-        embedded once for the whole sequence; in backward their gradient gathers as a whole.
+        By chunk. What the final norm was given, and the gradient of what it returned. On a CPU
+        tokens are embedded once for the whole sequence; in backward their gradient gathers as a
+        whole.
         """
         shape = self.shape
         token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes

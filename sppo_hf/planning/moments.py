@@ -52,9 +52,11 @@ Levels = Mapping[Tier, Mapping[Cause, Level]]
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """The computations of a step, in order: chunk by chunk and layer by layer, forward and back.
+    """The computations of a step, in order: forward over the grid of chunks and layers, and back.
 
-    The head and the loss of a chunk stand behind its layers, as layer `num_layers`.
+    By chunk, all layers of a chunk come before the next chunk; by layer, all chunks of a layer
+    before the next layer. The head and the loss of a chunk stand behind its layers, as layer
+    `num_layers`. Backward is the reverse, without heads.
     """
 
     num_chunks: int
@@ -65,6 +67,9 @@ class Points:
 
     training: bool
     """Whether a backward follows."""
+
+    by_layer: bool = False
+    """Whether the grid is walked layer by layer."""
 
     @property
     def num_forward(self) -> int:
@@ -78,12 +83,28 @@ class Points:
 
     def forward(self, chunk: int, layer: int) -> int:
         """Returns where a forward, or a chunk's head, stands."""
+        if self.by_layer:
+            return layer * self.num_chunks + chunk
         return chunk * (self.num_layers + 1) + layer
 
     def backward(self, chunk: int, layer: int) -> int:
         """Returns where a backward stands."""
-        later = self.num_chunks - 1 - chunk
-        return self.num_forward + later * self.num_layers + self.num_layers - 1 - layer
+        chunks_after, layers_after = self.num_chunks - 1 - chunk, self.num_layers - 1 - layer
+        if self.by_layer:
+            return self.num_forward + layers_after * self.num_chunks + chunks_after
+        return self.num_forward + chunks_after * self.num_layers + layers_after
+
+    def unit(self, at: int) -> tuple[int, int]:
+        """Returns the chunk and the layer of a point; `num_layers` for a head."""
+        backward = at >= self.num_forward
+        place = at - self.num_forward * backward
+        if self.by_layer:
+            layer, chunk = divmod(place, self.num_chunks)
+        else:
+            chunk, layer = divmod(place, self.num_layers + (not backward))
+        if backward:
+            return self.num_chunks - 1 - chunk, self.num_layers - 1 - layer
+        return chunk, layer
 
     def lay(self, forward: Any, head: Any, backward: Any) -> NDArray[Any]:
         """Lays quantities out over the points.
@@ -93,28 +114,62 @@ class Points:
             head: [chunks] or a number: of heads.
             backward: [chunks, layers] or a number: of backwards.
         """
-        chunks, layers = self.num_chunks, self.num_layers
+        layers = self.num_layers
         kind = np.result_type(forward, head, backward)
         laid = np.empty(self.count, dtype=np.float64 if kind.kind == "f" else np.int64)
-        ahead = laid[: self.num_forward].reshape(chunks, layers + 1)
+        ahead = self._grid(laid[: self.num_forward], layers + 1)
         ahead[:, :layers] = forward
         ahead[:, layers] = head
         if self.training:
-            laid[self.num_forward :].reshape(chunks, layers)[::-1, ::-1] = backward
+            self._grid(laid[self.num_forward :], layers)[::-1, ::-1] = backward
         return laid
+
+    def in_backward(self, quantity: NDArray[Any]) -> NDArray[Any]:
+        """Lays [chunks, layers] out in the order of backward."""
+        walked = quantity.T if self.by_layer else quantity
+        return walked[::-1, ::-1].ravel()
+
+    def _grid(self, laid: NDArray[Any], layers: int) -> NDArray[Any]:
+        """[chunks, layers] A view of what is laid out."""
+        if self.by_layer:
+            return laid.reshape(layers, self.num_chunks).T
+        return laid.reshape(self.num_chunks, layers)
+
+    def shown(self) -> list[int]:
+        """Returns where each chunk's (or layer's) forward ends and its backward begins and ends."""
+        chunks, layers = range(self.num_chunks), range(self.num_layers)
+        last_chunk, last_layer = self.num_chunks - 1, self.num_layers - 1
+        if self.by_layer:
+            shown = [self.forward(last_chunk, layer) for layer in (*layers, self.num_layers)]
+            ends = [(chunk, layer) for layer in layers[::-1] for chunk in (last_chunk, 0)]
+        else:
+            shown = [self.forward(chunk, self.num_layers) for chunk in chunks]
+            ends = [(chunk, layer) for chunk in chunks[::-1] for layer in (last_layer, 0)]
+        if self.training:
+            shown += dict.fromkeys(self.backward(*unit) for unit in ends)
+        return shown
 
     def name(self, at: int) -> tuple[str, int]:
         """Returns what a point is in words, and its chunk."""
-        if at < self.num_forward:
-            chunk, layer = divmod(at, self.num_layers + 1)
-            what = "loss" if layer == self.num_layers else "forward"
-        else:
-            later, above = divmod(at - self.num_forward, self.num_layers)
-            chunk, layer = self.num_chunks - 1 - later, self.num_layers - 1 - above
-            what = f"backward of layer {layer}"
-            if above == 0 or layer == 0:
-                what = "start of backward" if above == 0 else "end of backward"
-        return f"{what} of chunk {chunk + 1} of {self.num_chunks}", chunk
+        chunk, layer = self.unit(at)
+        of_chunk = f"chunk {chunk + 1} of {self.num_chunks}"
+        if layer == self.num_layers:
+            return f"loss of {of_chunk}", chunk
+        # Where the chunk's backward, or the layer's, begins and ends.
+        place, most = self.num_layers - 1 - layer, self.num_layers
+        if self.by_layer:
+            place, most = self.num_chunks - 1 - chunk, self.num_chunks
+        what, between = "forward", self.by_layer
+        if at >= self.num_forward:
+            between = 0 < place < most - 1
+            what = (
+                "backward" if between else "start of backward" if place == 0 else "end of backward"
+            )
+        if self.by_layer:
+            within = f", {of_chunk}" if between else ""
+            return f"{what} of layer {layer + 1} of {self.num_layers}{within}", chunk
+        within = f" of layer {layer}" if between else ""
+        return f"{what}{within} of {of_chunk}", chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,14 +242,8 @@ class MemoryEstimate:
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """The end of each chunk's forward, then begin and end of each one's backward."""
-        points = self._points
-        last = points.num_layers - 1
-        shown = [points.forward(chunk, last + 1) for chunk in range(points.num_chunks)]
-        if points.training:
-            for chunk in range(points.num_chunks - 1, -1, -1):
-                shown += [points.backward(chunk, layer) for layer in dict.fromkeys((last, 0))]
-        return tuple(map(self._moment, shown))
+        """The end of each chunk's (or layer's) forward, then begin and end of each backward."""
+        return tuple(map(self._moment, self._points.shown()))
 
     @property
     def device(self) -> TierBytes:

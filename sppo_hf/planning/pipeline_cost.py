@@ -29,7 +29,7 @@ from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.modes import KEEP, SAVED, Saved
 from sppo_hf.planning.moments import Bytes
 from sppo_hf.planning.partition import Bounds
-from sppo_hf.planning.policies import sppo_layers, uniform_modes
+from sppo_hf.planning.policies import sppo_leaving, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, loss_tile_tokens
 from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.schedule.actions import Action, Kind
@@ -225,8 +225,8 @@ class PipelineCost:
         return tuple(
             tuple(
                 leaving / len(stage)
-                for leaving in sppo_layers(
-                    self.cost, sizes, seconds, num_layers=len(stage), kv_bytes=kv_bytes
+                for leaving in sppo_leaving(
+                    self.cost, sizes, seconds, members=len(stage), kv_bytes=kv_bytes
                 )
             )
             for stage, sizes, seconds, kv_bytes in zip(

@@ -19,10 +19,11 @@ from sppo_hf.planning.choices import (
     named_budgets,
     read_budgets,
     read_choices,
+    read_orders,
     set_by_rule,
 )
 from sppo_hf.planning.cost import Correction, StageCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.limits import (
     check_named_budgets,
     check_standing_bytes,
@@ -32,7 +33,7 @@ from sppo_hf.planning.limits import (
     limit_warnings,
 )
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.modes import KEEP, SAVED_BY_RECOMPUTE, Saved, Tier, mode_of
+from sppo_hf.planning.modes import KEEP, SAVED_BY_RECOMPUTE, FrameMode, Saved, Tier, mode_of
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.partition import (
     TARGET_CHUNK_TOKENS,
@@ -51,6 +52,7 @@ from sppo_hf.planning.solve import (
     Solution,
     fits,
     fixed_policy,
+    kv_modes_of,
     least_memory,
     over_budget,
     play,
@@ -95,6 +97,11 @@ class PipelineStep:
     """Of all ranks' dense bf16 peak; None where that is unknown."""
 
 
+_FASTER = "auto: the faster of those that fit"
+# Peaks that differ by less are alike.
+_ALIKE = 1.02
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Decisions):
     """How one batch shape is run, and why so."""
@@ -116,6 +123,9 @@ class Plan(Decisions):
 
     offload_reason: str
     """Why frames leave the device or not."""
+
+    order_reason: str = ""
+    """Why the grid is walked in this order."""
 
     estimate: MemoryEstimate
     """Predicted bytes."""
@@ -151,6 +161,7 @@ class _Task:
     total_tokens: int
     budgets: Budgets
     choices: Choices
+    orders: tuple[Order, ...]
     cost: StageCost | None
     bounds: Bounds | None
 
@@ -170,6 +181,7 @@ def make_plan(
     correction: Correction | None = None,
     bounds: Bounds | None = None,
     alive: float | None = None,
+    by_layer: bool | str = True,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
@@ -188,6 +200,8 @@ def make_plan(
         bounds: chunks that must stay as they are; by default they are decided here too.
         alive: of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None
             for a device of its own.
+        by_layer: whether the model's layers can be called on parts of a sequence; a part of a
+            sentence says why not, and is passed on as a warning.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -214,6 +228,7 @@ def make_plan(
         total_tokens=total_tokens,
         budgets=budgets,
         choices=read_choices(config, device),
+        orders=read_orders(config, by_layer=by_layer is True),
         cost=None
         if device.profile is None
         else StageCost(
@@ -238,6 +253,7 @@ def make_plan(
         backend_reason=backend_reason,
         recompute_reason=decided.recompute_reason,
         offload_reason=decided.offload_reason,
+        order_reason=_order_reason(task, decided),
         estimate=predicted,
         budgets=budgets,
         prediction=decided.prediction,
@@ -246,8 +262,17 @@ def make_plan(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
             *hole_warnings(config, device, predicted, budgets),
             *estimate_warnings(shape),
+            *((f"order: chunk by chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
         ),
     )
+
+
+def _order_reason(task: _Task, decided: _Decided) -> str:
+    if task.config.order == decided.decisions.order:
+        return "set by the user"
+    if len(task.orders) > 1:
+        return decided.order_reason
+    return "a pipeline's" if task.config.pp_size > 1 else "the only one that this model can run in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +280,7 @@ class _Decided:
     decisions: Decisions
     recompute_reason: str
     offload_reason: str
+    order_reason: str = "auto: less memory"
     prediction: Prediction | None = None
 
 
@@ -303,16 +329,24 @@ def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
 
 def _evaluation(task: _Task) -> _Decided:
     """Nothing waits for a backward; only K/V may have to leave."""
-    return _Decided(decisions=_kv_placed(task, _base(task)), recompute_reason="", offload_reason="")
+    decisions = _kv_placed(task, _base(task, task.orders[0]))
+    if decisions.by_layer and not any(layer.borrows_keys for layer in task.shape.layers):
+        # Nobody reads them once their layer has run, so they are dropped.
+        decisions = replace(decisions, kv_modes=("recompute",) * decisions.num_layers)
+    return _Decided(decisions=decisions, recompute_reason="", offload_reason="")
 
 
 def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
     """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
-    for kv_tier in task.choices.kv_tiers:
-        decisions = with_kv(decisions, kv_tier, task.shape, task.budgets, task.device.kind)
-        if fits(estimate(task.shape, decisions, device_kind=task.device.kind), task.budgets):
+    for kv_mode in kv_modes_of(task.shape, decisions, task.choices):
+        decisions = with_kv(decisions, kv_mode, task.shape, task.budgets, task.device.kind)
+        if fits(_estimate(task, decisions), task.budgets):
             break
     return decisions
+
+
+def _estimate(task: _Task, decisions: Decisions) -> MemoryEstimate:
+    return estimate(task.shape, decisions, device_kind=task.device.kind)
 
 
 def _chosen(task: _Task) -> _Decided:
@@ -325,9 +359,9 @@ def _chosen(task: _Task) -> _Decided:
             "use offload='full' or 'none'."
         )
     saved = SAVED_BY_RECOMPUTE.get(task.config.recompute, "whole")
-    base = with_kv(
-        _base(task), task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind
-    )
+    # Such a rule is about chunks; by layer only where that is asked for.
+    base = _base(task, task.orders[-1])
+    base = with_kv(base, task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind)
     decisions = fixed_policy(task.cost, base, policy, saved, _with_host(task.choices))
     assert decisions is not None, "the rule uses tiers that are there"
     return _Decided(
@@ -336,6 +370,7 @@ def _chosen(task: _Task) -> _Decided:
             f"{policy}: never" if task.config.recompute == "auto" else "set by the user"
         ),
         offload_reason=f"{policy}: {OFFLOAD_POLICIES.facts(policy)['reason']}",
+        order_reason=f"{policy}: a rule about chunks",
         prediction=_predict(task.cost, decisions, policy=policy),
     )
 
@@ -347,7 +382,6 @@ def _with_host(choices: Choices) -> Choices:
 def _by_rule(task: _Task) -> _Decided:
     """Modes that need no search: the user fixed them, or memory alone counts."""
     config, device = task.config, task.device
-    base = _base(task)
     saved: Saved = "skeleton"
     recompute_reason = "auto: least memory, and attention is never run again"
     if config.recompute != "auto":
@@ -362,27 +396,63 @@ def _by_rule(task: _Task) -> _Decided:
         offload_reason = "auto: on a CPU the host's memory is the device's"
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
     mode = mode_of(saved, tier)
-    modes = uniform_modes(base.num_chunks, base.num_layers, mode)
-    # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
-    # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.
-    automatic = config.recompute == config.offload == "auto"
-    if automatic and device.kind == "cpu" and base.num_chunks > 1:
-        modes = (*modes[:-1], (KEEP,) * base.num_layers)
+    found = [_ruled(task, order, mode) for order in task.orders]
+    decisions = min(found, key=lambda d: _over_or_held(task, d))
+    if decisions.layer_modes[-1][0] != mode:
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
-    decisions = _kv_placed(task, replace(base, layer_modes=modes))
+    by_time = device.kind != "cpu" and task.cost is not None
     return _Decided(
         decisions=decisions,
         recompute_reason=recompute_reason,
         offload_reason=offload_reason,
+        order_reason=_FASTER if by_time else "auto: less memory",
         prediction=None if task.cost is None else _predict(task.cost, decisions, policy="set"),
     )
+
+
+def _ruled(task: _Task, order: Order, mode: FrameMode) -> Decisions:
+    """Every frame in one mode, in an order; K/V where they are least in the way."""
+    config, on_cpu = task.config, task.device.kind == "cpu"
+    base = _base(task, order)
+    modes = uniform_modes(base.num_chunks, base.num_layers, mode)
+    # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
+    # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.
+    # The last layer's frames are as long as the sequence.
+    automatic = config.recompute == config.offload == "auto"
+    if automatic and on_cpu and base.num_chunks > 1 and not base.by_layer:
+        modes = (*modes[:-1], (KEEP,) * base.num_layers)
+    base = replace(base, layer_modes=modes)
+    if not (base.by_layer and on_cpu):
+        return _kv_placed(task, base)
+    # Memory alone counts; what is as small as the smallest, and nearer, saves time.
+    placed = [
+        with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind)
+        for kv_mode in kv_modes_of(task.shape, base, task.choices)
+    ]
+    sizes = [_estimate(task, decisions).device.total for decisions in placed]
+    return next(d for d, size in zip(placed, sizes, strict=True) if size <= _ALIKE * min(sizes))
+
+
+def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
+    """Bytes over the budgets, then what decides between orders: memory, or time on a GPU."""
+    predicted = _estimate(task, decisions)
+    missing = sum(limit.missing_bytes for limit in over_budget(predicted, task.budgets))
+    if task.device.kind == "cpu" or task.cost is None:
+        return missing, predicted.device.total
+    return missing, play(decisions, task.cost, policy="set").step_seconds
 
 
 def _solved(task: _Task, cost: StageCost) -> _Decided:
     limits: list[FirstLimit] = []
     for cuts in _cuts(task, cost):
         found = solve_chunks(
-            cost, task.batch, cuts, task.budgets, task.choices, device_kind=task.device.kind
+            cost,
+            task.batch,
+            cuts,
+            task.budgets,
+            task.choices,
+            orders=task.orders,
+            device_kind=task.device.kind,
         )
         if not isinstance(found, FirstLimit):
             break
@@ -395,6 +465,7 @@ def _solved(task: _Task, cost: StageCost) -> _Decided:
         decisions=found.decisions,
         recompute_reason=reason if config.recompute == "auto" else "set by the user",
         offload_reason=reason if config.offload == "auto" else "set by the user",
+        order_reason=_FASTER,
         prediction=predict(
             found.decisions,
             cost,
@@ -415,22 +486,24 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
         raise BudgetError(limit_text(limit, task.budgets, task.total_tokens))
     usual_tokens = most_chunks(task.total_tokens) * TARGET_CHUNK_TOKENS[task.device.kind]
     if _cut_is_fixed(task) or task.total_tokens <= usual_tokens:
-        base = _base(task)
+        bounds = _bounds(task)
     else:
         # The usual chunks are more than a search looks at, and would take minutes to simulate.
         *_, cuts = _cuts(task, cost)
-        base = task.batch.decisions(cuts[-1], task.shape.num_layers)
+        bounds = cuts[-1]
+    bases = [task.batch.decisions(bounds, task.shape.num_layers, order) for order in task.orders]
     plans = [
         least_memory(
             cost,
-            with_kv(base, kv_tier, task.shape, task.budgets, task.device.kind),
+            with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind),
             task.budgets,
             task.choices,
             task.device.kind,
         )
-        for kv_tier in task.choices.kv_tiers
+        for base in bases
+        for kv_mode in kv_modes_of(task.shape, base, task.choices)
     ]
-    estimates = [estimate(task.shape, p, device_kind=task.device.kind) for p in plans]
+    estimates = [_estimate(task, p) for p in plans]
 
     def missing(index: int) -> int:
         return sum(o.missing_bytes for o in over_budget(estimates[index], task.budgets))
@@ -442,13 +515,14 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
     return play(plans[best], cost, policy="least memory")
 
 
-def _base(task: _Task) -> Decisions:
-    bounds = task.bounds
-    if bounds is None:
-        bounds = chunk_bounds(
-            task.config, task.shape, task.total_tokens, device_kind=task.device.kind
-        )
-    return task.batch.decisions(bounds, task.shape.num_layers)
+def _base(task: _Task, order: Order) -> Decisions:
+    return task.batch.decisions(_bounds(task), task.shape.num_layers, order)
+
+
+def _bounds(task: _Task) -> Bounds:
+    if task.bounds is not None:
+        return task.bounds
+    return chunk_bounds(task.config, task.shape, task.total_tokens, device_kind=task.device.kind)
 
 
 def _cuts(task: _Task, cost: StageCost) -> Iterator[list[Bounds]]:
@@ -457,7 +531,7 @@ def _cuts(task: _Task, cost: StageCost) -> Iterator[list[Bounds]]:
     On a CPU length is settled by memory alone.
     """
     if _cut_is_fixed(task):
-        yield [_base(task).bounds]
+        yield [_bounds(task)]
         return
     for partition in partitions_of(task.config):
         yield list(chunk_cuts(cost, task.total_tokens, partition))

@@ -7,17 +7,17 @@ and solver share.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import LayerModes
+from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
 from sppo_hf.planning.modes import FrameMode, Saved, Tier, mode_of
-from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.registry import OFFLOAD_POLICIES
 
-Policy = Callable[[StageCost, Bounds, Saved, Tier, float], LayerModes]
-"""From a model's costs on a device, the chunks' bounds, how much is saved of a layer, the nearest
-tier away from the device and the bytes of K/V that go there too: modes of all frames."""
+Policy = Callable[[StageCost, Decisions, Saved, Tier, float], LayerModes]
+"""From a model's costs on a device, the batch, how much is saved of a layer, the nearest tier away
+from the device and the bytes of K/V that go there too: modes of all frames."""
 
 
 def register_policy(
@@ -40,6 +40,9 @@ def register_policy(
     return register
 
 
+Chosen = TypeVar("Chosen", FrameMode, KVMode)
+
+
 def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerModes:
     """Returns the same mode for every frame."""
     return ((mode,) * num_layers,) * num_chunks
@@ -47,18 +50,18 @@ def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerMod
 
 @register_policy("none", keeps=True, leaves=False, reason="all stays on the device")
 def none_modes(
-    cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier, kv_bytes: float = 0.0
+    cost: StageCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
 ) -> LayerModes:
     """Returns modes that keep every frame on the device."""
-    return uniform_modes(len(bounds), cost.shape.num_layers, mode_of(saved, "device"))
+    return uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
 
 
 @register_policy("full", keeps=False, leaves=True, reason="all leaves the device")
 def full_modes(
-    cost: StageCost, bounds: Bounds, saved: Saved, tier: Tier, kv_bytes: float = 0.0
+    cost: StageCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
 ) -> LayerModes:
     """Returns modes that let every frame leave."""
-    return uniform_modes(len(bounds), cost.shape.num_layers, mode_of(saved, tier))
+    return uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, tier))
 
 
 @register_policy(
@@ -69,37 +72,40 @@ def full_modes(
 )
 def sppo_modes(
     cost: StageCost,
-    bounds: Bounds,
+    base: Decisions,
     saved: Saved = "whole",
     tier: Tier = "host",
     kv_bytes: float = 0.0,
 ) -> LayerModes:
     """Returns the paper's rule: of each chunk as many layers leave as one chunk's compute can copy.
 
+    By layer the same is said of each layer's chunks.
+
     Args:
         cost: Seconds and bytes of a device's layers.
-        bounds: The chunks.
+        base: The batch: bounds and order.
         saved: What is kept of a layer.
         tier: Where it goes.
         kv_bytes: What K/V of all chunks and layers copy to the host meanwhile.
     """
-    num_layers = cost.shape.num_layers
-    layers = range(num_layers)
-    sizes = [sum(cost.frame_bytes(i, end - start, saved) for i in layers) for start, end in bounds]
+    lengths, bounds = base.chunk_lengths, base.bounds
+    slots = [base.units(slot) for slot in base.slots]
+    sizes = [sum(cost.frame_bytes(i, lengths[chunk], saved) for chunk, i in s) for s in slots]
+    layers = range(base.num_layers)
     forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
     keep, away = mode_of(saved, "device"), mode_of(saved, tier)
-    return tuple(
-        spread({away: leaving, keep: num_layers - leaving}, num_layers)
-        for leaving in sppo_layers(cost, sizes, forward, num_layers=num_layers, kv_bytes=kv_bytes)
-    )
+    most = len(slots[0])
+    leave = sppo_leaving(cost, sizes, forward, members=most, kv_bytes=kv_bytes)
+    rows = [spread({away: leaving, keep: most - leaving}, most) for leaving in leave]
+    return layer_modes_of(rows, by_layer=base.by_layer)
 
 
-def sppo_layers(
+def sppo_leaving(
     cost: StageCost,
     frame_bytes: Sequence[float],
     forward_seconds: float,
     *,
-    num_layers: int,
+    members: int,
     kv_bytes: float,
 ) -> list[int]:
     """Returns how many layers of each chunk leave by the paper's rule, on a device or a stage.
@@ -113,15 +119,15 @@ def sppo_layers(
         cost: Its rate of copies is looked at.
         frame_bytes: A_i of every chunk, all layers of the stage together.
         forward_seconds: Of all chunks through all layers.
-        num_layers: Of the stage.
+        members: Layers of the stage; by layer, chunks, and the other way round in all of the above.
         kv_bytes: What K/V of all chunks copy to the host meanwhile.
     """
     room = max(0.0, forward_seconds / cost.d2h_seconds(1.0, both=True) - kv_bytes)
     ratios = sppo_ratios(frame_bytes, room / len(frame_bytes))
-    return [round(ratio * num_layers) for ratio in ratios]
+    return [round(ratio * members) for ratio in ratios]
 
 
-def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode, ...]:
+def spread(counts: Mapping[Chosen, int], num_layers: int) -> tuple[Chosen, ...]:
     """Lays modes over layers as evenly as their counts allow, so that copy lanes are used evenly.
 
     Args:
@@ -130,7 +136,7 @@ def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode,
     """
     assert sum(counts.values()) == num_layers, "every layer has one mode"
     given = dict.fromkeys(counts, 0)
-    chosen: list[FrameMode] = []
+    chosen: list[Chosen] = []
     for layer in range(num_layers):
         # The mode that lags most behind its share of the layers so far.
         mode = max(counts, key=lambda m: counts[m] * (layer + 1) / num_layers - given[m])
@@ -140,10 +146,10 @@ def spread(counts: Mapping[FrameMode, int], num_layers: int) -> tuple[FrameMode,
 
 
 def spread_kinds(
-    counts: Sequence[Mapping[FrameMode, int]], members: Sequence[Sequence[int]], num_layers: int
-) -> tuple[FrameMode, ...]:
+    counts: Sequence[Mapping[Chosen, int]], members: Sequence[Sequence[int]], num_layers: int
+) -> tuple[Chosen, ...]:
     """Like `spread`, kind of layer by kind of layer."""
-    chosen: list[FrameMode | None] = [None] * num_layers
+    chosen: list[Chosen | None] = [None] * num_layers
     for kind, layers in zip(counts, members, strict=True):
         for layer, mode in zip(layers, spread(kind, len(layers)), strict=True):
             chosen[layer] = mode

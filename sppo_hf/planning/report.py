@@ -6,6 +6,7 @@ Knows how a Plan reads to a person; decides nothing. Uses rich and prints nothin
 from __future__ import annotations
 
 import io
+from collections import Counter
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.planning.chunk_groups import group_chunks
+from sppo_hf.planning.decisions import Decisions, KVMode, Order
 from sppo_hf.planning.modes import Saved
 from sppo_hf.planning.moments import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
@@ -20,6 +22,27 @@ from sppo_hf.rules import format_bytes
 
 _MOST_LENGTHS_SHOWN = 6
 _MOST_GROUPS_SHOWN = 6
+
+
+ORDERS: dict[Order, str] = {
+    "by_layer": "layer by layer, chunks inside",
+    "by_chunk": "chunk by chunk, layers inside",
+}
+"""Orders of work in words."""
+
+
+def keys_text(plan: Decisions) -> str:
+    """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
+    counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
+    return ", ".join(f"{counts[mode]} {text}" for mode, text in _KEYS.items() if counts[mode])
+
+
+_KEYS: dict[KVMode, str] = {
+    "device": "kept",
+    "host": "to host",
+    "disk": "to disk",
+    "recompute": "recomputed",
+}
 
 
 def format_tokens(tokens: int) -> str:
@@ -94,11 +117,14 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
     purpose = "training" if plan.training else "evaluation"
     table.add_row("tokens", rows + format_tokens(plan.total_tokens), purpose)
     table.add_row("chunks", format_lengths(plan.chunk_lengths), f"{plan.num_layers} layers each")
+    table.add_row("order", ORDERS[plan.order], plan.order_reason)
     table.add_row("device", plan.device.name, speeds_known(plan))
     table.add_row("attention", plan.backend_name, plan.backend_reason)
     if plan.training:
         _add_adapters(table, plan)
         _add_modes(table, plan, layers=layers)
+    if plan.training and plan.by_layer and set(plan.kv_modes) - {"device"}:
+        table.add_row("K/V", keys_text(plan), f"of {plan.num_layers} layers, until backward")
     if plan.kv_tier != "device":
         blocks = f"in blocks of {format_tokens(plan.kv_block_tokens)}"
         if plan.kv_block_tokens >= plan.total_tokens:

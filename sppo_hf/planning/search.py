@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.lowering import compute_seconds
 from sppo_hf.planning.modes import KEEP
 from sppo_hf.planning.moments import Budgets
@@ -56,7 +56,7 @@ class Batch:
     staging_bytes: int = 2**30
     """Host bytes through which frames pass on their way to and from the disk."""
 
-    def decisions(self, bounds: Bounds, num_layers: int) -> Decisions:
+    def decisions(self, bounds: Bounds, num_layers: int, order: Order = "by_chunk") -> Decisions:
         """Returns decisions with every frame kept, for others to change."""
         return Decisions(
             batch_rows=self.batch_rows,
@@ -67,6 +67,7 @@ class Batch:
             accumulates=self.accumulates,
             return_logits=self.return_logits,
             staging_bytes=self.staging_bytes,
+            order=order,
         )
 
 
@@ -77,9 +78,10 @@ def solve_chunks(
     budgets: Budgets,
     choices: Choices,
     *,
+    orders: Sequence[Order] = ("by_chunk",),
     device_kind: str = "cuda",
 ) -> Solution | FirstLimit:
-    """Returns the fastest of the plans for several ways to cut a sequence.
+    """Returns the fastest of the plans for several ways to cut a sequence and to walk the grid.
 
     Args:
         cost: seconds and bytes of every unit.
@@ -87,23 +89,28 @@ def solve_chunks(
         cuts: bounds to choose from, at least one.
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
+        orders: orders of work, the first of equally fast ones is taken.
         device_kind: "cpu" or "cuda".
     """
     best: Solution | None = None
     closest: FirstLimit | None = None
-    found_plans = 0
-    bases = [batch.decisions(bounds, cost.shape.num_layers) for bounds in cuts]
-    for base in sorted(bases, key=lambda base: compute_seconds(base, cost)):
-        if found_plans >= _PLANS_COMPARED:
-            break
-        found = solve(cost, base, budgets, choices, device_kind=device_kind)
-        if isinstance(found, FirstLimit):
-            if closest is None or found.missing_bytes < closest.missing_bytes:
-                closest = found
-            continue
-        found_plans += 1
-        if best is None or found.step_seconds < best.step_seconds:
-            best = found
+    for order in orders:
+        found_plans = 0
+        other = best  # what another order has come to is to be beaten
+        bases = [batch.decisions(bounds, cost.shape.num_layers, order) for bounds in cuts]
+        for base in sorted(bases, key=lambda base: compute_seconds(base, cost)):
+            if found_plans >= _PLANS_COMPARED:
+                break
+            if other is not None and compute_seconds(base, cost) >= other.step_seconds:
+                break
+            found = solve(cost, base, budgets, choices, best=other, device_kind=device_kind)
+            if isinstance(found, FirstLimit):
+                if closest is None or found.missing_bytes < closest.missing_bytes:
+                    closest = found
+                continue
+            found_plans += 1
+            if best is None or found.step_seconds < best.step_seconds:
+                best = found
     if best is not None:
         return best
     assert closest is not None, "there is at least one way to cut"

@@ -1,38 +1,44 @@
-"""The solver: of all plans for given bounds, the fastest that fits, or the first limit that breaks.
+"""The solver: of all plans for given bounds and order, the fastest that fits, or what breaks first.
 
-The linear program says how many layers of each chunk get which mode; counts are rounded to whole
-layers, the estimate is checked against every budget, and the simulator has the last word. The fixed
-policies are candidates like any other, so the answer is never worse, in its own simulation, than
-any of them that fits.
+The linear program says how many layers of each chunk (by layer: chunks of each layer) get which
+mode; counts are rounded to whole ones, the estimate is checked against every budget, and the
+simulator has the last word. The fixed policies are candidates like any other, so the answer is
+never worse, in its own simulation, than any of them that fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions, LayerModes
+from sppo_hf.planning.decisions import Decisions, KVMode, layer_modes_of
 from sppo_hf.planning.least import (
     Choices,
     FirstLimit,
     fits,
+    kv_modes_of,
     least_memory,
     lookahead_bytes,
     looking_ahead,
     over_budget,
     with_lookahead,
 )
-from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix
+from sppo_hf.planning.linear_program import LayerKinds, LinearProgram
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
 from sppo_hf.planning.modes import AWAY_TIERS, RECOMPUTE_BY_SAVED, FrameMode, Saved, Tier
 from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.policies import spread_kinds
+from sppo_hf.planning.policies import Chosen, spread_kinds
 from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _ATTEMPTS = 4
 # Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
@@ -68,27 +74,34 @@ def solve(
     budgets: Budgets,
     choices: Choices,
     *,
+    best: Solution | None = None,
     device_kind: str = "cuda",
 ) -> Solution | FirstLimit:
     """Finds the fastest plan that fits.
 
     Args:
         cost: seconds and bytes of every unit.
-        base: rows, bounds and tile; its modes and look-ahead are replaced.
+        base: rows, bounds, order and tile; its modes and look-ahead are replaced.
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
+        best: another plan that fits; returned where none is faster.
         device_kind: "cpu" or "cuda".
     """
-    best: Solution | None = None
-    for kv_tier in choices.kv_tiers:
-        placed = with_kv(base, kv_tier, cost.shape, budgets, device_kind)
+    solved, bound = False, 0.0
+    for kv_mode in kv_modes_of(cost.shape, base, choices):
+        placed = with_kv(base, kv_mode, cost.shape, budgets, device_kind)
         least = least_memory(cost, placed, budgets, choices, device_kind)
         if base.training and not fits(
             estimate(cost.shape, least, device_kind=device_kind), budgets
         ):
             continue
-        mixed = list(_mixed(cost, placed, budgets, choices, device_kind))
-        bound = min((seconds for *_, seconds in mixed), default=0.0)
+        # By layer, one program has all that may become of K/V.
+        mixed: list[tuple[str, Decisions, float]] = []
+        if not solved:
+            under = float("inf") if best is None else best.step_seconds
+            mixed += _mixed(cost, placed, budgets, choices, device_kind, under_seconds=under)
+        solved = base.by_layer
+        bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
         named = [
             (name, decisions, 0.0) for name, decisions in fixed_policies(cost, placed, choices)
         ]
@@ -128,15 +141,18 @@ def play(
 
 
 def with_kv(
-    base: Decisions, kv_tier: Tier, shape: ModelShape, budgets: Budgets, device_kind: str
+    base: Decisions, kv_mode: KVMode, shape: ModelShape, budgets: Budgets, device_kind: str
 ) -> Decisions:
     """Returns `base` with K/V on a tier, and room for what then passes through to the disk.
 
-    Away from the device they come back layer by layer, and block by block past what is small.
+    Away from the device they come back layer by layer, and by chunk block by block past what is
+    small. By layer those of the last layer stay, for its backward comes at once.
     """
     rows = base.batch_rows
     block = 0
-    if kv_tier != "device":
+    if base.by_layer:
+        base = replace(base, kv_modes=((kv_mode,) * (base.num_layers - 1) + ("device",)))
+    elif kv_mode != "device":
         block = kv_block_tokens(
             shape,
             base.total_tokens,
@@ -148,11 +164,11 @@ def with_kv(
         shape,
         max(base.chunk_lengths),
         batch_rows=rows,
-        block_tokens=block if kv_tier == "disk" else 0,
+        block_tokens=block if kv_mode == "disk" else 0,
     )
     return replace(
         base,
-        kv_tier=kv_tier,
+        kv_tier="device" if base.by_layer or kv_mode == "recompute" else kv_mode,
         kv_block_tokens=block,
         staging_bytes=max(base.staging_bytes, passing),
     )
@@ -178,13 +194,13 @@ def fixed_policy(
     if facts["keeps"] and "device" not in choices.tiers:
         return None
     if not facts["leaves"]:
-        modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, "device", 0.0)
+        modes = OFFLOAD_POLICIES[policy](cost, base, saved, "device", 0.0)
         return replace(base, layer_modes=modes)
     if away is None:
         return None
     tables = byte_tables(cost.shape, base, cost.profile.kind)
     kv_bytes = int(tables.of_layers(tables.kv_out_forward).sum())
-    modes = OFFLOAD_POLICIES[policy](cost, base.bounds, saved, away, kv_bytes)
+    modes = OFFLOAD_POLICIES[policy](cost, base, saved, away, kv_bytes)
     return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
 
 
@@ -193,10 +209,10 @@ def first_limit(
 ) -> FirstLimit:
     """Returns what breaks first when as little as possible is held, and where."""
     broken: list[list[FirstLimit]] = []
-    for kv_tier in choices.kv_tiers:
+    for kv_mode in kv_modes_of(cost.shape, base, choices):
         least = least_memory(
             cost,
-            with_kv(base, kv_tier, cost.shape, budgets, device_kind),
+            with_kv(base, kv_mode, cost.shape, budgets, device_kind),
             budgets,
             choices,
             device_kind,
@@ -210,21 +226,45 @@ def first_limit(
 
 
 def _mixed(
-    cost: StageCost, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
+    cost: StageCost,
+    base: Decisions,
+    budgets: Budgets,
+    choices: Choices,
+    device_kind: str,
+    *,
+    under_seconds: float,
 ) -> Iterator[tuple[str, Decisions, float]]:
-    """Yields rounded optima, for look-aheads that suit small frames and large ones."""
-    kinds = LayerKinds.of(cost)
-    for modes in _mode_sets(choices):
+    """Yields rounded optima, for look-aheads that suit small frames and large ones.
+
+    Those that cannot take less than `under_seconds` are left out.
+    """
+    members = LayerKinds.of(cost).members
+    if base.by_layer:
+        members = (tuple(range(base.num_chunks)),)
+    every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
+    for modes, kv_modes in _mode_sets(choices, every):
         away: set[Saved] = {mode.saved for mode in modes if mode.offload}
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
-        shaped = looking_ahead(cost, base, ahead)
+        shaped = base
+        if base.by_layer:
+            farthest: KVMode = next((m for m in kv_modes if m in AWAY_TIERS), "device")
+            shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
+        shaped = looking_ahead(cost, shaped, ahead)
         tight, bound = budgets, float("inf")
         for _ in range(_ATTEMPTS):
-            mix = LinearProgram(shaped, cost, tight, modes, device_kind=device_kind).solve()
+            mix = LinearProgram(
+                shaped, cost, tight, modes, kv_modes=kv_modes, device_kind=device_kind
+            ).solve()
             if mix is None:
                 break
             bound = min(bound, mix.seconds)
-            decisions = replace(shaped, layer_modes=_rounded(mix, kinds, modes))
+            if bound >= under_seconds:
+                break
+            rows = _rounded(mix.counts, members, modes)
+            decisions = replace(shaped, layer_modes=layer_modes_of(rows, by_layer=base.by_layer))
+            if mix.keys is not None:
+                keys = _rounded(mix.keys[:, None], ((0,),), kv_modes)
+                decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in keys))
             decisions = _settled(cost, decisions, budgets, device_kind)
             predicted = estimate(cost.shape, decisions, device_kind=device_kind)
             over = list(over_budget(predicted, budgets))
@@ -234,42 +274,59 @@ def _mixed(
             tight = tightened(tight, over)
 
 
-def _mode_sets(choices: Choices) -> Iterator[tuple[FrameMode, ...]]:
-    """Allowed modes, with fewer and fewer of the large frames leaving the device.
+def _mode_sets(
+    choices: Choices, kv_modes: tuple[KVMode, ...]
+) -> Iterator[tuple[tuple[FrameMode, ...], tuple[KVMode, ...]]]:
+    """Allowed modes of frames and, by layer, of K/V, with less and less that leaves the device.
 
-    What leaves needs room for its look-ahead, and that of whole frames is ten times a skeleton's.
+    What leaves needs room for its look-ahead. That of whole frames is ten times a skeleton's, and
+    that of a layer's K/V grows with the sequence.
     """
-    if choices.tiers != ("device",):
-        for skipped in range(len(choices.saved)):
-            leaving = choices.saved[skipped:]
-            yield tuple(m for m in choices.modes if not m.offload or m.saved in leaving)
-    if "device" in choices.tiers:
-        yield tuple(m for m in choices.modes if not m.offload)
+    stays = tuple(mode for mode in kv_modes if mode not in AWAY_TIERS)
+    for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
+        if choices.tiers != ("device",):
+            for skipped in range(len(choices.saved)):
+                leaving = choices.saved[skipped:]
+                modes = (m for m in choices.modes if not m.offload or m.saved in leaving)
+                yield tuple(modes), keys
+        if "device" in choices.tiers:
+            yield tuple(m for m in choices.modes if not m.offload), keys
 
 
-def _rounded(mix: Mix, kinds: LayerKinds, modes: Sequence[FrameMode]) -> LayerModes:
-    """Whole layers by largest remainder, what is missing carried on to the next chunk."""
+def _rounded(
+    mix: NDArray[np.float64], members: Sequence[Sequence[int]], modes: Sequence[Chosen]
+) -> list[tuple[Chosen, ...]]:
+    """Whole layers (or chunks) by largest remainder, what is missing carried on to the next slot.
+
+    Args:
+        mix: [slot, kind, mode] how many.
+        members: of each kind.
+        modes: what they may be.
+
+    Returns:
+        The modes of every slot's members.
+    """
     import numpy as np
 
-    num_layers = sum(len(members) for members in kinds.members)
-    carry = np.zeros(mix.counts.shape[1:])
-    rows: list[tuple[FrameMode, ...]] = []
-    for counts in mix.counts:
+    total = sum(map(len, members))
+    carry = np.zeros(mix.shape[1:])
+    rows: list[tuple[Chosen, ...]] = []
+    for counts in mix:
         wanted = np.maximum(counts + carry, 0.0)
-        per_kind: list[dict[FrameMode, int]] = []
-        for kind, members in enumerate(kinds.members):
+        per_kind: list[dict[Chosen, int]] = []
+        for kind, alike in enumerate(members):
             whole = np.floor(wanted[kind] + 1e-9).astype(int)
-            while whole.sum() > len(members):
+            while whole.sum() > len(alike):
                 whole[int(np.argmax(whole))] -= 1
             rest = wanted[kind] - whole
-            while whole.sum() < len(members):
+            while whole.sum() < len(alike):
                 most = int(np.argmax(rest))
                 whole[most] += 1
                 rest[most] -= 1.0
             carry[kind] = counts[kind] + carry[kind] - whole
             per_kind.append({m: int(n) for m, n in zip(modes, whole, strict=True) if n})
-        rows.append(spread_kinds(per_kind, kinds.members, num_layers))
-    return tuple(rows)
+        rows.append(spread_kinds(per_kind, members, total))
+    return rows
 
 
 def _settled(

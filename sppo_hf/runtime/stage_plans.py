@@ -336,6 +336,7 @@ class StagePlans:
                 training=training,
                 dtype_name=dtype_name(engine.parts),
                 bounds=bounds,
+                by_layer=False,
                 alive=alive * len(cut.own),
                 accumulates=training and self._accumulates,
             )

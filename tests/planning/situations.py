@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions, LayerModes
+from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, Order
 from sppo_hf.planning.hardware import Curve
 from sppo_hf.planning.modes import ALL_MODES, KEEP, FrameMode
 from sppo_hf.planning.partition import Bounds
@@ -111,7 +111,9 @@ def any_modes(draw: st.DrawFn, chunks: int, layers: int) -> LayerModes:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[StageCost, Decisions]:
+def runs(
+    draw: st.DrawFn, orders: tuple[Order, ...] = ("by_chunk", "by_layer")
+) -> tuple[StageCost, Decisions]:
     """Anything the engine may be told to do, with any look-ahead and any place for K/V."""
     cost = draw(costs())
     bounds = draw(bounds_of())
@@ -127,12 +129,19 @@ def runs(draw: st.DrawFn) -> tuple[StageCost, Decisions]:
     ahead: Callable[[], int | None] = lambda: draw(  # noqa: E731
         st.sampled_from([None, largest, 2 * largest, 5 * largest])
     )
-    kv_tier = draw(st.sampled_from(["device", "device", "host", "disk"]))
-    return cost, replace(
+    base = replace(
         base,
         leave_bytes=ahead(),
         fetch_bytes=ahead(),
         staging_bytes=draw(st.sampled_from([largest, 3 * largest])),
+        order=draw(st.sampled_from(orders)),
+    )
+    if base.by_layer:
+        kv_modes = draw(st.tuples(*[st.sampled_from(get_args(KVMode))] * layers))
+        return cost, replace(base, kv_modes=kv_modes)
+    kv_tier = draw(st.sampled_from(["device", "device", "host", "disk"]))
+    return cost, replace(
+        base,
         kv_tier=kv_tier,
         kv_block_tokens=0 if kv_tier == "device" else base.total_tokens,
     )

@@ -1,6 +1,7 @@
 """The linear program: its optimum bounds every simulated plan of its modes and look-ahead."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix, Rows, minimise
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
@@ -25,7 +26,9 @@ def optimum(
     budgets: Budgets = NO_LIMIT,
     modes: tuple[FrameMode, ...] = ALL_MODES,
 ) -> Mix:
-    mix = LinearProgram(what, cost, budgets, modes, device_kind="cuda").solve()
+    kv_modes = get_args(KVMode) if what.by_layer else ()
+    program = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes, device_kind="cuda")
+    mix = program.solve()
     assert mix is not None
     return mix
 
@@ -88,6 +91,9 @@ def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -
     )
     # The engine's own look-ahead (None) has no bound in bytes for the program to know.
     leave = what.leave_bytes or 2 * largest
+    if what.by_layer:
+        # Keys of a layer leave in one.
+        leave += max(cost.kv_bytes(layer, what.total_tokens) for layer in range(what.num_layers))
     what = replace(what, leave_bytes=leave, fetch_bytes=max(what.fetch_bytes or 0, largest))
     simulated = lower(what, cost).simulate().end_seconds
     assert _fixed_seconds(what, cost) <= simulated * (1 + 1e-6)
@@ -96,9 +102,21 @@ def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -
 
 def _fixed_seconds(what: Decisions, cost: StageCost) -> float:
     """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
+    ways = get_args(KVMode) if what.by_layer else ()
+    program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, kv_modes=ways, device_kind="cuda")
+    if what.by_layer:
+        mean = what.total_tokens / what.num_chunks
+        for layer, kv_mode in enumerate(what.kv_modes):
+            for index, mode in enumerate(ALL_MODES):
+                tokens = sum(
+                    end - start
+                    for chunk, (start, end) in enumerate(what.bounds)
+                    if what.mode(layer, chunk) == mode
+                )
+                program._equal.add([(program._at(layer, 0, index), 1.0)], tokens / mean)
+            program._equal.add([(program._at(layer, 1, ways.index(kv_mode)), 1.0)], 1.0)
     kinds = LayerKinds.of(cost)
-    program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, device_kind="cuda")
-    for chunk, row in enumerate(what.layer_modes):
+    for chunk, row in enumerate(() if what.by_layer else what.layer_modes):
         for kind, members in enumerate(kinds.members):
             for index, mode in enumerate(ALL_MODES):
                 count = sum(row[layer] == mode for layer in members)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import (
     COMPUTE,
     D2H,
@@ -26,8 +26,18 @@ from sppo_hf.planning.lowering import (
     estimate,
     lower,
 )
-from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, TIERS, mode_of
+from sppo_hf.planning.modes import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    TIERS,
+    FrameMode,
+    Tier,
+    mode_of,
+)
 from sppo_hf.schedule.actions import Action
+from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
     MIB,
     bounds_of,
@@ -58,6 +68,16 @@ def frame(cost: StageCost, tokens: int = 512) -> int:
     return cost.frame_bytes(0, tokens, "whole")
 
 
+def in_order(what: Decisions) -> list[tuple[int, int]]:
+    """(chunk, layer) of all forwards but heads."""
+    units = [(c, layer) for c in range(what.num_chunks) for layer in range(what.num_layers)]
+    return sorted(units, key=lambda unit: unit[::-1]) if what.by_layer else units
+
+
+def keys_here(what: Decisions) -> Decisions:
+    return replace(what, kv_tier="device", kv_block_tokens=0, kv_modes=())
+
+
 def test_order_of_units() -> None:
     lanes = lanes_of(decided(TWO_BY_TWO, layers=2), slow_cost(small_shape(2)))
     assert text(lanes.actions[COMPUTE]) == [
@@ -66,6 +86,96 @@ def test_order_of_units() -> None:
     ]
     assert not any(lanes.actions[lane] for lane in (D2H, H2D, WRITE, READ))
     assert not any(lanes.needs)
+
+
+def test_order_of_units_by_layer() -> None:
+    program = lower(by_layer(), slow_cost(small_shape(2)))
+    assert text(program.lanes.actions[COMPUTE]) == [
+        *("0F0.0", "0F1.0", "0F0.1", "0F1.1", "0F0.2", "0F1.2"),
+        *("0B1.1", "0B0.1", "0B1.0", "0B0.0"),
+    ]
+    assert [program.points.unit(at) for at in range(program.points.count)] == [
+        (action.unit, action.layer) for action in program.lanes.actions[COMPUTE]
+    ]
+    assert [moment.name for moment in program.estimate.moments] == [
+        *("forward of layer 1 of 2, chunk 2 of 2", "forward of layer 2 of 2, chunk 2 of 2"),
+        "loss of chunk 2 of 2",
+        *("start of backward of layer 2 of 2", "end of backward of layer 2 of 2"),
+        *("start of backward of layer 1 of 2", "end of backward of layer 1 of 2"),
+    ]
+
+
+def by_layer(*kv_modes: KVMode, mode: FrameMode = KEEP) -> Decisions:
+    """Two layers of two chunks."""
+    return decided(TWO_BY_TWO, mode, layers=2, order="by_layer", kv_modes=kv_modes)
+
+
+def test_keys_by_layer_by_hand() -> None:
+    cost = slow_cost(small_shape(2))
+    chunk, sums = cost.kv_bytes(0, 512), cost.dkv_bytes(0, 512)
+
+    def held(tier: Tier, cause: Cause, *kv_modes: KVMode) -> list[int]:
+        levels = lower(by_layer(*kv_modes, mode=RECOMPUTE), cost).levels[tier]
+        return [size // chunk for size in levels[cause].during.tolist()]
+
+    assert held("device", Cause.KV) == [1, 2, 3, 4, 4, 4, *(4, 3, 2, 1)]
+    away: tuple[KVMode, KVMode] = ("host", "device")
+    assert held("device", Cause.KV, *away) == [1, 2, 1, 2, 2, 2, *(2, 1, 2, 1)]
+    assert held("host", Cause.KV, *away) == [0, 0, 2, 2, 2, 2, *(2, 2, 2, 2)]
+    # They leave behind the forward of layer 1, until they are asked for at the latest, and are
+    # asked for as the last chunk of layer 2 is entered.
+    assert held("device", Cause.COPIES, *away) == [0, 0, 2, 2, 2, 2, *(2, 2, 0, 0)]
+    again: tuple[KVMode, KVMode] = ("recompute", "recompute")
+    assert held("device", Cause.KV, *again) == [1, 2, 1, 2, 0, 0, *(2, 1, 2, 1)]
+    # Where frames are whole there is no input to make them from.
+    whole = lower(by_layer(*again), cost).levels["device"][Cause.KV].during
+    assert (whole // chunk).tolist() == [1, 2, 3, 4, 4, 4, *(4, 3, 2, 1)]
+    program = lower(by_layer("host", "recompute", mode=RECOMPUTE), cost)
+    assert program.levels["device"][Cause.DKV].during.tolist() == [0] * 6 + [sums, sums] * 2
+    lanes = program.lanes
+    assert text(lanes.actions[D2H]) == ["0O1.0#0"]
+    assert text(lanes.actions[H2D]) == ["0K1.0#0"]
+    assert after(lanes, "0O1.0#0") == {"0F1.0"}
+    assert after(lanes, "0K1.0#0") == {"0F1.2", "0O1.0#0"}
+    assert after(lanes, "0B1.0") == {"0K1.0#0"}
+
+
+def test_keys_that_are_made_again_take_time_and_inputs_once_more() -> None:
+    cost = slow_cost(small_shape(2))
+    modes: tuple[KVMode, KVMode] = ("device", "recompute")
+    kept, again = (lower(by_layer("device", m, mode=RECOMPUTE_OFFLOAD), cost) for m in modes)
+    seconds = again.seconds - kept.seconds
+    # The last chunk's are made as its frame is recomputed.
+    assert seconds[6] == pytest.approx(cost.keys_seconds(1, 512))
+    assert seconds.sum() == pytest.approx(seconds[6])
+    one = 512 * 256 * 2
+    assert again.copied_bytes[1] - kept.copied_bytes[1] == one
+    assert after(again.lanes, "0B1.1") == {"0H1.1", "0K1.1#0"}
+    assert again.lanes.seconds_of(Action.parse("0K1.1#0")) == cost.h2d_seconds(one)
+
+
+def test_hidden_states_by_layer_by_hand() -> None:
+    cost = slow_cost(small_shape(2))
+    levels = lower(by_layer(), cost).levels["device"]
+    one = 512 * 256 * 2
+    # Input and output of the running layer; the loss adds the gradient of each chunk.
+    held = levels[Cause.HIDDEN].during.tolist()
+    assert [size // one for size in held] == [4, 4, 4, 4, 5, 6, *(4, 4, 4, 4)]
+    # Inputs of kept frames are those until the layer has run, and stay until its backward ends.
+    frames, kept = levels[Cause.FRAMES].during.tolist(), frame(cost)
+    whole = [kept - one, 2 * kept - 2 * one, 3 * kept - one, 4 * kept - 2 * one, 4 * kept, 4 * kept]
+    assert frames == [*whole, 4 * kept, 3 * kept + one, 2 * kept, kept + one]
+
+
+def test_gradients_by_layer_are_summed_one_layer_at_a_time() -> None:
+    shape = shape_of(llama_config(num_hidden_layers=2), dtype_bytes=2)
+    what = replace(by_layer(), accumulates=True)
+    held = StepProgram(what, shape, "cuda").levels["device"][Cause.GRADIENTS]
+    before = held.before
+    one = (held.during[6:] - before).tolist()
+    assert one == [one[0], one[0], one[2], one[2]]
+    assert one[0] + one[2] == shape.gradient_bytes - 128_256 * 4096 * 4
+    assert held.after[-1] == before
 
 
 def test_evaluation_only_runs_forward() -> None:
@@ -198,12 +308,12 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[StageCost, Deci
     from sppo_hf.offload.tape import Tape
 
     cost, what = run
-    what = replace(what, kv_tier="device", kv_block_tokens=0)
+    what = keys_here(what)
     lanes = lanes_of(what, cost)
     mover = _Mover()
     tape = Tape(mover, asked=lower(what, cost).lowest_asked)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
-    order = [(c, layer) for c in range(what.num_chunks) for layer in range(what.num_layers)]
+    order = in_order(what)
     for at, (chunk, layer) in enumerate(order):
         mode, (start, end) = what.mode(layer, chunk), what.bounds[chunk]
         if mode == KEEP:
@@ -255,7 +365,10 @@ def test_any_decisions_run_to_their_end(run: tuple[StageCost, Decisions]) -> Non
 def test_windows_of_the_look_ahead(run: tuple[StageCost, Decisions]) -> None:
     """Leaving: as a unit begins, no more than the limit waits. Ahead: the limit, or one frame."""
     cost, what = run
-    timeline = lower(what, cost).simulate()
+    if what.by_layer:
+        what = keys_here(what)
+    program = lower(what, cost)
+    timeline, place = program.simulate(), program.points.forward
 
     def size(chunk: int, layer: int) -> int:
         start, end = what.bounds[chunk]
@@ -275,15 +388,16 @@ def test_windows_of_the_look_ahead(run: tuple[StageCost, Decisions]) -> None:
                 waiting = [
                     at
                     for at in away
-                    if at < (now.unit, now.layer) and ends[at] > span.start_seconds
+                    if place(*at) < place(now.unit, now.layer or 0)
+                    and ends[at] > span.start_seconds
                 ]
                 assert sum(size(*at) for at in waiting) <= what.leave_bytes
     limit = what.fetch_bytes or 0
     starts = {at: timeline.span(Action("H", 0, *at)).start_seconds for at in away}
     for span in timeline.spans(COMPUTE):
         if span.action.kind == "B":
-            here = (span.action.unit, span.action.layer)
-            ahead = [at for at in away if at < here and starts[at] < span.end_seconds]
+            here = place(span.action.unit, span.action.layer or 0)
+            ahead = [at for at in away if place(*at) < here and starts[at] < span.end_seconds]
             assert sum(size(*at) for at in ahead) <= max(
                 limit, max((size(*at) for at in ahead), default=0)
             )
@@ -356,7 +470,7 @@ def test_all_bytes_return(run: tuple[StageCost, Decisions]) -> None:
 def test_copies_hold_no_less_than_what_is_under_way(run: tuple[StageCost, Decisions]) -> None:
     """Of the look-ahead the program counts what its own copies hold at any time."""
     cost, what = run
-    what = replace(what, kv_tier="device", kv_block_tokens=0)
+    what = keys_here(what)
     program = lower(what, cost)
     timeline = program.simulate()
     computed = {action: at for at, action in enumerate(program.lanes.actions[COMPUTE])}
@@ -386,7 +500,7 @@ def test_staging_is_bounded(run: tuple[StageCost, Decisions]) -> None:
         tuple(mode_of(mode.saved, "disk") if mode.offload else mode for mode in row)
         for row in what.layer_modes
     )
-    what = replace(what, layer_modes=to_disk, kv_tier="device", kv_block_tokens=0)
+    what = keys_here(replace(what, layer_modes=to_disk))
     program = lower(what, cost)
     timeline = program.simulate()
     events: list[tuple[float, int]] = []

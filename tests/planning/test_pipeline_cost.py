@@ -24,6 +24,7 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
+from tests.planning.situations import decided
 
 SHAPE = shape_of(llama_config(), dtype_bytes=2)
 COST = StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
@@ -59,7 +60,8 @@ def test_a_stage_offloads_by_the_papers_rule_what_its_rank_will() -> None:
     _, costs = made("seq1f1b", Size(2, 1, 8), offload="sppo")
     layers = costs.stages[0]
     alone = replace(COST, shape=stage_shape(SHAPE, layers, last=False))
-    ranks = [sum(mode.offload for mode in row) for row in sppo_modes(alone, bounds_of(8))]
+    modes = sppo_modes(alone, decided(bounds_of(8), layers=len(layers)))
+    ranks = [sum(mode.offload for mode in row) for row in modes]
     planned = [round(ratio * len(layers)) for ratio in costs.ratios[0]]
     assert ranks == planned
     assert 0 < sum(planned) < 8 * len(layers)

@@ -23,6 +23,7 @@ def plan(
     device: DeviceFacts = CUDA,
     total_tokens: int = 32_768,
     training: bool = True,
+    by_layer: bool | str = True,
     **settings: Any,
 ) -> Plan:
     shape = shape_of(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000)
@@ -35,6 +36,7 @@ def plan(
         batch_rows=1,
         total_tokens=total_tokens,
         training=training,
+        by_layer=by_layer,
     )
 
 
@@ -50,7 +52,7 @@ def plan(
     ],
 )
 def test_modes(device: DeviceFacts, settings: dict[str, str], mode: FrameMode) -> None:
-    made = plan(device=device, **settings)
+    made = plan(device=device, order="by_chunk", **settings)
     keeps_last = device is CPU and not settings
     for chunk in range(made.num_chunks):
         expected = KEEP if keeps_last and chunk == made.num_chunks - 1 else mode
@@ -59,6 +61,31 @@ def test_modes(device: DeviceFacts, settings: dict[str, str], mode: FrameMode) -
 
 def test_a_single_chunk_is_not_kept_by_itself() -> None:
     assert plan(device=CPU, num_chunks=1).mode(0, 0) == RECOMPUTE
+
+
+def test_on_a_cpu_the_order_is_the_one_with_less_memory() -> None:
+    made = plan(device=CPU)
+    assert made.order == "by_layer"
+    assert made.order_reason == "auto: less memory"
+    assert {mode for row in made.layer_modes for mode in row} == {RECOMPUTE}
+    assert made.kv_modes == ("recompute",) * 31 + ("device",)
+    other = plan(device=CPU, order="by_chunk")
+    above = [p.estimate.device.total - p.estimate.device["weights"] for p in (made, other)]
+    assert above[0] < 0.65 * above[1]
+    # What is nearly as small needs nothing twice.
+    assert plan(device=CPU, recompute="none", offload_kv="none").kv_modes == ("device",) * 32
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_orders_that_cannot_be(training: bool) -> None:
+    assert plan(order="by_chunk", training=training).order == "by_chunk"
+    assert plan(pp_size=2, training=training).order == "by_chunk"
+    kept = plan(by_layer=False, training=training)
+    assert (kept.order, kept.warnings) == ("by_chunk", ())
+    said = plan(by_layer="layer 3 returns two tensors", training=training, order="by_layer")
+    assert said.order == "by_chunk"
+    assert said.warnings == ("order: chunk by chunk, because layer 3 returns two tensors",)
+    assert plan(order="by_layer", training=training).order_reason == "set by the user"
 
 
 def test_reasons_say_who_decided() -> None:
@@ -95,6 +122,14 @@ def test_fraction_of_the_device() -> None:
 def test_host_that_cannot_hold_what_full_offload_sends() -> None:
     with pytest.raises(BudgetError, match=r"host memory cannot hold what offload='full'.*offload="):
         plan(offload="full", host_memory="4GiB")
+
+
+def test_evaluation_by_layer_holds_the_keys_of_one_layer() -> None:
+    made = plan(training=False)
+    assert made.by_layer
+    assert set(made.kv_modes) == {"recompute"}
+    one = 32_768 * 2 * 8 * 128 * 2
+    assert max(moment.device["kv"] for moment in made.estimate.moments) == one
 
 
 def test_evaluation_needs_no_host() -> None:

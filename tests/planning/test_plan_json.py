@@ -14,7 +14,16 @@ REQUIRED = {
     *("stall_seconds", "max_seq_len"),
 }
 ADDED = {
-    *("policy", "kv_tier", "kv_block_tokens", "hardware", "estimated", "peak_by_cause"),
+    *(
+        "policy",
+        "order",
+        "kv_tier",
+        "kv_modes",
+        "kv_block_tokens",
+        "hardware",
+        "estimated",
+        "peak_by_cause",
+    ),
     *("moments", "warnings"),
 }
 CHUNK = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
 from sppo_hf.planning.policies import sppo_modes, spread, spread_kinds, uniform_modes
-from tests.planning.situations import falling_bounds, slow_cost, small_shape
+from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
 
 
 def test_uniform() -> None:
@@ -50,7 +50,7 @@ def test_spread_kinds_puts_each_kind_where_its_layers_are() -> None:
 def test_sppo_moves_what_one_chunk_can_copy() -> None:
     cost = slow_cost(small_shape(40), d2h_bytes_per_second=3e8)
     bounds = falling_bounds(6)
-    modes = sppo_modes(cost, bounds)
+    modes = sppo_modes(cost, decided(bounds, layers=40))
     forward = sum(cost.forward_seconds(i, *chunk) for i in range(40) for chunk in bounds)
     threshold = forward / len(bounds) / cost.d2h_seconds(1, both=True)
     counts = [row.count(OFFLOAD) for row in modes]
@@ -66,7 +66,8 @@ def test_sppo_moves_what_one_chunk_can_copy() -> None:
 def test_sppo_of_skeletons_leaves_more_layers() -> None:
     cost = slow_cost(small_shape(40), d2h_bytes_per_second=3e8)
     whole, reduced = (
-        sppo_modes(cost, falling_bounds(6), saved=saved) for saved in ("whole", "skeleton")
+        sppo_modes(cost, decided(falling_bounds(6), layers=40), saved=saved)
+        for saved in ("whole", "skeleton")
     )
     assert sum(mode.offload for row in reduced for mode in row) > sum(
         mode.offload for row in whole for mode in row

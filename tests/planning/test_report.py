@@ -146,13 +146,28 @@ def test_a_solved_plan_says_what_becomes_of_chunks_and_how_long_a_step_takes() -
 
 
 def test_keys_that_wait_elsewhere_are_named() -> None:
-    made = plan(device=SOLVED, config=SPPOConfig(offload_kv="full", num_chunks=8))
+    made = plan(device=SOLVED, config=SPPOConfig(offload_kv="full", num_chunks=8, order="by_chunk"))
     assert made.kv_tier == "host"
     assert "K/V on the host streamed back layer by layer" in " ".join(
         render_plan(made, "m").split()
     )
     blocks = replace(made, kv_block_tokens=8192)
     assert "in blocks of 8,192 tokens" in " ".join(render_plan(blocks, "m").split())
+
+
+def test_the_order_is_said_in_words() -> None:
+    made = plan(config=SPPOConfig(recompute="full", offload="none"))
+    assert made.by_layer
+    flat = " ".join(render_plan(made, "m").split())
+    assert "order layer by layer, chunks inside auto: less memory" in flat
+    assert "until backward" not in flat, "all are kept"
+    spread = replace(made, kv_modes=("host",) * 30 + ("recompute", "device"))
+    flat = " ".join(render_plan(spread, "m").split())
+    assert "K/V 1 kept, 30 to host, 1 recomputed of 32 layers" in flat
+    by_chunk = plan(config=SPPOConfig(order="by_chunk"))
+    assert "order chunk by chunk, layers inside set by the user" in " ".join(
+        render_plan(by_chunk, "m").split()
+    )
 
 
 def test_measured_speeds_are_not_called_estimates() -> None:

@@ -4,14 +4,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import get_args
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.least import least_memory, with_lookahead
+from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.least import kv_modes_of, least_memory, with_lookahead
 from sppo_hf.planning.lowering import compute_seconds, estimate
 from sppo_hf.planning.modes import SAVED, TIERS, Tier, mode_of
 from sppo_hf.planning.moments import Budgets
@@ -52,9 +53,11 @@ def device_bytes(cost: StageCost, what: Decisions) -> int:
 def problems(draw: st.DrawFn) -> tuple[StageCost, Decisions, Budgets, Choices]:
     """Budgets from just too little to more than enough."""
     cost = draw(costs(layers=st.sampled_from([1, 2, 5, 16])))
-    base = decided(draw(bounds_of()), layers=cost.shape.num_layers)
+    order = draw(st.sampled_from(get_args(Order)))
+    base = decided(draw(bounds_of()), layers=cost.shape.num_layers, order=order)
     everything = device_bytes(cost, base)
-    standing = device_bytes(cost, decided(((0, 16),), layers=cost.shape.num_layers))
+    short = decided(((0, 16),), layers=cost.shape.num_layers, order=order)
+    standing = device_bytes(cost, short)
     share = draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 1.1]))
     kv = draw(st.sampled_from([("device",), ("device", "host"), ("host",), ("device", "disk")]))
     tiers = draw(st.sampled_from([NO_DISK, ("device",), ("host",), TIERS]))
@@ -79,9 +82,9 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     found = solve(cost, base, budgets, choices)
     rivals = [
         what
-        for kv_tier in choices.kv_tiers
+        for kv_mode in kv_modes_of(cost.shape, base, choices)
         for _, what in fixed_policies(
-            cost, with_kv(base, kv_tier, cost.shape, budgets, "cuda"), choices
+            cost, with_kv(base, kv_mode, cost.shape, budgets, "cuda"), choices
         )
         if fits(estimate(cost.shape, what), budgets)
     ]
@@ -89,13 +92,13 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
         assert not rivals
         broken = [
             limit
-            for kv_tier in choices.kv_tiers
+            for kv_mode in kv_modes_of(cost.shape, base, choices)
             for limit in over_budget(
                 estimate(
                     cost.shape,
                     least_memory(
                         cost,
-                        with_kv(base, kv_tier, cost.shape, budgets, "cuda"),
+                        with_kv(base, kv_mode, cost.shape, budgets, "cuda"),
                         budgets,
                         choices,
                         "cuda",
@@ -110,7 +113,12 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     assert all(len(row) == base.num_layers for row in found.decisions.layer_modes)
     used = {mode for row in found.decisions.layer_modes for mode in row}
     assert used <= set(choices.modes)
-    assert found.decisions.kv_tier in choices.kv_tiers
+    kv_modes = {*kv_modes_of(cost.shape, base, choices)}
+    if base.by_layer:
+        # The last layer's are used at once.
+        assert {*found.decisions.kv_modes} <= kv_modes | {"device"}
+    else:
+        assert found.decisions.kv_tier in kv_modes
     assert not list(over_budget(estimate(cost.shape, found.decisions), budgets))
     for rival in rivals:
         seconds = play(rival, cost, policy="").step_seconds
