@@ -229,13 +229,28 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
             "and none empty. Remedy: at most as many stages (pp_size x pp_virtual_stages) as "
             "layers."
         )
-    _find_ends(parts)
-    shared = getattr(parts.text_config, "num_kv_shared_layers", 0) or 0
-    if shared and cut.num_stages > 1:
+    reason = _beside_hidden_states(parts) if cut.num_stages > 1 else None
+    if reason is not None:
         raise UnsupportedModelError(
-            f"{parts.name} cannot be cut into stages: {shared} of its layers read another layer's "
-            "keys (num_kv_shared_layers), which would be on another rank. Train it with pp_size=1."
+            f"{parts.name} cannot be cut into stages: {reason}, and only hidden states travel "
+            "between the stages of a pipeline. Train it with pp_size=1."
         )
+    _find_ends(parts)
+
+
+def _beside_hidden_states(parts: ModelParts) -> str | None:
+    """What layers are given that other layers or the embeddings make; None for most models."""
+    text = parts.text_config
+    if shared := getattr(text, "num_kv_shared_layers", 0) or 0:
+        return (
+            f"{shared} of its layers read an earlier layer's keys and values (num_kv_shared_layers)"
+        )
+    if size := getattr(text, "hidden_size_per_layer_input", 0) or 0:
+        return (
+            f"each of its layers is given {size} numbers a token that are made of token ids before "
+            "the first (hidden_size_per_layer_input)"
+        )
+    return None
 
 
 def shared_parameter_names(parts: ModelParts) -> frozenset[str]:

@@ -207,12 +207,23 @@ def test_ranks_take_stages_in_turn() -> None:
 
 
 @pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING_NAMES, reason="not in this Transformers")
-def test_a_model_with_more_around_its_layers_is_refused() -> None:
-    model = build_tiny_model("gemma4_text")
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gemma4_text", "8 numbers a token.*hidden_size_per_layer_input"),
+        ("gemma4_text-shared-kv", "of its layers read an earlier layer's keys"),
+        ("gemma3n_text", "of its layers read an earlier layer's keys"),
+    ],
+)
+def test_layers_that_are_given_more_than_hidden_states_are_refused(
+    family: str, reason: str
+) -> None:
+    model = build_tiny_model(family)
     before = names(model)
     parts = find_parts(model)
-    halves = StageCut((range(0, 2), range(2, 4)), (0,))
-    with pytest.raises(UnsupportedModelError, match=r"cannot be cut into stages.*pp_size=1"):
+    count = len(parts.layers)
+    halves = StageCut((range(2), range(2, count)), (0,))
+    with pytest.raises(UnsupportedModelError, match=rf"{reason}.*only hidden states.*pp_size=1"):
         check_cut(parts, halves)
     with pytest.raises(UnsupportedModelError):
         StagedModel(parts, halves)
