@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import (
     Bounds,
@@ -73,9 +74,20 @@ def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
     """
     return replace(
         shape,
-        layers=shape.layers[layers.start : layers.stop],
+        layers=_with_own_keys(shape.layers[layers.start : layers.stop]),
         vocab_size=shape.vocab_size if last else 1,
     )
+
+
+def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
+    """The layers of a stage, of which the first to read keys of another stage stores them here."""
+    seen: set[tuple[int | None, ...]] = set()
+    found: list[LayerProfile] = []
+    for layer in layers:
+        kind = (layer.window, layer.num_kv_heads, layer.qk_head_size, layer.v_head_size)
+        found.append(layer if kind in seen else replace(layer, borrows_keys=False))
+        seen.add(kind)
+    return tuple(found)
 
 
 def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:

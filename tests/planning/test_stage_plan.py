@@ -1,6 +1,7 @@
 """Plans of a stage: chunks from the whole model alone, its own layers, its share of the memory."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -118,3 +119,15 @@ def test_shares_together_fit(device: int, host: int, standing: int, alive: float
     used = max(0, shared.device - standing) * alive
     assert used <= max(0, device - standing) + alive
     assert shared.host * alive <= host + alive
+
+
+def test_the_first_of_a_stage_to_read_keys_of_another_stage_stores_them() -> None:
+    layer = SHAPE.layers[0]
+    local, reads = replace(layer, window=16), replace(layer, borrows_keys=True)
+    local_reads = replace(local, borrows_keys=True)
+    shape = replace(SHAPE, layers=(local, layer, local_reads, reads, local_reads, reads))
+    kept = [
+        [layer.borrows_keys for layer in stage_shape(shape, layers, last=False).layers]
+        for layers in (range(3), range(3, 6))
+    ]
+    assert kept == [[False, False, True], [False, False, True]]
