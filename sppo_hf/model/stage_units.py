@@ -24,11 +24,13 @@ from sppo_hf.model.head import ModelHead
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.split_backward import DeferWeights, WeightGradients
+from sppo_hf.model.stage_message import MessageLayout
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.unit_graph import Inlet, StateEnd, UnitGraph, enter
 from sppo_hf.planning.partition import Bounds
 
-# B rows of a micro-batch, C tokens of a chunk, T tokens of the sequence, D model width.
+# B rows of a micro-batch, C tokens of a chunk, T tokens of the sequence, D model width, W width of
+# a message.
 
 MakeSequence = Callable[..., Sequence]
 """Makes the sequence of (stage, micro-batch); takes Sequence's keywords that vary."""
@@ -61,6 +63,7 @@ class StageUnits:
         call: ForwardCall,
         layout: BatchLayout,
         *,
+        messages: MessageLayout,
         bounds: Bounds,
         rows: list[tuple[int, int]],
         make_sequence: MakeSequence,
@@ -76,6 +79,7 @@ class StageUnits:
             staged: The stages.
             call: The batch.
             layout: Its layout.
+            messages: How stages pack what they give on.
             bounds: The chunks that run.
             rows: Half-open rows of each micro-batch.
             make_sequence: Makes the state of one micro-batch on one stage.
@@ -88,6 +92,7 @@ class StageUnits:
         self._staged = staged
         self._call = call
         self._layout = layout
+        self._messages = messages
         self._bounds = bounds
         self._rows = rows
         self._make_sequence = make_sequence
@@ -115,10 +120,10 @@ class StageUnits:
             stage: A stage of this rank.
             micro_batch: Index of the rows.
             chunk: Index of the chunk; comes after the chunk before it.
-            received: `[B, C, D]` from the stage before; None on the first stage.
+            received: `[B, C, W]` from the stage before; None on the first stage.
 
         Returns:
-            `[B, C, D]`, detached, for the stage after; None on the last stage.
+            `[B, C, W]`, detached, for the stage after; None on the last stage.
 
         Raises:
             SPPOError: Another chunk is due.
@@ -128,7 +133,7 @@ class StageUnits:
             raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
         running.due_chunk += 1
         hidden, inlet = self._run_layers(stage, running, chunk, received)
-        unit = UnitGraph.of(hidden, inlet)
+        unit = UnitGraph.of(hidden, inlet, received)
         given: Tensor | None = None
         if stage < self._staged.cut.num_stages - 1:
             given = hidden.detach()
@@ -184,17 +189,27 @@ class StageUnits:
     def _run_layers(
         self, stage: int, running: _MicroBatch, chunk: int, received: Tensor | None
     ) -> tuple[Tensor, Inlet | None]:
-        """Run the stage's layers over a chunk; `[B, C, D]` and where its input's gradient comes."""
+        """Run the stage's layers over a chunk.
+
+        Returns:
+            What goes to the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`; and
+            where the gradient of what the stage was given will be.
+        """
         inputs = running.slices.chunk(*self._bounds[chunk])
         inlet = None
         if received is not None:
             for name in ("input_ids", "inputs_embeds"):
                 inputs.pop(name, None)
+            message, inlet = enter(received)
+            parts = self._messages.unpack(self._staged.cut.layers[stage].start, message)
             # Only for its shape and dtype: layers get another one, see `first_layer_input`.
-            inputs["inputs_embeds"] = received.detach()
-            self._received, inlet = enter(received)
-        elif running.embedded is not None:
-            inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
+            inputs["inputs_embeds"] = parts.hidden.detach()
+            inputs |= parts.arguments
+            self._received = parts.hidden
+        else:
+            inputs |= self._messages.new_shared()
+            if running.embedded is not None:
+                inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
         self._enter(running.sequence)
         try:
             with self._staged.running(stage):
@@ -203,11 +218,14 @@ class StageUnits:
         finally:
             self._enter(None)
             self._received = self._given = None
+            own_inputs = self._staged.take_given(stage)
         self._head.output_class = type(output)
         if stage == self._staged.cut.num_stages - 1:
             return output.last_hidden_state, inlet
         assert given is not None, "the last layer of a stage ran"
-        return given, inlet
+        end = self._staged.cut.layers[stage].stop
+        shared = inputs.get("shared_kv_states", {})
+        return self._messages.pack(end, given, own_inputs, shared), inlet
 
     def first_layer_input(self) -> Tensor | None:
         """What the first layer of the running stage must be given instead; None: what it gets.
@@ -269,11 +287,11 @@ class StageUnits:
             stage: A stage of this rank.
             micro_batch: Index of the rows.
             chunk: Index of the chunk; comes after the backward of the chunk after it.
-            grad: `[B, C, D]` from the stage after; None on the last stage.
+            grad: `[B, C, W]` from the stage after; None on the last stage.
             scale: Gradient of the loss's sum, `[]`; used on the last stage.
 
         Returns:
-            `[B, C, D]` for the stage before; None on the first stage.
+            `[B, C, W]` for the stage before; None on the first stage.
 
         Raises:
             SPPOError: Another chunk is due, or a forward of this micro-batch.
@@ -316,7 +334,7 @@ class StageUnits:
     ) -> Tensor | None:
         if stage > 0:
             assert unit.inlet is not None, "a later stage received its input"
-            return unit.zeros() if unit.inlet.grad is None else unit.inlet.grad
+            return unit.received_zeros() if unit.inlet.grad is None else unit.inlet.grad
         if running.embedded is not None:
             self._collect_embedding(running, chunk, unit)
         return None

@@ -33,6 +33,11 @@ from sppo_hf.model.structure import ModelParts
 
 _ATTRIBUTE = "_sppo_stages"
 
+_PER_LAYER = "per_layer"
+"""In the names of what makes inputs of each layer of token ids, in front of the first (Gemma 4)."""
+
+_PER_LAYER_SIZE = "hidden_size_per_layer_input"
+
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
@@ -72,6 +77,8 @@ class AbsentLayer(GradientCheckpointingLayer):
         self._returns = _returned_values(type(layer).forward)
         self.carries_state = bool(mixers_of(layer))
         """Whether the layer has recurrent or convolutional mixers."""
+        self.given: Tensor | None = None
+        """What the layer was given beside hidden states; see `StagedModel.take_given`."""
         # What models read off their layers: the kind of attention, the index.
         for name, value in vars(layer).items():
             is_plain = isinstance(value, str | int | float | bool)
@@ -82,8 +89,9 @@ class AbsentLayer(GradientCheckpointingLayer):
         """Call `forward`, whatever was switched on in the model: nothing here is recomputed."""
         return nn.Module.__call__(self, *args, **kwargs)
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    def forward(self, hidden_states: Tensor, own: Any = None, *_: Any, **__: Any) -> Any:
         """Return `hidden_states` as they are, in a tuple where the layer itself returns one."""
+        self.given = own if isinstance(own, Tensor) else None
         if self._returns is None:
             return hidden_states
         return (hidden_states, *(None for _ in range(self._returns - 1)))
@@ -165,13 +173,29 @@ class StagedModel:
     @contextlib.contextmanager
     def running(self, stage: int) -> Iterator[None]:
         """Let the base model run the layers of `stage` alone, at the moment."""
-        modules = self.parts.decoder._modules
+        decoder: Any = self.parts.decoder
+        modules = decoder._modules
         whole = modules[self._layers_name]
         modules[self._layers_name] = self._views[stage]
+        per_layer_size = getattr(decoder, _PER_LAYER_SIZE, 0)
+        if stage > 0 and per_layer_size:
+            # What layers are given was made on the first stage, and is not made again.
+            setattr(decoder, _PER_LAYER_SIZE, 0)
         try:
             yield
         finally:
             modules[self._layers_name] = whole
+            if per_layer_size:
+                setattr(decoder, _PER_LAYER_SIZE, per_layer_size)
+
+    def take_given(self, stage: int) -> list[Tensor]:
+        """What the layers after `stage` were given beside hidden states when it ran, in order."""
+        layers = list(self._views[stage])[self.cut.layers[stage].stop :]
+        given = [layer.given for layer in layers if isinstance(layer, AbsentLayer)]
+        for layer in self._views[stage]:
+            if isinstance(layer, AbsentLayer):
+                layer.given = None
+        return [tensor for tensor in given if tensor is not None]
 
     @contextlib.contextmanager
     def whole_ties(self) -> Iterator[None]:
@@ -229,13 +253,13 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
             "and none empty. Remedy: at most as many stages (pp_size x pp_virtual_stages) as "
             "layers."
         )
-    _find_ends(parts)
-    shared = getattr(parts.text_config, "num_kv_shared_layers", 0) or 0
-    if shared and cut.num_stages > 1:
+    if cut.num_stages > 1 and getattr(parts.text_config, "altup_num_inputs", 0):
         raise UnsupportedModelError(
-            f"{parts.name} cannot be cut into stages: {shared} of its layers read another layer's "
-            "keys (num_kv_shared_layers), which would be on another rank. Train it with pp_size=1."
+            f"{parts.name} cannot be cut into stages: its layers give on several hidden states "
+            "(altup_num_inputs), and one travels between the stages of a pipeline. Train it with "
+            "pp_size=1."
         )
+    _find_ends(parts)
 
 
 def shared_parameter_names(parts: ModelParts) -> frozenset[str]:
@@ -262,11 +286,12 @@ def _find_ends(parts: ModelParts) -> _Ends:
     before: list[tuple[nn.Module, str]] = []
     after: list[tuple[nn.Module, str]] = []
     found = before
+    per_layer = [n for n, _ in parts.decoder.named_children() if _PER_LAYER in n]
     for child_name, child in parts.decoder.named_children():
         if child_name == name:
             found = after
         elif any(True for _ in child.parameters()):
-            found.append((parts.decoder, child_name))
+            (before if child_name in per_layer else found).append((parts.decoder, child_name))
     if parts.is_multimodal:
         # Encoders of what is not text: they run in front of the first layer, or not at all.
         encoders = tuple(
@@ -274,7 +299,9 @@ def _find_ends(parts: ModelParts) -> _Ends:
             for child_name, child in parts.base.named_children()
             if parts.decoder is not parts.base and child is not parts.decoder
         )
-    unusual = [n for _, n in before if not _embeds(parts.decoder._modules[n])]
+    unusual = [
+        n for _, n in before if n not in per_layer and not _embeds(parts.decoder._modules[n])
+    ]
     unusual += [n for _, n in after if _embeds(parts.decoder._modules[n])]
     names = [n for _, n in after]
     if (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-# B rows of a micro-batch, C tokens of a chunk, D model width.
+# B rows of a micro-batch, C tokens of a chunk, D model width, W width of a message.
 
 
 @dataclass(slots=True)
@@ -64,7 +64,9 @@ class UnitGraph:
     end: GradientEdge | None
     """Of what the unit gave on, or its loss was computed from; None where nothing is trained."""
     shape: torch.Size
-    """Of that, and of what it was given, `[B, C, D]`."""
+    """Of that, `[B, C, D]`, or `[B, C, W]` of a whole message."""
+    received_shape: torch.Size
+    """Of what it was given, likewise."""
     dtype: torch.dtype
     device: torch.device
     inlet: Inlet | None
@@ -73,14 +75,19 @@ class UnitGraph:
     """Sum of the chunk's losses, on the last stage, where it has labels."""
 
     @classmethod
-    def of(cls, hidden: Tensor, inlet: Inlet | None) -> UnitGraph:
-        """Note the ends of a graph that leads to `hidden`."""
-        end = get_gradient_edge(hidden) if hidden.requires_grad else None
-        return cls(end, hidden.shape, hidden.dtype, hidden.device, inlet)
+    def of(cls, given: Tensor, inlet: Inlet | None, received: Tensor | None) -> UnitGraph:
+        """Note the ends of a graph that leads from `received` to `given`."""
+        end = get_gradient_edge(given) if given.requires_grad else None
+        received_shape = given.shape if received is None else received.shape
+        return cls(end, given.shape, received_shape, given.dtype, given.device, inlet)
 
     def zeros(self) -> Tensor:
-        """No gradient, `[B, C, D]`."""
+        """No gradient of what it gave on."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    def received_zeros(self) -> Tensor:
+        """No gradient of what it was given."""
+        return torch.zeros(self.received_shape, dtype=self.dtype, device=self.device)
 
 
 def enter(x: Tensor) -> tuple[Tensor, Inlet | None]:

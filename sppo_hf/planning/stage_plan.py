@@ -12,6 +12,7 @@ from dataclasses import replace
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram
+from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import (
     Bounds,
@@ -80,7 +81,7 @@ def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
     """
     return replace(
         shape,
-        layers=shape.layers[layers.start : layers.stop],
+        layers=_with_own_keys(shape.layers[layers.start : layers.stop]),
         vocab_size=shape.vocab_size if last else 1,
     )
 
@@ -96,6 +97,17 @@ def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> 
         return decisions
     leave_bytes = max(int(away.max()), decisions.leave_bytes or 0)
     return replace(decisions, leave_bytes=leave_bytes, fetch_bytes=None, fetch_chunks=1)
+
+
+def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
+    """The layers of a stage, of which the first to read keys of another stage stores them here."""
+    seen: set[tuple[int | None, ...]] = set()
+    found: list[LayerProfile] = []
+    for layer in layers:
+        kind = (layer.window, layer.num_kv_heads, layer.qk_head_size, layer.v_head_size)
+        found.append(layer if kind in seen else replace(layer, borrows_keys=False))
+        seen.add(kind)
+    return tuple(found)
 
 
 def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:

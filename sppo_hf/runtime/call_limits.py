@@ -40,9 +40,10 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
         )
     if getattr(parts.text_config, "output_router_logits", False):
         raise UnsupportedModelError(
-            f"{name}: config.output_router_logits=True adds a loss of the routers of all layers, "
-            f"which in a pipeline are on {config.pp_size} ranks. Set "
-            "model.config.output_router_logits = False, or train it with pp_size=1."
+            f"{name}: config.output_router_logits=True adds a loss whose gradient in every layer "
+            "needs to know how often each expert was chosen in all layers and rows, and a pipeline "
+            "runs backward of some before forward of others. Set model.config.output_router_logits "
+            "= False, or train it with pp_size=1."
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
         raise ConfigError(

@@ -41,7 +41,7 @@ class Executor:
         units: StageUnits,
         transport: Transport,
         *,
-        shapes: Callable[[int], tuple[int, ...]],
+        shapes: Callable[[int, int], tuple[int, ...]],
         dtype: torch.dtype,
         scale: Tensor,
         reduce: Callable[[int], None],
@@ -54,7 +54,8 @@ class Executor:
             rank: This rank in the pipeline.
             units: Computes.
             transport: Carries messages.
-            shapes: Returns the shape of a unit's hidden states, `[B, C, D]`.
+            shapes: Returns the shape of a unit's message to a stage, `[B, C, W]`; its gradient has
+                the same.
             dtype: Of the messages.
             scale: Gradient of the loss's sum, `[]`.
             reduce: Starts reducing a stage's gradients over replicas.
@@ -164,7 +165,7 @@ class Executor:
     def _receive(self, action: Action, stage: int) -> None:
         self._transport.receive(
             action,
-            self._shapes(action.unit),
+            self._shapes(action.unit, max(stage, action.stage)),
             self._dtype,
             self._schedule.stage_ranks[stage],
         )

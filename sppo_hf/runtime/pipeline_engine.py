@@ -30,6 +30,7 @@ from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.parameter_hooks import hooks_set_aside
 from sppo_hf.model.sequence import Sequence
+from sppo_hf.model.stage_message import MessageLayout
 from sppo_hf.model.stage_units import AddLoss, StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
@@ -414,6 +415,7 @@ class PipelineEngine(Engine):
             self.staged,
             call,
             layout,
+            messages=self.messages(),
             bounds=prepared.bounds,
             rows=prepared.rows,
             make_sequence=make_sequence,
@@ -446,6 +448,10 @@ class PipelineEngine(Engine):
 
         return add
 
+    def messages(self) -> MessageLayout:
+        """How stages pack what they give on."""
+        return MessageLayout.of(self.parts, self.shape().layers)
+
     def _enter(self, sequence: Sequence | None) -> None:
         self.running = sequence
 
@@ -456,13 +462,13 @@ class PipelineEngine(Engine):
         gradients: StepGradients | None,
         scale: Tensor,
     ) -> None:
-        width = self.parts.text_config.hidden_size
+        messages, layers = self.messages(), self.staged.cut.layers
         rows, bounds = prepared.rows, prepared.bounds
 
-        def shape(unit: int) -> tuple[int, ...]:
+        def shape(unit: int, stage: int) -> tuple[int, ...]:
             micro_batch, chunk = divmod(unit, len(bounds))
             (row, row_end), (start, end) = rows[micro_batch], bounds[chunk]
-            return row_end - row, end - start, width
+            return row_end - row, end - start, messages.width(layers[stage].start)
 
         def reduce(stage: int) -> None:
             assert gradients is not None, "only a training step reduces"

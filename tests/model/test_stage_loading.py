@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.core_model_loading import spawn_materialize
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -19,17 +20,21 @@ from sppo_hf.model.stages import AbsentLayer, AbsentModule, StageCut, staged_mod
 from sppo_hf.model.tiny import build_tiny_model
 
 FAMILIES = ["llama", "llama-bias-tied", "gemma2", "gemma3_text", "granite", "gpt2", "qwen3_moe"]
+FAMILIES += ["gemma4_text-shared-kv"] if "gemma4_text" in CONFIG_MAPPING_NAMES else []
 LAYERS = (range(0, 1), range(1, 2), range(2, 3))
 
 
 def _save(family, folder, dtype=torch.float64):
-    """A tiny model of three layers on disk, a file for every few tensors."""
+    """A tiny model of three layers or more on disk, a file for every few tensors."""
     build_tiny_model(family, dtype=dtype).save_pretrained(folder, max_shard_size="15KB")
     return str(folder)
 
 
 def _load(folder, *own, kind=AutoModelForCausalLM, **kwargs):
-    return load_stages(kind, folder, lambda parts: StageCut(LAYERS, own), **kwargs)
+    def cut(parts):
+        return StageCut((*LAYERS[:2], range(2, len(parts.layers))), own)
+
+    return load_stages(kind, folder, cut, **kwargs)
 
 
 def _shards(folder):

@@ -320,7 +320,9 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[StageCost, Deci
             continue
         size = cost.frame_bytes(layer, end - start, mode.saved)
         frames[chunk, layer] = _Frame([_Handle(at, size)] if mode.offload else [])
-        tape.record(frames[chunk, layer], at)  # type: ignore[arg-type]
+        # By layer a layer's keys have the number behind its frames.
+        number = at + layer * what.by_layer
+        tape.record(frames[chunk, layer], number)  # type: ignore[arg-type]
     asked_in: dict[int, Action | None] = {}
     previous = lanes.actions[COMPUTE][len(lanes.actions[COMPUTE]) - len(order) - 1]
     for chunk, layer in reversed(order):

@@ -148,3 +148,15 @@ def test_a_stage_asks_for_whole_units_one_ahead() -> None:
     )
     kept = replace(decisions, layer_modes=((KEEP,) * 3,) * 4)
     assert asked_by_unit(kept, shape, "cuda") is kept
+
+
+def test_the_first_of_a_stage_to_read_keys_of_another_stage_stores_them() -> None:
+    layer = SHAPE.layers[0]
+    local, reads = replace(layer, window=16), replace(layer, borrows_keys=True)
+    local_reads = replace(local, borrows_keys=True)
+    shape = replace(SHAPE, layers=(local, layer, local_reads, reads, local_reads, reads))
+    kept = [
+        [layer.borrows_keys for layer in stage_shape(shape, layers, last=False).layers]
+        for layers in (range(3), range(3, 6))
+    ]
+    assert kept == [[False, False, True], [False, False, True]]

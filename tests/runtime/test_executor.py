@@ -103,7 +103,7 @@ def make(
         rank,
         units,  # type: ignore[arg-type]
         transport,  # type: ignore[arg-type]
-        shapes=lambda unit: (1, unit + 1, 8),
+        shapes=lambda unit, stage: (1, unit + 1, 8),
         dtype=torch.float32,
         scale=SCALE,
         reduce=lambda stage: units.log.append(f"reduce {stage}"),
