@@ -153,7 +153,8 @@ def _plan_cluster(
             )
         question = cluster_question(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
         answer = answer_cluster(question)
-        launch, actions = None, list[list[str]]()
+        launch: Launch | None = None
+        actions: list[list[str]] | None = []
         if answer.best and (as_json or write is not None):
             best, single = answer.best[0], arguments.question()
             launch = launch_of_layout(arguments, question, single.config, best)

@@ -27,6 +27,10 @@ from sppo_hf.schedule.lower import lower
 
 _ACCELERATE, _SPPO = "accelerate.yaml", "sppo.yaml"
 
+# Listed with --json: about three seconds, and 3 MB. A unit has about so many.
+_MOST_ACTIONS = 300_000
+_KINDS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -190,10 +194,11 @@ def launch_of_layout(
 
 def actions_of_layout(
     question: ClusterQuestion, single: Question, launch: Launch, plan: ClusterPlan
-) -> list[list[str]]:
+) -> list[list[str]] | None:
     """Returns what every rank of one pipeline does, all rows of it; replicas do the same.
 
-    A single stage is a device of its own, whose program lists single layers and one row.
+    A single stage is a device of its own, whose program lists single layers and one row. None where
+    there are more actions than are worth listing.
 
     Args:
         question: What was asked.
@@ -217,6 +222,8 @@ def actions_of_layout(
         )
         return [[str(action) for action in made.program().actions]]
     rows = question.rows // layout.replicas
+    if _KINDS * rows * layout.num_chunks * layout.stages * layout.virtual > _MOST_ACTIONS:
+        return None
     schedule = generate(
         layout.schedule, Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     )

@@ -173,7 +173,8 @@ class Sequence:
         self._counters = counters
         self._offload = offload
         # Without links the caller says when the frames of a chunk are to come.
-        asked = plan.program().lowest_asked if plan.training and linked else []
+        away = plan.training and any(mode.offload for row in plan.layer_modes for mode in row)
+        asked = plan.program().lowest_asked if away and linked else []
         self._tape = offload.new_tape(
             leave_bytes=plan.leave_bytes, asked=asked, on_prefetch=self._prefetched
         )

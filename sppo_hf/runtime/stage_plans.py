@@ -342,9 +342,14 @@ class StagePlans:
             )
             try:
                 plans[stage] = make(correction=learned.get(stage))
-            except BudgetError:
+            except BudgetError as error:
                 if stage not in learned:
-                    raise
+                    raise BudgetError(
+                        f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
+                        f"and {len(cut.own)} stages share this rank's memory (budgets below are "
+                        f"one share): {error} More chunks (num_chunks), a schedule that begins "
+                        "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
+                    ) from error
                 # What ran so far still fits.
                 plans[stage] = make()
             for warning in plans[stage].warnings:

@@ -82,7 +82,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "--lora": _NUMBERS,
     "--rows": _NUMBERS,
     "--num-chunks": _NUMBERS,
-    "--recompute": ("auto", "none", "full", "x", ""),
+    "--recompute": ("auto", "none", "selective", "full", "x", ""),
     "--offload-kv": ("auto", "none", "full", "x"),
     "--partition": ("flops", "even", "ramp", "x"),
     "--dtype": ("bfloat16", "float32", "float8", ""),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.model.calls import read_call
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.model.exactness import Gradients, parameter_errors, run_reference
@@ -230,6 +230,12 @@ def test_a_backward_finds_what_was_prefetched(recompute: str) -> None:
     assert all(one < other for one, other in pairwise(copied))
     assert copied[-1] == pair.first.engine.offload.stats().d2h_bytes
     pair.assert_exact()
+
+
+def test_a_stage_that_cannot_fit_says_which_and_what_it_shares() -> None:
+    settings = {"device_memory": "60KiB", "hardware": "h100"}
+    with pytest.raises(BudgetError, match=r"stage 0 of 2, of which 1 micro-batches .*missing"):
+        Pair(rows=1, **settings)
 
 
 def test_copies_out_of_order_are_errors() -> None:

@@ -1,9 +1,12 @@
 """A model's pipeline: one rank agrees with the planner, ranks add up, rules move what they say."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import COMPUTE
@@ -12,8 +15,10 @@ from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.modes import Saved, mode_of
 from sppo_hf.planning.partition import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
+from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.portions import loss_tile_tokens
+from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.stage_plan import stage_shape
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action
@@ -23,7 +28,7 @@ from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE
-from tests.planning.shapes import llama_config, shape_of
+from tests.planning.shapes import llama_config, shape_of, tiny_shape
 from tests.planning.situations import decided
 
 SHAPE = shape_of(llama_config(), dtype_bytes=2)
@@ -269,3 +274,32 @@ def test_bubbles_of_equal_lengths_are_those_of_the_notes(ratio: float, idle: flo
     assert idle_of(balanced) == pytest.approx(7 / 71, abs=5e-4)
     plain = float(formulas.bubble_fraction("1f1b", Size(8, 16)))
     assert (idle_of(even_bounds(tokens, 4)) > plain) == (ratio > 0.7)
+
+
+@pytest.mark.parametrize("kv_tier", ["device", "host"])
+def test_the_papers_rule_is_what_each_stage_runs(kv_tier: Any) -> None:
+    """As many layers of every chunk leave in the simulation as in the plans of the stages."""
+    shape = tiny_shape(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192)
+    profile = load_profile("a100")
+    bounds = tuple((at * 2048, (at + 1) * 2048) for at in range(6))
+    cost = StageCost(shape=shape, profile=profile, dtype_name="bfloat16")
+    schedule = generate("seq1f1b", Size(2, 2, len(bounds)))
+    costs = PipelineCost.of(schedule, cost, bounds, offload="sppo", kv_tier=kv_tier)
+    kv = "none" if kv_tier == "device" else "full"
+    config = SPPOConfig(pp_size=2, offload="sppo", recompute="none", offload_kv=kv)
+    for stage, layers in enumerate(costs.stages):
+        plan = make_plan(
+            config,
+            stage_shape(shape, layers, last=stage == 1),
+            device=DeviceFacts(kind="cuda", name="A100", profile=profile),
+            backend_name="",
+            backend_reason="",
+            batch_rows=1,
+            total_tokens=bounds[-1][1],
+            training=True,
+            bounds=bounds,
+            alive=1.0,
+        )
+        leaving = [sum(mode.offload for mode in row) for row in plan.layer_modes]
+        assert [round(ratio * len(layers)) for ratio in costs.ratios[stage]] == leaving
+        assert 0 < sum(leaving) < len(bounds) * len(layers)
