@@ -1,4 +1,4 @@
-"""What the planner says of Llama-3.1-8B with LoRA on one H100: four policies, 16K to 1M tokens.
+"""What the planner says of Llama-3.1-8B with LoRA on one H100, 16K to 1M tokens, by policy.
 
     python recipes/benchmarks/planned_lengths.py --check
 
@@ -33,11 +33,13 @@ from sppo_hf.planning.ask import (
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.report import format_seconds
+from sppo_hf.planning.report import format_seconds, keys_text
 from sppo_hf.planning.solve import over_budget
 from sppo_hf.rules import format_bytes
 
 POLICIES = ("auto", "none", "full", "sppo")
+BY_CHUNK = "auto, by chunk"
+COLUMNS = (POLICIES[0], BY_CHUNK, *POLICIES[1:])
 LENGTHS = tuple(2**power for power in range(14, 21))
 
 
@@ -57,6 +59,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
             trace=trace_unknown,
         )
 
+    by_chunk = ask(question(order="by_chunk"))
     began = time.perf_counter()
     answer = ask(question())
     row: dict[str, Any] = {
@@ -64,6 +67,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         "disk": disk,
         "seconds": time.perf_counter() - began,
         "max_seq_len": answer.max_seq_len,
+        "max_seq_len_by_chunk": by_chunk.max_seq_len,
         "policies": {},
     }
     if answer.plan is None:
@@ -77,7 +81,9 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
     row |= {
         "simulated_actions": len(timeline),
         "simulation_seconds": time.perf_counter() - began,
-        "kv_tier": plan.kv_tier,
+        "order": plan.order,
+        "kv_tier": plan.farthest_keys,
+        "keys": keys_text(plan) if plan.by_layer else plan.kv_tier,
         "num_chunks": plan.num_chunks,
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
@@ -86,7 +92,8 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
     for policy, recompute in product(POLICIES[1:], ("full", "none")):  # in theirs
         own = plan_for(question(offload=policy, recompute=recompute))
         results[policy].append(_as_row(own))
-    for name in POLICIES:
+    results[BY_CHUNK] = [_as_row(by_chunk.plan or plan_for(question(order="by_chunk")))]
+    for name in COLUMNS:
         row["policies"][name] = max(results[name], key=_rank)
     return row
 
@@ -115,19 +122,23 @@ def _rank(result: dict[str, Any]) -> tuple[float, int]:
 def show(rows: list[dict[str, Any]]) -> None:
     """One table on the terminal."""
     table = Table(title="Llama-3.1-8B, LoRA, one H100: tokens/s (device + host + disk peak)")
-    for heading in ("tokens", "K/V on", *POLICIES):
+    for heading in ("tokens", "order", "K/V", *COLUMNS):
         table.add_column(heading, justify="right")
     for row in rows:
-        cells = [_cell(row["policies"][name]) for name in POLICIES] if row["policies"] else []
+        cells = [_cell(row["policies"][name]) for name in COLUMNS] if row["policies"] else []
         if not cells:
             cells = [f"no: {row['first_limit']} lacks {format_bytes(row['missing_bytes'])}"]
         name = f"{row['tokens']:,}" + (" + disk" if row["disk"] else "")
-        table.add_row(name, row.get("kv_tier", ""), *cells)
-    console = Console(width=130)
+        table.add_row(name, row.get("order", ""), row.get("keys", ""), *cells)
+    console = Console(width=160)
     console.print(table)
     for disk in (False, True):
-        longest = max((row["max_seq_len"] for row in rows if row["disk"] is disk), default=0)
-        console.print(f"longest {'with' if disk else 'without'} the disk: {longest:,} tokens")
+        both = [
+            max((row[name] for row in rows if row["disk"] is disk), default=0)
+            for name in ("max_seq_len", "max_seq_len_by_chunk")
+        ]
+        where = "with" if disk else "without"
+        console.print(f"longest {where} the disk: {both[0]:,} tokens, by chunk {both[1]:,}")
     slowest = max(rows, key=lambda row: row["seconds"])
     console.print(f"slowest answer: {format_seconds(slowest['seconds'])}, {slowest['tokens']:,}")
 

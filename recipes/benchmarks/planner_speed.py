@@ -2,8 +2,9 @@
 
     python recipes/benchmarks/planner_speed.py --check
 
-The solver gets a Llama-like model of 80 layers in 64 chunks with keys and values on the host; the
-simulator the plan that comes out; `sppo --help` and `sppo estimate` are started as a user would.
+The solver gets a Llama-like model of 80 layers in 64 chunks with keys and values on the host, by
+chunk, by layer and to choose between them; the simulator gets the plan that comes out; `sppo
+--help` and `sppo estimate` are started as a user would.
 """
 
 from __future__ import annotations
@@ -27,18 +28,25 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.ask import question_for
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.lowering import lower
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import even_bounds
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.search import Batch
-from sppo_hf.planning.solve import Choices, FirstLimit, solve
+from sppo_hf.planning.search import Batch, solve_chunks
+from sppo_hf.planning.solve import Choices, FirstLimit
 
 CHUNKS = 64
 LAYERS = 80
 CHUNK_TOKENS = 8192
 GIB = 2**30
-LIMIT_SECONDS = {"solve, 64 chunks x 80 layers": 2.0, "sppo --help": 2.0}
+ORDERS: dict[str, tuple[Order, ...]] = {
+    "by chunk": ("by_chunk",),
+    "by layer": ("by_layer",),
+    "both orders": ("by_layer", "by_chunk"),
+}
+SOLVE = "solve, 64 chunks x 80 layers, {}"
+LIMIT_SECONDS = {**dict.fromkeys(map(SOLVE.format, ORDERS), 2.0), "sppo --help": 2.0}
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -61,16 +69,19 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         batch_rows=1,
     )
     batch = Batch(batch_rows=1, tile_tokens=512)
-    base = batch.decisions(even_bounds(CHUNKS * CHUNK_TOKENS, CHUNKS), LAYERS)
+    cuts = [even_bounds(CHUNKS * CHUNK_TOKENS, CHUNKS)]
     budgets = Budgets(device=140 * GIB, host=2048 * GIB, disk=0)
     choices = Choices(kv_tiers=("host",))
     found: Any = None
 
-    def solved() -> None:
+    def solved(orders: tuple[Order, ...]) -> None:
         nonlocal found
-        found = solve(cost, base, budgets, choices)
+        found = solve_chunks(cost, batch, cuts, budgets, choices, orders=orders)
 
-    taken = {"solve, 64 chunks x 80 layers": _seconds(solved, options.repeat)}
+    taken = {
+        SOLVE.format(name): _seconds(lambda orders=orders: solved(orders), options.repeat)
+        for name, orders in ORDERS.items()
+    }
     assert not isinstance(found, FirstLimit), f"{found} breaks"
     program = lower(found.decisions, cost)
     actions = len(program.simulate())

@@ -204,8 +204,7 @@ class LinearProgram:
         tiers: list[Tier] = []
         for way, mode in enumerate(kv_modes):
             if mode == "recompute":
-                # The last chunk's are made in recomputing it.
-                seconds[way] = self._work.keys[:, :-1].sum(axis=1)[self._tables.kind_of]
+                seconds[way] = self._work.keys.sum(axis=1)[self._tables.kind_of]
                 tiers.append("device")
             else:
                 sizes[way] = self._tables.layer_kv / _GIB

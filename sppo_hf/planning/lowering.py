@@ -159,7 +159,7 @@ class StepProgram:
     def again_inputs(self) -> Bytes:
         """[layers] Inputs that come back once more, to make keys and values from.
 
-        Those of the last chunk are made as its frame is recomputed.
+        Those of the last chunk are back for its recomputation.
         """
         again = (self.kv_bytes("recompute") > 0) & (self.modes[:-1] % len(SAVED) > 0)
         inputs = np.where(self.away_bytes[:-1] > 0, self.tables.hidden_states[:-1, None], 0)
@@ -193,8 +193,8 @@ class StepProgram:
             backward = backward + work.recompute[kind_of, self.modes % len(SAVED), chunks]
             again = self.kv_bytes("recompute") > 0
             if again.any():
-                # Where the layer's backward begins; its last chunk's are made in recomputing it.
-                made = np.where(self.modes[:-1] % len(SAVED) > 0, work.keys[kind_of].T[:-1], 0.0)
+                # Where the layer's backward begins.
+                made = np.where(self.modes % len(SAVED) > 0, work.keys[kind_of].T, 0.0)
                 backward[-1] += np.where(again, made.sum(axis=0), 0.0)
         head = work.head if self.points.training else work.head_evaluated
         return self.points.lay(forward, head, backward)
@@ -348,10 +348,10 @@ class StepProgram:
             here = self.modes == index
             size = np.where(here, self.frame_bytes, 0)
             cause = OF_SAVED[mode.saved]
-            if points.by_layer and mode.tier == "device" and not self._copies_inputs(cause):
-                # Inputs are parts of the hidden states of all tokens: theirs until the layer has
-                # run, and alive as a whole until the layer's backward ends.
-                inputs = np.where(here, self.tables.hidden_states[:, None], 0)
+            inputs = np.where(here & self._shares_inputs, self.tables.hidden_states[:, None], 0)
+            if inputs.any():
+                # Theirs are the hidden states between layers until the layer has run, which are
+                # alive as a whole until the layer's backward ends.
                 size -= inputs
                 taken, given = (np.zeros_like(inputs) for _ in range(2))
                 taken[-1] = given[0] = inputs.sum(axis=0)
@@ -365,13 +365,21 @@ class StepProgram:
                 _waiting(self.tables, cause, mode.tier, size, 0, size),
             )
 
-    def _copies_inputs(self, cause: Cause) -> bool:
-        """Whether frames have a chunk of their layer's input once more.
+    @cached_property
+    def _shares_inputs(self) -> NDArray[np.bool_]:
+        """[chunks, layers] By layer: frames whose input is a part of that of all tokens.
 
-        Parts of several rows are made dense; on a CPU, slabs take copies.
+        What autograd saves is, and what reduced frames keep if all of a layer do, on the device;
+        see `sppo_hf.model.arena`. Parts of several rows are made dense, which copies them.
         """
-        tables = self.tables
-        return tables.rows > 1 or (tables.device_kind == "cpu" and cause in _IN_SLABS)
+        tables, points = self.tables, self.points
+        here = self.modes < len(SAVED)
+        if not points.by_layer or tables.rows > 1:
+            return np.zeros_like(here)
+        reduced = self.modes % len(SAVED) > 0
+        parts = points.num_chunks > 1 or tables.device_kind != "cpu"
+        stay = (here & reduced).all(axis=0) & parts
+        return here & (~reduced | stay)
 
     def _hold_keys(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
         """Adds keys and values of a layer between its forward and its backward."""

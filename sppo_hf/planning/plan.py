@@ -262,7 +262,7 @@ def make_plan(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
             *hole_warnings(config, device, predicted, budgets),
             *estimate_warnings(shape),
-            *((f"order: chunk by chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
+            *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
         ),
     )
 

@@ -84,7 +84,7 @@ def test_orders_that_cannot_be(training: bool) -> None:
     assert (kept.order, kept.warnings) == ("by_chunk", ())
     said = plan(by_layer="layer 3 returns two tensors", training=training, order="by_layer")
     assert said.order == "by_chunk"
-    assert said.warnings == ("order: chunk by chunk, because layer 3 returns two tensors",)
+    assert said.warnings == ("order: by_chunk, because layer 3 returns two tensors",)
     assert plan(order="by_layer", training=training).order_reason == "set by the user"
 
 

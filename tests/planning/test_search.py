@@ -1,9 +1,13 @@
 """How many chunks, and how long a row."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
+from sppo_hf.planning.decisions import Order
+from sppo_hf.planning.least import least_memory
+from sppo_hf.planning.lowering import estimate
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.search import (
@@ -84,3 +88,29 @@ def test_a_cut_that_does_not_fit_gives_way() -> None:
 @pytest.mark.parametrize("most", [0, 1, 5, 1000, 4097])
 def test_longest_finds_the_last_that_is_possible(most: int) -> None:
     assert longest(lambda tokens: tokens <= most * 1024) == most * 1024
+
+
+def test_of_two_orders_the_faster_that_fits() -> None:
+    cost, cuts = slow_cost(small_shape(8, kv_heads=4)), [falling_bounds(8, 1024)]
+    bounds = cuts[0]
+    orders: tuple[Order, ...] = get_args(Order)
+    roomy = Budgets(device=None, host=None)
+    least, most = (
+        [
+            estimate(
+                cost.shape,
+                least_memory(cost, base, roomy, choices, "cuda"),
+            ).device.total
+            for order in orders
+            for base in [BATCH.decisions(bounds, 8, order)]
+        ]
+        for choices in (Choices(), Choices(tiers=("device",), saved=("whole",)))
+    )
+    assert least[orders.index("by_layer")] < least[orders.index("by_chunk")]
+    for device in (min(least) + 2**20, sum(most) // 3):
+        budgets = Budgets(device=device, host=None)
+        alone = [solve_chunks(cost, BATCH, cuts, budgets, Choices(), orders=(o,)) for o in orders]
+        both = solve_chunks(cost, BATCH, cuts, budgets, Choices(), orders=orders)
+        assert isinstance(both, Solution)
+        found = [one.step_seconds for one in alone if isinstance(one, Solution)]
+        assert both.step_seconds == min(found)
