@@ -322,7 +322,9 @@ class Sequence:
         if len(self._chunks) > 1:
             if layer._backward_hooks:
                 raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
-            self._arena = ChunkArena(len(self._chunks))
+            modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
+            stays = all(mode.recompute and mode.tier == "device" for mode in modes)
+            self._arena = ChunkArena(len(self._chunks), inputs_stay=stays)
         self._cut = self._cut_call(args, kwargs, self._examples.get(index), where)
         return self._open_layer(index, layer, self._chunks.start)
 
@@ -465,6 +467,10 @@ class Sequence:
             self._end_layer(index)
         return joined
 
+    def _kv_mode(self, layer: int) -> KVMode:
+        modes = self._plan.kv_modes
+        return modes[layer - self._layers.start] if modes else "device"
+
     def _end_layer(self, index: int) -> None:
         """All chunks of layer `index` are done: its keys and values wait as the plan says."""
         position = index - self._layers.start
@@ -472,7 +478,7 @@ class Sequence:
         self._states[position] = {}
         store, frames = self._stores[position], self._layer_frames
         self._layer_frames = {}
-        mode: KVMode = self._plan.kv_modes[position] if self._plan.kv_modes else "device"
+        mode = self._kv_mode(index)
         if mode == "device" or not isinstance(store, LayerKV):
             return
         if mode == "recompute":
@@ -580,9 +586,11 @@ class Sequence:
                     self._parts.configs,
                     self._around_layers,
                     None if call.states is None else call.states.documents,
-                    restores_keys=self._plan.kv_modes != ()
-                    and self._plan.kv_modes[call.layer - self._layers.start] == "recompute",
                 ),
+                # The layer's keys are made again from what this frame is about to let go of.
+                before_recompute=None
+                if self._kv_mode(call.layer) != "recompute" or not isinstance(call.kv, LayerKV)
+                else functools.partial(call.kv.bring_until, call.chunk),
                 states={} if call.states is None else call.states.before,
                 tape=self._tape,
                 offload=self._offload,
@@ -631,11 +639,8 @@ class _Rerun:
         configs: tuple[Any, ...],
         around_layers: AroundLayers,
         documents: tuple[Spans, ...] | None,
-        *,
-        restores_keys: bool,
     ) -> None:
         assert call.link is None, "see [Note: what a frame must not hold]"
-        self._restores_keys = restores_keys
         self._call = call
         self._documents = documents
         self._configs = configs
@@ -650,11 +655,8 @@ class _Rerun:
     ) -> None:
         # What the mixers write now was written in forward: nobody reads it again.
         states = LayerStates(frame.states, self._documents)
-        take_keys = frame.take_keys
-        if take_keys is None and self._restores_keys:
-            take_keys = self._restore
         call = dataclasses.replace(
-            self._call, stash=frame, states=states, attended=0, take_keys=take_keys
+            self._call, stash=frame, states=states, attended=0, take_keys=frame.take_keys
         )
         before = begin_layer(call)
         try:
@@ -667,12 +669,6 @@ class _Rerun:
                 layer.forward(*args, **kwargs)
         finally:
             end_layer(before)
-
-    def _restore(self, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """The keys are here anyway, and the frame will soon have nothing to make them from."""
-        store = self._call.kv
-        if isinstance(store, LayerKV):
-            store.restore(self._call.chunk, k_BKCH, v_BKCH)
 
 
 class _KeysAgain:
