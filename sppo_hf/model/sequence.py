@@ -48,6 +48,7 @@ from sppo_hf.model.attend import (
 )
 from sppo_hf.model.by_layer import (
     EXAMPLE_TOKENS,
+    NORM,
     CutCall,
     Example,
     NotByLayer,
@@ -187,7 +188,6 @@ class Sequence:
         self._chunks = range(0)  # those of the running call of the base model
         self._chunk = 0
         self._examples: dict[int, Example] = {}
-        self._norm_example: Example | None = None
         self._cut: CutCall | None = None
         self._layer_frames: dict[int, weakref.ref[RecomputedFrame]] = {}
         self._owners = KeyOwners()
@@ -319,6 +319,7 @@ class Sequence:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
         where = f"layer {index} ({type(layer).__name__})"
+        self._layer_frames = {}
         if len(self._chunks) > 1:
             if layer._backward_hooks:
                 raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
@@ -525,9 +526,7 @@ class Sequence:
         and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
         weights train.
         """
-        if len(self._chunks) == 1:
-            self._norm_example = Example.of(args, kwargs)  # by layer, that of the example's tokens
-        self._cut = self._cut_call(args, kwargs, self._norm_example, "the final norm")
+        self._cut = self._cut_call(args, kwargs, self._examples.get(NORM), "the final norm")
         return self._open_norm(norm, self._chunks.start)
 
     def _open_norm(self, norm: nn.Module, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
