@@ -129,14 +129,14 @@ class LayerKV:
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
-        self._bring_until(chunk)
+        self.bring_until(chunk)
         yield self
 
     def walk_back(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
-        self._bring_until(chunk)
+        self.bring_until(chunk)
         yield self
 
     def put_away(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,8 @@ class LayerKV:
         """Chunks whose keys and values are on the device."""
         return tuple(self._keys)
 
-    def _bring_until(self, last: int) -> None:
+    def bring_until(self, last: int) -> None:
+        """Bring back what is away of the chunks up to `last`."""
         for chunk in sorted(chunk for chunk in self._away if chunk <= last):
             self.restore(chunk, *self._away[chunk]())
 
@@ -202,7 +203,7 @@ class LayerKV:
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
-        self._bring_until(chunk)
+        self.bring_until(chunk)
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         sums = self._grads.pop(chunk, None)

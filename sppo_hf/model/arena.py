@@ -19,11 +19,22 @@ from torch import Tensor
 
 
 class ChunkArena:
-    """Slabs for the kept tensors of one chunk; a slab lives as long as any part of it."""
+    """Slabs for the kept tensors of one chunk; a slab lives as long as any part of it.
 
-    def __init__(self, num_layers: int) -> None:
-        """Prepare for tensors that every one of `num_layers` layers keeps once."""
+    By layer, for those of one layer: "layers" here are then its chunks.
+    """
+
+    def __init__(self, num_layers: int, *, inputs_stay: bool | None = None) -> None:
+        """Prepare for tensors that every one of `num_layers` layers keeps once.
+
+        Args:
+            num_layers: Parts of a slab.
+            inputs_stay: By layer, whether all chunks keep their inputs: these are parts of one
+                tensor, which then is slab enough. If not, none may keep the whole of it alive.
+                None chunk by chunk.
+        """
         self._num_layers = num_layers
+        self._inputs_stay = inputs_stay
         self._slabs: dict[tuple[str, torch.Size, torch.dtype], tuple[Tensor, int]] = {}
 
     def keep(self, kind: str, tensor: Tensor) -> Tensor:
@@ -33,8 +44,13 @@ class ChunkArena:
             kind: What it is; layers keep one tensor of a kind each.
             tensor: Any strides; the copy is contiguous and detached.
         """
-        if tensor.device.type != "cpu":
+        part = kind == "inputs" and tensor.untyped_storage().nbytes() > tensor.nbytes
+        if part and self._inputs_stay:
             return tensor.detach()
+        if tensor.device.type != "cpu":
+            return (
+                tensor.detach().clone() if part and self._inputs_stay is False else tensor.detach()
+            )
         key = (kind, tensor.shape, tensor.dtype)
         slab, used = self._slabs.get(key, (None, 0))
         if slab is None or used == self._num_layers:

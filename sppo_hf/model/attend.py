@@ -74,7 +74,7 @@ class LayerCall:
     """None in a model without recurrent or convolutional layers."""
     attended: int = 0
     take_keys: Callable[[Tensor, Tensor], None] | None = None
-    """While a layer runs again: gets the keys and values that it has made, BKCH."""
+    """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
     owners: KeyOwners | None = None
     """Who has stored which keys in this chunk; None while a layer runs again."""
     model_name: str = field(default="this model")

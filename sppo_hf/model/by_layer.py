@@ -107,6 +107,23 @@ class Example:
         return cls(tuple(x.shape if isinstance(x, Tensor) else None for x in leaves), spec)
 
 
+NORM = -1
+"""The final norm, where layers are numbered from zero."""
+
+
+class _WatchedNorm(nn.Module):
+    """Takes the place of the final norm, notes how it is called, and hands its input on."""
+
+    def __init__(self, note: Callable[[Example], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `hidden` as it is."""
+        self._note(Example.of((hidden, *args), kwargs))
+        return hidden
+
+
 class _Watched(AbsentLayer):
     """Takes the place of a layer, notes how it is called, and hands hidden states on."""
 
@@ -128,7 +145,7 @@ class _Watched(AbsentLayer):
 
 
 def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, Example]:
-    """How the base model calls each decoder layer, none of which runs.
+    """How the base model calls each decoder layer, and `NORM`; none of them runs.
 
     Args:
         parts: The model.
@@ -139,22 +156,33 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
         NotByLayer: The base model does not run without its layers.
     """
     examples: dict[int, Example] = {}
+
+    def note(index: int) -> Callable[[Example], None]:
+        return lambda seen: examples.update({index: seen})
+
     owner = next(
         child
         for child in parts.decoder.children()
         if isinstance(child, nn.ModuleList) and parts.layers[0] in child.children()
     )
-    before = dict(owner._modules)
+    norm = parts.final_norm()
+    stand_ins: list[tuple[nn.Module, str, nn.Module]] = [
+        (owner, name, _Watched(layer, note(index)))
+        for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
+    ]
+    stand_ins += [
+        (parts.decoder, name, _WatchedNorm(note(NORM)))
+        for name, child in parts.decoder.named_children()
+        if child is norm
+    ]
+    before = [module._modules[name] for module, name, _ in stand_ins]
     models = {parts.base, parts.decoder}
     uncaptured = [model for model in models if not getattr(model, _CAPTURES, False)]
     try:
         for model in uncaptured:
             setattr(model, _CAPTURES, True)
-        for index, name in enumerate(before):
-            layer = parts.layers[index]
-            owner._modules[name] = _Watched(
-                layer, lambda seen, index=index: examples.setdefault(index, seen)
-            )
+        for module, name, stand_in in stand_ins:
+            module._modules[name] = stand_in
         with torch.no_grad():
             run_base()
     except Exception as error:
@@ -163,7 +191,8 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
             f"({first_line(error)})"
         ) from error
     finally:
-        owner._modules.update(before)
+        for (module, name, _), own in zip(stand_ins, before, strict=True):
+            module._modules[name] = own
         for model in uncaptured:
             delattr(model, _CAPTURES)
     return examples

@@ -91,6 +91,7 @@ class PlanBook:
     def refuse_by_layer(self, reason: str) -> None:
         """Plan chunk by chunk from now on; `reason` says why the model cannot go by layer."""
         self._by_chunk_reason = reason
+        self._config = self._config.replace(order="by_chunk")
         self._plans = {key: p for key, p in self._plans.items() if p.order == "by_chunk"}
 
     def shrink(self, plan: Plan) -> int | None:
@@ -201,7 +202,7 @@ class PlanBook:
         shape = self.shape()
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
-        plan = make_plan(
+        return make_plan(
             self._config.replace(return_logits=return_logits),
             shape,
             device=device_facts(device, self._config),
@@ -212,37 +213,8 @@ class PlanBook:
             training=training,
             accumulates=training and self._accumulates,
             dtype_name=dtype_name(self._parts),
-            by_layer=False,
+            by_layer=self._by_chunk_reason or True,
             **learned,
-        )
-        if self._config.order == "by_layer" or plan.order == "by_layer":
-            return self._in_order(plan)
-        return plan
-
-    def _in_order(self, plan: Plan) -> Plan:
-        """`plan` layer by layer, or chunk by chunk with a warning where the model cannot do that.
-
-        A stand-in until the planner decides orders: modes are those of the plan by chunk, but none
-        is kept for being the last chunk's, and the estimate is that of the order by chunk.
-        """
-        if self._by_chunk_reason:
-            warning = f"order: by_chunk, because {self._by_chunk_reason}."
-            return replace(plan, order="by_chunk", kv_modes=(), warnings=(*plan.warnings, warning))
-        if plan.order == "by_layer":
-            return plan
-        modes = (plan.layer_modes[0],) * plan.num_chunks
-        # In evaluation nobody needs them again.
-        kept = tuple(
-            "device" if mode.saved == "whole" and plan.training else "recompute"
-            for mode in modes[0]
-        )
-        shared = bool(getattr(self._parts.text_config, "num_kv_shared_layers", 0))
-        return replace(
-            plan,
-            order="by_layer",
-            layer_modes=modes,
-            kv_tier="device",
-            kv_modes=("device",) * plan.num_layers if shared else kept,
         )
 
     def need_for_logits(

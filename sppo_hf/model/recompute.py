@@ -115,6 +115,7 @@ class RecomputedFrame:
         reads: ReadTensors,
         states: States | None = None,
         number: int | None = None,
+        before_recompute: Callable[[], None] | None = None,
     ) -> None:
         """Make a frame.
 
@@ -129,6 +130,8 @@ class RecomputedFrame:
             reads: What the layer reads beside its arguments.
             states: States that its mixers read.
             number: Its place in the order of forward, for the tape.
+            before_recompute: Is called before the layer runs again, while the frame still has what
+                `keys_again` needs.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
@@ -139,6 +142,7 @@ class RecomputedFrame:
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
         self._mode = mode
         self._label = label
+        self._before_recompute = before_recompute
         self._reads = reads
         self._versions: Versions = ()
         self._arguments: tuple[ReadTensors, Versions] | None = None
@@ -278,6 +282,8 @@ class RecomputedFrame:
         if self._hidden is None:
             raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
         self._refuse_changes()
+        if self._before_recompute is not None:
+            self._before_recompute()
         hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
         if self._stash is not None:
             self._recomputing = (self._stash[0].take(), self._stash[1].take())

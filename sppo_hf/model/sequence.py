@@ -50,6 +50,7 @@ from sppo_hf.model.attend import (
 )
 from sppo_hf.model.by_layer import (
     EXAMPLE_TOKENS,
+    NORM,
     CutCall,
     Example,
     NotByLayer,
@@ -200,7 +201,6 @@ class Sequence:
         self._chunks = range(0)  # those of the running call of the base model
         self._chunk = 0
         self._examples: dict[int, Example] = {}
-        self._norm_example: Example | None = None
         self._cut: CutCall | None = None
         self._layer_frames: dict[int, weakref.ref[RecomputedFrame]] = {}
         self._owners = KeyOwners()
@@ -337,7 +337,11 @@ class Sequence:
 
     def start_backward(self) -> None:
         """Bring back what backward needs first: little else runs on the device before it."""
-        self._tape.start_backward(self._number(self._chunk, len(self._layers) - 1))
+        last = len(self._layers) - 1
+        if self._plan.order == "by_layer":
+            self._tape.start_backward(self._number(self._plan.num_chunks, last))
+        else:
+            self._tape.start_backward(self._number(self._chunk, last))
 
     def prefetch(self, chunk: int) -> None:
         """Bring back all frames of a chunk, first needed first."""
@@ -349,27 +353,38 @@ class Sequence:
         self._offload.close_frame(self._plan.leave_bytes)
 
     def _number(self, chunk: int, layer: int) -> int:
-        """A frame's number: its place in the order of forward; `layer` counts from the first."""
+        """A frame's number: its place in the order of forward; `layer` counts from the first.
+
+        By layer, `chunk` behind the last one stands for the layer's keys and values.
+        """
         if self._plan.order == "by_layer":
-            return layer * self._plan.num_chunks + chunk
+            return layer * (self._plan.num_chunks + 1) + chunk
         return chunk * len(self._layers) + layer
 
     def _prefetched(self, number: int) -> None:
-        by_layer = self._plan.order == "by_layer"
-        if self._log is not None:
-            inner = self._plan.num_chunks if by_layer else len(self._layers)
-            outer, inner = divmod(number, inner)
-            self._log.prefetched(*((inner, outer) if by_layer else (outer, inner)))
+        if self._log is None:
+            return
+        if self._plan.order == "by_chunk":
+            self._log.prefetched(*divmod(number, len(self._layers)))
+            return
+        layer, chunk = divmod(number, self._plan.num_chunks + 1)
+        if chunk < self._plan.num_chunks:
+            self._log.prefetched(chunk, layer)
+        else:
+            self._log.keys_moved(layer, back=True)
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
         where = f"layer {index} ({type(layer).__name__})"
+        self._layer_frames = {}
         if len(self._chunks) > 1:
             if layer._backward_hooks:
                 raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
-            self._arena = ChunkArena(len(self._chunks))
+            modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
+            stays = all(mode.recompute and mode.tier == "device" for mode in modes)
+            self._arena = ChunkArena(len(self._chunks), inputs_stay=stays)
         self._cut = self._cut_call(args, kwargs, self._examples.get(index), where)
         return self._open_layer(index, layer, self._chunks.start)
 
@@ -511,20 +526,33 @@ class Sequence:
                 self._watch.watch_backward(self._chunk, hidden, index)
 
         joined = self._other_chunks(layer, output, open_chunk, close_chunk)
-        if self._plan.order == "by_layer":
-            self._end_layer(index)
+        away = self._end_layer(index) if self._plan.order == "by_layer" else None
+        whole = output if joined is None else joined
+        hidden = whole[0] if isinstance(whole, tuple) else whole
+        if away is not None and hidden.requires_grad:
+            # They come back in front of the layer's frames. (The tape alone: see [Note: what a
+            # frame must not hold].)
+            hidden.register_hook(functools.partial(_enter_keys, self._tape, weakref.ref(away)))
         return joined
 
-    def _end_layer(self, index: int) -> None:
-        """All chunks of layer `index` are done: its keys and values wait as the plan says."""
+    def _kv_mode(self, layer: int) -> KVMode:
+        modes = self._plan.kv_modes
+        return modes[layer - self._layers.start] if modes else "device"
+
+    def _end_layer(self, index: int) -> _KeysAway | None:
+        """All chunks of layer `index` are done: its keys and values wait as the plan says.
+
+        Returns:
+            Those that were sent away.
+        """
         position = index - self._layers.start
         self._links[position] = None
         self._states[position] = {}
         store, frames = self._stores[position], self._layer_frames
         self._layer_frames = {}
-        mode: KVMode = self._plan.kv_modes[position] if self._plan.kv_modes else "device"
+        mode = self._kv_mode(index)
         if mode == "device" or not isinstance(store, LayerKV):
-            return
+            return None
         if mode == "recompute":
             for chunk in store.chunks:
                 frame = frames.get(chunk)
@@ -534,7 +562,11 @@ class Sequence:
             away = _KeysAway(self._offload, self._tape, mode, f"keys and values of layer {index}")
             for chunk in store.chunks:
                 away.add(chunk, store)
-            self._tape.record(away)
+            self._tape.record(away, self._number(self._plan.num_chunks, position))
+            if self._log is not None:
+                self._log.keys_moved(position, back=False)
+            return away
+        return None
 
     def _close_layer(self, index: int, *, failed: bool = False) -> None:
         if not self._open or self._open[-1][0].layer != index:
@@ -571,9 +603,7 @@ class Sequence:
         and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
         weights train.
         """
-        if len(self._chunks) == 1:
-            self._norm_example = Example.of(args, kwargs)  # by layer, that of the example's tokens
-        self._cut = self._cut_call(args, kwargs, self._norm_example, "the final norm")
+        self._cut = self._cut_call(args, kwargs, self._examples.get(NORM), "the final norm")
         return self._open_norm(norm, self._chunks.start)
 
     def _open_norm(self, norm: nn.Module, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -635,9 +665,11 @@ class Sequence:
                     self._parts.configs,
                     self._around_layers,
                     None if call.states is None else call.states.documents,
-                    restores_keys=self._plan.kv_modes != ()
-                    and self._plan.kv_modes[call.layer - self._layers.start] == "recompute",
                 ),
+                # The layer's keys are made again from what this frame is about to let go of.
+                before_recompute=None
+                if self._kv_mode(call.layer) != "recompute" or not isinstance(call.kv, LayerKV)
+                else functools.partial(call.kv.bring_until, call.chunk),
                 states={} if call.states is None else call.states.before,
                 tape=self._tape,
                 offload=self._offload,
@@ -729,6 +761,11 @@ class _LayerLog:
                 self._log.note(self._action("L", chunk, layer))
             self._log.note(self._action("H", chunk, layer))
 
+    def keys_moved(self, layer: int, *, back: bool) -> None:
+        """By layer: all keys and values of a layer are on their way."""
+        copy = self._action("K" if back else "O", self._plan.num_chunks - 1, layer, 0)
+        self._log.note(copy)
+
     def _enter_backward(self, chunk: int, layer: int) -> None:
         def ended() -> None:
             came, left = self._streamed()
@@ -777,11 +814,8 @@ class _Rerun:
         configs: tuple[Any, ...],
         around_layers: AroundLayers,
         documents: tuple[Spans, ...] | None,
-        *,
-        restores_keys: bool,
     ) -> None:
         assert call.link is None, "see [Note: what a frame must not hold]"
-        self._restores_keys = restores_keys
         self._call = call
         self._documents = documents
         self._configs = configs
@@ -796,11 +830,8 @@ class _Rerun:
     ) -> None:
         # What the mixers write now was written in forward: nobody reads it again.
         states = LayerStates(frame.states, self._documents)
-        take_keys = frame.take_keys
-        if take_keys is None and self._restores_keys:
-            take_keys = self._restore
         call = dataclasses.replace(
-            self._call, stash=frame, states=states, attended=0, take_keys=take_keys
+            self._call, stash=frame, states=states, attended=0, take_keys=frame.take_keys
         )
         before = begin_layer(call)
         try:
@@ -813,12 +844,6 @@ class _Rerun:
                 layer.forward(*args, **kwargs)
         finally:
             end_layer(before)
-
-    def _restore(self, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """The keys are here anyway, and the frame will soon have nothing to make them from."""
-        store = self._call.kv
-        if isinstance(store, LayerKV):
-            store.restore(self._call.chunk, k_BKCH, v_BKCH)
 
 
 class _KeysAgain:
@@ -867,6 +892,12 @@ class _KeysAway:
         for handle in self._handles.pop(chunk):
             self._engine.release(handle)
         return k, v
+
+
+def _enter_keys(tape: Tape, away: weakref.ref[_KeysAway], _: Tensor) -> None:
+    keys = away()
+    if keys is not None:
+        tape.on_backward(keys)
 
 
 def _never_moves(tensor: Tensor) -> bool:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integrations.launch import run_job
+from sppo_hf.config import SPPOConfig
+from tests.integrations.launch import ROOT, run_job
 
 pytestmark = pytest.mark.process
 
@@ -70,6 +71,17 @@ def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
     _assert_same_run(ours, plain, ("loss", "grad_norm"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": "none"}], ids=["recompute", "keep"])
+def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings):
+    pair = SPPOConfig.from_yaml(ROOT / "recipes" / "configs" / "8_gpus_fsdp2" / "sppo.yaml")
+    settings = {**SETTINGS, **settings, "order": pair.order}
+    ours = run_job({"kind": "fsdp2", "settings": settings, "rows": 2}, 2, tmp_path / "two")
+    plain = run_job({"kind": "fsdp2", "rows": 2}, 2, tmp_path / "plain")
+    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    # Each of the layers in forward and backward, and what is around them, as without chunks.
+    assert _series(ours, "gathered") == _series(plain, "gathered")
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
-    history = []
+    history, gathered = [], _note_all_gathers()
     # Ranks of a pipeline see the same rows.
     shares = 1 if plugin is None else plugin.config.pp_size
     rank, ranks = rank // shares, ranks // shares
@@ -119,7 +119,8 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         optimizer.zero_grad()
         total = accelerator.reduce(loss.detach() / ranks, "sum").item() / shares
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        history.append({"loss": total, "grad_norm": norm.item()})
+        history.append({"loss": total, "grad_norm": norm.item(), "gathered": list(gathered)})
+        gathered.clear()
     mesh = accelerator.torch_device_mesh
     return {
         "history": history,
@@ -128,6 +129,21 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "weights": _sums(accelerator, model),
         "rank": accelerator.process_index,
     }
+
+
+def _note_all_gathers() -> list[str]:
+    """A list to which FSDP2 adds the first weight of every group that it gathers."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    gathered: list[str] = []
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        gathered.append(args[0][0]._param_fqn)
+        return gather(*args, **kwargs)
+
+    _fsdp_param_group.foreach_all_gather = counted
+    return gathered
 
 
 def collect_refusals(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:

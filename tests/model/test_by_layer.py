@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import warnings
 from typing import Any
 
@@ -9,12 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sppo_hf.attention.kv import LayerKV
 from sppo_hf.config import SPPOConfig
+from sppo_hf.model import plans
 from sppo_hf.model.by_layer import CutCall, Example, NotByLayer, PrefixLength
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.model.exactness import compare
 from sppo_hf.model.float64 import float64_everywhere
+from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.sequence import Sequence
 from sppo_hf.model.tiny import build_tiny_model, make_batch
+from sppo_hf.offload.tape import Tape
+from sppo_hf.planning.decisions import KVMode
+from sppo_hf.planning.modes import FrameMode, mode_of
+from sppo_hf.planning.plan import Plan
 
 BOUNDS = ((0, 3), (3, 7), (7, 8))
 
@@ -183,9 +193,106 @@ def test_several_forwards_before_their_backwards() -> None:
     engine.offload.assert_drained()
 
 
-def test_units_are_reported_layer_by_layer() -> None:
-    from sppo_hf.model.observer import StepObserver
+def _force(patch: pytest.MonkeyPatch, mode: FrameMode, kv: KVMode, **others: Any) -> list[LayerKV]:
+    """Let plans go by layer with one mode for all; returns the stores that will be made."""
+    make_plan, new_store = plans.make_plan, Sequence._new_store
+    stores: list[LayerKV] = []
 
+    def forced(*args: Any, **kwargs: Any) -> Plan:
+        plan = make_plan(*args, **kwargs)
+        return dataclasses.replace(
+            plan,
+            order="by_layer",
+            layer_modes=((mode,) * plan.num_layers,) * plan.num_chunks,
+            kv_modes=(kv,) * plan.num_layers,
+            **others,
+        )
+
+    def noted(sequence: Sequence) -> Any:
+        stores.append(new_store(sequence))  # type: ignore[arg-type]
+        return stores[-1]
+
+    patch.setattr(plans, "make_plan", forced)
+    patch.setattr(Sequence, "_new_store", noted)
+    return stores
+
+
+@pytest.mark.parametrize("kv", ["device", "host", "recompute"])
+def test_keys_of_a_layer_are_there_while_it_runs_and_their_gradients_of_one_layer_alone(
+    monkeypatch: pytest.MonkeyPatch, kv: KVMode
+) -> None:
+    stores = _force(monkeypatch, mode_of("skeleton", "host"), kv)
+    model = build_tiny_model("llama")
+    convert(model, _config(min_offload_size=1))
+    most_with_keys, most_with_gradients = 0, 0
+    put, add = LayerKV.put, LayerKV.add_gradient
+
+    def noted_put(store: LayerKV, *args: Any, **kwargs: Any) -> None:
+        nonlocal most_with_keys
+        put(store, *args, **kwargs)
+        most_with_keys = max(most_with_keys, sum(store.kv_bytes > 0 for store in stores))
+
+    def noted_add(store: LayerKV, *args: Any, **kwargs: Any) -> None:
+        nonlocal most_with_gradients
+        add(store, *args, **kwargs)
+        most_with_gradients = max(
+            most_with_gradients, sum(store.gradient_bytes > 0 for store in stores)
+        )
+
+    monkeypatch.setattr(LayerKV, "put", noted_put)
+    monkeypatch.setattr(LayerKV, "add_gradient", noted_add)
+    loss = model(**make_batch(tokens=23)).loss
+    assert sum(store.kv_bytes > 0 for store in stores) == (3 if kv == "device" else 0)
+    loss.backward()
+    assert most_with_keys == (3 if kv == "device" else 1)
+    assert most_with_gradients == 1
+    assert all(store.kv_bytes == store.gradient_bytes == 0 for store in stores)
+    engine = get_engine(model)
+    assert engine is not None
+    engine.offload.assert_drained()
+
+
+@pytest.mark.parametrize("kv", ["host", "recompute"])
+def test_a_dropped_graph_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, kv: KVMode) -> None:
+    stores = _force(monkeypatch, mode_of("skeleton", "host"), kv)
+    model = build_tiny_model("llama")
+    convert(model, _config(min_offload_size=1))
+    loss = model(**make_batch(tokens=23)).loss
+    engine = get_engine(model)
+    assert engine is not None
+    assert engine.offload.stats().live_handles > 0
+    stores.clear()
+    gc.disable()
+    try:
+        del loss
+        assert engine.offload.stats().live_handles == 0, "something waits for the collector"
+    finally:
+        gc.enable()
+
+
+def test_frames_come_back_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    _force(monkeypatch, mode_of("whole", "host"), "host")
+    asked: list[str] = []
+    on_backward = Tape.on_backward
+
+    def noted(tape: Tape, frame: Any) -> None:
+        if not asked or asked[-1] != frame._label:
+            asked.append(frame._label)
+        on_backward(tape, frame)
+
+    monkeypatch.setattr(Tape, "on_backward", noted)
+    model = build_tiny_model("llama")
+    convert(model, _config(min_offload_size=1))
+    model(**make_batch(tokens=23)).loss.backward()
+    frames = [label for label in asked if label.startswith("layer")]
+    assert list(dict.fromkeys(frames)) == [
+        f"layer {layer}, chunk {chunk}" for layer in (2, 1, 0) for chunk in (2, 1, 0)
+    ]
+    keys = [label for label in asked if label.startswith("keys")]
+    assert list(dict.fromkeys(keys)) == [f"keys and values of layer {n}" for n in (2, 1, 0)]
+
+
+def test_units_are_reported_layer_by_layer() -> None:
     class Units(StepObserver):
         def __init__(self) -> None:
             self.seen: list[tuple[str, int, int]] = []

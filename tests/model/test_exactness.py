@@ -117,7 +117,7 @@ def _cross() -> list[Cell]:
         for scenario in ("lora", "padding", "accumulation")
     ]
     by_layer = [
-        Cell("7-uneven", "full", "none", "padding", "by_layer"),
+        Cell("7-uneven", "full", "none", "accumulation", "by_layer"),
         Cell("7-uneven", "none", "full", "lora", "by_layer"),
     ]
     return hardest + modes + scenarios + by_layer

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
-PAIRS = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "1_gpu_hybrid", "2_nodes")
+PAIRS = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "1_gpu_hybrid", "2_nodes", "8_gpus_fsdp2")
 ROWS = 4
 
 
@@ -81,6 +81,13 @@ def test_every_pair_is_tested_and_valid():
         )
 
 
+def test_the_sharded_pair_asks_for_fsdp2():
+    """That it trains as without chunks: tests/integrations/test_distributed.py, on two ranks."""
+    launch = yaml.safe_load((CONFIGS / "8_gpus_fsdp2" / "accelerate.yaml").read_text())
+    assert launch["distributed_type"] == "FSDP"
+    assert launch["fsdp_config"]["fsdp_version"] == 2
+
+
 def test_pairs_of_one_node_launch_as_two_processes_are_launched():
     two = yaml.safe_load((CONFIGS / "2_gpus" / "accelerate.yaml").read_text())
     for name, changes in {
@@ -94,7 +101,7 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", PAIRS[:-2])
+@pytest.mark.parametrize("name", PAIRS[:4])
 def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
     accelerate, sppo = CONFIGS / name / "accelerate.yaml", CONFIGS / name / "sppo.yaml"
     processes = yaml.safe_load(accelerate.read_text())["num_processes"]
