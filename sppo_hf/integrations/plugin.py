@@ -27,7 +27,7 @@ from sppo_hf.integrations.checkpoints import (
     tell_sharing_ranks,
 )
 from sppo_hf.integrations.evaluation import TrainerEvaluation
-from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
+from sppo_hf.integrations.limits import refuse_accelerator, refuse_host_weights, refuse_sizes
 from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
@@ -250,6 +250,7 @@ class SPPOPlugin(ParallelismConfig):
                 "plugin, or make new TrainingArguments right before their Trainer."
             )
         refuse_accelerator(accelerator)
+        refuse_host_weights(accelerator, self.config)
         if self.config.pp_size > 1:
             self._lay_out_pipeline(accelerator)
             self._attach(accelerator)

@@ -200,7 +200,7 @@ def _before_layer(
     if engine.running is not None:
         engine.running.before_layer(index, layer, args, kwargs)
     else:
-        engine.layer_runs_outside()
+        engine.layer_runs_outside(index)
 
 
 def _after_layer(engine: Engine, index: int, _: nn.Module, __: Any, output: Any) -> None:

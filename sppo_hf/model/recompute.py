@@ -114,6 +114,7 @@ class RecomputedFrame:
         label: str,
         reads: ReadTensors,
         states: States | None = None,
+        before_use: Callable[[], None] | None = None,
     ) -> None:
         """Make a frame.
 
@@ -127,6 +128,7 @@ class RecomputedFrame:
             label: Name of the frame in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
             states: States that its mixers read.
+            before_use: Called before the layer runs again, and before backward gets what it saved.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
@@ -137,6 +139,7 @@ class RecomputedFrame:
         self._mode = mode
         self._label = label
         self._reads = reads
+        self._before_use = before_use
         self._versions: Versions = ()
         self._arguments: tuple[ReadTensors, Versions] | None = None
         self._meta: list[tuple[torch.Size, torch.dtype]] = []
@@ -258,6 +261,8 @@ class RecomputedFrame:
         Raises:
             SPPOError: On a second backward, or if the layer did not repeat itself.
         """
+        if self._before_use is not None:
+            self._before_use()
         if self._again is None:
             self._tape.on_backward(self)
             self._recompute()

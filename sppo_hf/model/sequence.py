@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,7 @@ from sppo_hf.model.versions import ReadTensors
 from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.frames import OffloadFrame
+from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.modes import FrameMode
 from sppo_hf.planning.plan import Plan
 
@@ -154,6 +156,7 @@ class Sequence:
         layers: range | None = None,
         linked: bool = True,
         around_layers: AroundLayers = contextlib.nullcontext,
+        weights: HostWeights | None = None,
     ) -> None:
         """Prepare empty stores for every layer.
 
@@ -169,6 +172,7 @@ class Sequence:
             linked: Whether autograd itself walks from chunk to chunk. If not, the caller runs each
                 chunk's backward by itself, in reverse.
             around_layers: Is entered around every forward of layers, the first and the second.
+            weights: What rests on the host and comes for each layer; None where nothing does.
         """
         self._parts = parts
         self._plan = plan
@@ -181,6 +185,7 @@ class Sequence:
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
+        self._weights = weights
         attending = parts.attending_layers()
         self._stores: list[KVStore | None] = [
             self._new_store() if layer in attending else None for layer in self._layers
@@ -288,6 +293,8 @@ class Sequence:
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Open the frame of (layer `index`, running chunk)."""
+        if self._weights is not None:
+            self._weights.enter(index)
         start, end = self._plan.bounds[self._chunk]
         call = LayerCall(
             layer=index,
@@ -415,6 +422,9 @@ class Sequence:
 
     def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
         mode = self._plan.mode(call.layer - self._layers.start, call.chunk)
+        weights, before_use = self._weights, None
+        if weights is not None:
+            before_use = functools.partial(weights.enter, call.layer, backward=True)
         if mode.recompute:
             return RecomputedFrame(
                 layer,
@@ -432,10 +442,11 @@ class Sequence:
                 mode=mode,
                 label=f"layer {call.layer}, chunk {call.chunk}",
                 reads=self._reads_of(layer),
+                before_use=before_use,
             )
         label = f"layer {call.layer}, chunk {call.chunk}"
         casts = WeightCasts.of(layer, self._plan.device.kind, label)
-        if mode.tier == "device" and casts is None:
+        if mode.tier == "device" and casts is None and weights is None:
             return None  # autograd itself keeps it
         return OffloadFrame(
             self._offload,
@@ -444,6 +455,8 @@ class Sequence:
             label=label,
             tier=mode.tier,
             casts=casts,
+            weights=weights,
+            before_use=before_use,
         )
 
 

@@ -23,6 +23,7 @@ from sppo_hf.offload.casts import WeightCast, WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.tape import Tape
+from sppo_hf.offload.weights import HostWeights, WeightView
 from sppo_hf.planning.modes import Tier
 
 
@@ -30,7 +31,7 @@ class _Saved(NamedTuple):
     """What the graph keeps instead of a tensor; the only strong reference to the handle."""
 
     frame: OffloadFrame
-    handle: OffloadedTensor | WeightCast
+    handle: OffloadedTensor | WeightCast | WeightView
 
 
 class OffloadFrame:
@@ -46,6 +47,8 @@ class OffloadFrame:
         label: what the frame is, for messages.
         tier: where its bytes are to wait. What an earlier frame has moved waits where that put it.
         casts: knows autocast's casts of weights; None where there are none worth knowing.
+        weights: weights that rest on the host; None where none do.
+        before_use: called each time before backward gets anything of the frame.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class OffloadFrame:
         label: object = None,
         tier: Tier = "host",
         casts: WeightCasts | None = None,
+        weights: HostWeights | None = None,
+        before_use: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._tape = tape
@@ -64,6 +69,8 @@ class OffloadFrame:
         self._label = label
         self._tier: Tier = tier
         self._casts = casts
+        self._weights = weights
+        self._before_use = before_use
         self._hooks: saved_tensors_hooks | None = None
         self._closed = False
         self._used = False
@@ -122,6 +129,9 @@ class OffloadFrame:
         cast = None if self._casts is None else self._casts.cast_of(tensor)
         if cast is not None:
             return _Saved(self, cast)
+        view = None if self._weights is None else self._weights.view_of(tensor, self._label)
+        if view is not None:
+            return _Saved(self, view)
         if self._tier == "device" or self._stays(tensor):
             return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
         handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
@@ -135,7 +145,9 @@ class OffloadFrame:
         if self._closed and not self._used:
             self._used = True
             self._tape.on_backward(self)
-        if isinstance(saved.handle, WeightCast):
+        if self._closed and self._before_use is not None:
+            self._before_use()
+        if isinstance(saved.handle, WeightCast | WeightView):
             return saved.handle.make()
         return self._engine.wait_for(saved.handle)
 
