@@ -102,10 +102,11 @@ class _Weight:
             self.host.copy_(now)
         self.rest()
 
-    def fetch(self, copier: Copier) -> None:
+    def fetch(self, copier: Copier) -> Ticket:
         """Start bringing the bytes to the device."""
         copied, self.ticket = copier.start_h2d(_bytes_of(self.host))
         self.device = copied.view(self.host.dtype).view(self.host.shape)
+        return self.ticket
 
     def use(self) -> None:
         """Let the parameter be its copy on the device, with compute behind its coming."""
@@ -169,7 +170,8 @@ class HostWeights:
         """Whether a backward runs whose end will be noticed."""
         self._leaving: deque[tuple[Tensor, Ticket]] = deque()
         self._sums: list[_Sum] = []
-        self._last: Ticket | None = None
+        self._last_in: Ticket | None = None
+        self._last_out: Ticket | None = None
         gradients = [[w.host.nbytes for w in g if w.parameter.requires_grad] for g in self._layers]
         self._leave_bytes = max(map(sum, gradients), default=0)
         trained = [weight for weight in self._all() if weight.parameter.requires_grad]
@@ -197,7 +199,7 @@ class HostWeights:
             weight.settle()
         self._rest_all()
         for weight in self._others:
-            weight.fetch(self._copier)
+            self._last_in = weight.fetch(self._copier)
         for weight in self._others:
             weight.use()
 
@@ -218,9 +220,13 @@ class HostWeights:
     def rest(self) -> None:
         """Put everything to rest, gradients too; before anybody else reads or writes parameters."""
         self._rest_all()
-        if self._last is not None:
-            self._last.finish()
-            self._last = None
+        # Lanes end in order. What is at rest may be written by the host from now on, and gradients
+        # read: here, once a step, the host waits.
+        if self._hooks and self._last_in is not None:
+            self._last_in.finish()
+        if self._last_out is not None:
+            self._last_out.finish()
+        self._last_in = self._last_out = None
         self._leaving.clear()
         sums, self._sums = self._sums, []
         for sum_ in sums:
@@ -281,7 +287,7 @@ class HostWeights:
             oldest = next(slot for slot in self._slots if slot != keep)
             self._drop(oldest)
         for weight in self._layers[layer]:
-            weight.fetch(self._copier)
+            self._last_in = weight.fetch(self._copier)
         self._slots[layer] = None
 
     def _drop(self, layer: int) -> None:
@@ -328,7 +334,7 @@ class HostWeights:
         gradient = gradient.contiguous()
         arrived = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self._pin)
         ticket = self._copier.start_d2h(_bytes_of(gradient), _bytes_of(arrived))
-        self._last = ticket
+        self._last_out = ticket
         self._leaving.append((gradient, ticket))
         self._let_go()
         if weight.gradient is None:
