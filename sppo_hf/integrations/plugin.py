@@ -32,6 +32,7 @@ from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.model.convert import revert
+from sppo_hf.model.engine import rests_on_host
 from sppo_hf.rules import show
 from sppo_hf.runtime.mesh import check_world
 from sppo_hf.runtime.pipeline import launch_watchdog, load_model_stages
@@ -271,6 +272,9 @@ class SPPOPlugin(ParallelismConfig):
         trainer = calling_trainer(self)
         if trainer is None:
             return
+        if rests_on_host(self.config) is not None:
+            # What rests on the host need not fit on the device, not even once.
+            trainer._move_model_to_device = lambda model, device: None
         TrainerCheckpoints(trainer).install()
         tell_sharing_ranks(trainer, self.config.pp_size)
         evaluation = TrainerEvaluation(trainer)

@@ -162,6 +162,8 @@ class HostWeights:
         self._most = len(layers) if stays else _SLOTS
         self._layers = [[self._take_over(p) for p in group] for group in layers]
         self._others = [self._take_over(p) for p in others]
+        self.peak_bytes = 0
+        """Most bytes of copies on the device at a time, so far."""
         self._of = {id(weight.parameter): weight for weight in self._all()}
         self._slots: dict[int, None] = {}
         """Layers whose copies are on the device or on their way, the one used last at the end."""
@@ -202,6 +204,7 @@ class HostWeights:
             self._last_in = weight.fetch(self._copier)
         for weight in self._others:
             weight.use()
+        self.peak_bytes = max(self.peak_bytes, self.device_bytes)
 
     def enter(self, layer: int, *, backward: bool = False) -> None:
         """Layer `layer` is about to be used; the next one in this direction comes beside it."""
@@ -289,6 +292,7 @@ class HostWeights:
         for weight in self._layers[layer]:
             self._last_in = weight.fetch(self._copier)
         self._slots[layer] = None
+        self.peak_bytes = max(self.peak_bytes, self.device_bytes)
 
     def _drop(self, layer: int) -> None:
         del self._slots[layer]

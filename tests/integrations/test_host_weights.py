@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
-from sppo_hf import ConfigError, SPPOPlugin
+from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
+from sppo_hf.integrations.limits import refuse_host_weights
 from sppo_hf.model.convert import get_engine
 from tests.integrations.training import make_arguments, make_model, make_rows
 
@@ -104,3 +106,29 @@ def test_an_optimizer_that_cannot_live_there_is_refused(kind, options, named: st
     model = make_model()
     with pytest.raises(ConfigError, match=f"cannot live on the host: {named}"):
         accelerator.prepare(model, kind(model.parameters(), **options))
+
+
+def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = make_model()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("all weights at once may be more than the device holds")
+
+    model.to = refuse
+    plugin = SPPOPlugin(chunk_tokens=16, weights="host")
+    arguments = make_arguments(tmp_path, parallelism_config=plugin, max_steps=1)
+    Trainer(model, arguments, train_dataset=make_rows(4)).train()
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        ({"num_processes": 2}, "weights='host' with 2 processes"),
+        ({"mixed_precision": "fp16"}, "weights='host' with mixed_precision='fp16'"),
+    ],
+)
+def test_what_needs_the_device_is_refused(seen: dict[str, Any], said: str) -> None:
+    accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **seen})
+    with pytest.raises(ConfigError, match=said):
+        refuse_host_weights(accelerator, SPPOConfig(weights="host"))
