@@ -80,6 +80,13 @@ class SPPOConfig:
     """What backward computes again instead of keeping all: "selective" elementwise work, "full"
     layers; never attention."""
 
+    weights: Literal["auto", "device", "host"] = "auto"
+    """Where layers' weights rest: on the "host" they come for a layer's forward and backward."""
+
+    optimizer: Literal["auto", "device", "host"] = "auto"
+    """Where trained weights rest and are updated, with gradients and optimizer states: on the
+    "host" the processor does the optimizer's step."""
+
     attention_backend: str = "auto"
     """Attention kernel by name; "auto" takes the fastest that is exact for model and device."""
 
@@ -275,6 +282,8 @@ _RULES: dict[str, Rule] = {
     "offload_dir": text,
     "offload_checksum": flag,
     "recompute": choice("auto", "none", "selective", "full"),
+    "weights": choice("auto", "device", "host"),
+    "optimizer": choice("auto", "device", "host"),
     "attention_backend": choice_of(_REGISTRIES["attention_backend"]),
     "layer_kernels": choice("auto", "none"),
     "micro_batch_size": integer(1, None),
@@ -329,6 +338,19 @@ def _check_pipeline(config: SPPOConfig) -> None:
             f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "
             "before it has seen the next one, so a pipeline goes chunk by chunk. Allowed: "
             "order='auto' or 'by_chunk' with pp_size above 1. Remedy: drop order, or use pp_size=1."
+        )
+    for name in ("weights", "optimizer"):
+        if config.pp_size > 1 and getattr(config, name) == "host":
+            raise ConfigError(
+                f"{name}='host' contradicts pp_size={config.pp_size}: a pipeline needs its weights "
+                f"once for every chunk. Allowed: {name}='auto' or 'device' with pp_size above 1. "
+                f"Remedy: drop {name}, or use pp_size=1."
+            )
+    if config.weights == "host" and config.order == "by_chunk":
+        raise ConfigError(
+            "weights='host' contradicts order='by_chunk', which would bring all weights once for "
+            "every chunk. Allowed: order='auto' or 'by_layer' with weights='host'. Remedy: drop "
+            "order."
         )
     seen = f"pp_virtual_stages={config.pp_virtual_stages}"
     interleaved = SCHEDULES.where("interleaved")

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.accelerate_state import load_pipeline_state, save_pipeline_state
 from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
-from sppo_hf.integrations.limits import COMPILED_PARTS
+from sppo_hf.integrations.limits import COMPILED_PARTS, refuse_device_optimizer
 from sppo_hf.integrations.pipeline import (
     agree_on_infinities,
     clip_to,
@@ -34,6 +34,7 @@ from sppo_hf.integrations.pipeline import (
     total_norm,
 )
 from sppo_hf.model.convert import check_convertible, convert, get_engine
+from sppo_hf.model.engine import Engine, rests_on_host
 from sppo_hf.runtime.affinity import bind_to_device
 from sppo_hf.runtime.checkpoint_weights import gather_weights, save_weights
 from sppo_hf.runtime.mesh import PipelineMesh
@@ -96,10 +97,31 @@ class SPPOAccelerator(Accelerator):
         if engine is not None:
             engine.reduces = lambda: self.sync_gradients
             engine.loss_scaler = self.scaler
+        converted = _engine_inside(model)
+        if converted is not None and rests_on_host(converted.config) is not None:
+            # What rests on the host would be moved to the device with all else.
+            converted.place_weights(self.device)
+            device_placement = False
         # A pipeline reduces gradients by itself; DDP, which evaluation goes without, would average
         # those of different stages.
         evaluation_mode = evaluation_mode or engine is not None
         return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer; one of weights that rest on the host works there."""
+        rests = rests_on_host(self.sppo_plugin.config)
+        if rests is None or getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        refuse_device_optimizer(optimizer)
+        # A forward whose loss was dropped has left weights on the device.
+        optimizer.register_step_pre_hook(lambda *_: self._rest_weights())
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _rest_weights(self) -> None:
+        for model in self._models:
+            engine = _engine_inside(model)
+            if engine is not None and engine.weights is not None:
+                engine.weights.rest()
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -293,6 +315,17 @@ def convert_once(
             "model first, or use the plugin that converted it."
         )
     engine.observer = plugin.observer
+
+
+def _engine_inside(model: nn.Module) -> Engine | None:
+    """The engine of what is prepared or was; None where nothing in it is converted."""
+    model = extract_model_from_parallel(model)
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        return None
+    try:
+        return get_engine(model)
+    except UnsupportedModelError:
+        return None  # left alone, since it is only evaluated
 
 
 def _obstacle(model: nn.Module) -> str | None:

@@ -10,8 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.rules import count, show
 
@@ -97,6 +99,58 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
             f"torch.compile is on (dynamo backend {backend.value})",
             "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate); instead, "
             f"{COMPILED_PARTS}",
+        )
+
+
+def refuse_host_weights(accelerator: Accelerator, config: SPPOConfig) -> None:
+    """Refuse weights or an optimizer on the host where several processes or a scaler need them.
+
+    Raises:
+        ConfigError: `weights` or `optimizer` is "host", and the Accelerator runs several processes
+            or trains in fp16.
+    """
+    places = [
+        f"{name}='host'" for name in ("weights", "optimizer") if getattr(config, name) == "host"
+    ]
+    if not places:
+        return
+    seen = " and ".join(places)
+    if accelerator.num_processes > 1:
+        raise ConfigError(
+            f"{seen} with {accelerator.num_processes} processes: gradients would leave for the "
+            "host before they are reduced. Allowed: one process. Remedy: shard weights and "
+            "optimizer over the GPUs with FSDP2 instead, which needs less of each."
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise ConfigError(
+            f"{seen} with mixed_precision='fp16', whose gradient scaler works on the device alone. "
+            "Allowed: 'bf16' or 'no'. Remedy: bf16=True, or load the model in bfloat16."
+        )
+
+
+_ON_DEVICE_ALONE = (
+    "bitsandbytes",
+    "apex",
+    "torchao",
+    "transformer_engine",
+    "deepspeed.ops.adam.fused",
+)
+
+
+def refuse_device_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot work in host memory.
+
+    Raises:
+        ConfigError: Its kernels are for GPUs alone, or it was told to be capturable.
+    """
+    kind = type(optimizer)
+    capturable = any(group.get("capturable") for group in optimizer.param_groups)
+    if capturable or kind.__module__.startswith(_ON_DEVICE_ALONE):
+        why = "capturable=True" if capturable else f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(
+            f"The optimizer cannot live on the host: {why} works on a GPU alone. Allowed with "
+            "optimizer='host': torch's optimizers (optim='adamw_torch_fused' is the fastest) and "
+            "DeepSpeed's CPUAdam. Remedy: choose one of these, or optimizer='device'."
         )
 
 

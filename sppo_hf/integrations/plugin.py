@@ -27,13 +27,14 @@ from sppo_hf.integrations.checkpoints import (
     tell_sharing_ranks,
 )
 from sppo_hf.integrations.evaluation import TrainerEvaluation
-from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
+from sppo_hf.integrations.limits import refuse_accelerator, refuse_host_weights, refuse_sizes
 from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.model import check as _check  # noqa: F401  (what tries unknown families at conversion)
 from sppo_hf.model.convert import revert
+from sppo_hf.model.engine import rests_on_host
 from sppo_hf.rules import show
 from sppo_hf.runtime.mesh import check_world
 from sppo_hf.runtime.pipeline import launch_watchdog, load_model_stages
@@ -252,6 +253,7 @@ class SPPOPlugin(ParallelismConfig):
                 "plugin, or make new TrainingArguments right before their Trainer."
             )
         refuse_accelerator(accelerator)
+        refuse_host_weights(accelerator, self.config)
         if self.config.pp_size > 1:
             self._lay_out_pipeline(accelerator)
             self._attach(accelerator)
@@ -272,6 +274,9 @@ class SPPOPlugin(ParallelismConfig):
         trainer = calling_trainer(self)
         if trainer is None:
             return
+        if rests_on_host(self.config) is not None:
+            # What rests on the host need not fit on the device, not even once.
+            trainer._move_model_to_device = lambda model, device: None
         TrainerCheckpoints(trainer).install()
         tell_sharing_ranks(trainer, self.config.pp_size)
         evaluation = TrainerEvaluation(trainer)

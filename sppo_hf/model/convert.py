@@ -198,7 +198,7 @@ def _before_layer(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if engine.running is not None:
         return engine.running.before_layer(index, layer, args, kwargs)
-    engine.layer_runs_outside()
+    engine.layer_runs_outside(index)
     return None
 
 

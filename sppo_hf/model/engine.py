@@ -43,7 +43,8 @@ from sppo_hf.model.router_loss import RouterLoss
 from sppo_hf.model.sequence import Sequence, Slices
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.model.watch import ForwardWatch, let_go_of_failed
-from sppo_hf.offload.engine import OffloadEngine, OffloadStats
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier
+from sppo_hf.offload.weights import HostWeights, can_rest
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.shape import ModelShape
@@ -80,6 +81,8 @@ class Engine:
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
         """Keeps what the last step did, where the settings ask for it."""
         self._log: ActionLog | None = None
+        self.weights: HostWeights | None = None
+        """What rests on the host, once it was put there."""
         self._warned: set[str] = set()
         self._has_run = False
         self._passes_on = False
@@ -120,17 +123,20 @@ class Engine:
         """Run the untouched model."""
         before, self._passes_on = self._passes_on, True
         try:
-            return self.original_forward(*args, **kwargs)
+            with self._weights_there(backward_follows=False):
+                return self.original_forward(*args, **kwargs)
         finally:
             self._passes_on = before
 
-    def layer_runs_outside(self) -> None:
+    def layer_runs_outside(self, index: int) -> None:
         """A decoder layer is about to run, and no sequence of ours is running.
 
         Raises:
             ConfigError: It trains, and `forward` has never been called: somebody kept the one from
                 before the conversion, so all of training would go on without chunks.
         """
+        if self._passes_on and self.weights is not None:
+            self.weights.enter(index)
         trains = self.parts.causal_lm.training and torch.is_grad_enabled()
         if self._passes_on or not trains:
             return
@@ -189,6 +195,7 @@ class Engine:
         layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
+        self.place_weights(device)
         plan = self.plan(rows, tokens, device, return_logits=logits.whole)
         random = None if self.plans.has_run(plan) else RandomState(device)
         try:
@@ -265,14 +272,15 @@ class Engine:
                 f"labels, and {self._who_computes_the_loss(call)} computes another one. Set "
                 "model.config.output_router_logits = False."
             )
-        if call.head_arguments:
-            output = self._whole_head(call, layout, plan, watch)
-        elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
-            output = self._loss(call, layout, plan, watch, logits, router_loss)
-            output = output if router_loss is None else router_loss.added_to(output)
-        else:
-            self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
-            output = self._whole_head(call, layout, plan, watch)
+        with self._weights_there(backward_follows=torch.is_grad_enabled()):
+            if call.head_arguments:
+                output = self._whole_head(call, layout, plan, watch)
+            elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
+                output = self._loss(call, layout, plan, watch, logits, router_loss)
+                output = output if router_loss is None else router_loss.added_to(output)
+            else:
+                self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
+                output = self._whole_head(call, layout, plan, watch)
         watch.forward_done(output)
         self.plans.ran(plan)
         return output
@@ -418,6 +426,7 @@ class Engine:
             offload=self.offload,
             log=self._log,
             first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(self.config)),
+            weights=self.weights,
         )
         constants = dict(call.constants)
         if router_loss is not None:
@@ -499,6 +508,52 @@ class Engine:
             self.traces.poll()
         self.room.close()
         remove_layer_kernels(self.parts)
+        weights, self.weights = self.weights, None
+        if weights is not None:
+            weights.close()
+
+    # -- weights on the host -------------------------------------------------------------------
+
+    def place_weights(self, device: torch.device) -> None:
+        """Put what the settings say to rest on the host, and everything else on `device`.
+
+        Does nothing the second time, nor where nothing is to rest. Trained weights rest where their
+        optimizer is; adapters on frozen layers that rest there go with them.
+        """
+        rests = rests_on_host(self.config)
+        if self.weights is not None or rests is None:
+            return
+        layers, others = resting_parameters(self.parts, rests)
+        resting = {id(p) for group in [*layers, others] for p in group}
+        for module in self.parts.causal_lm.modules():
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in resting and parameter.device != device:
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        self.weights = HostWeights(
+            layers,
+            others,
+            copier=make_copier(device, use_streams=self.config.use_streams),
+            stays=self.config.weights != "host",
+            pin=self.config.use_pin_memory and device.type == "cuda",
+        )
+
+    @contextlib.contextmanager
+    def _weights_there(self, *, backward_follows: bool) -> Iterator[None]:
+        """Context of a forward: weights that rest on the host come when they are used."""
+        if self.weights is None:
+            yield
+            return
+        self.weights.begin()
+        try:
+            yield
+        except BaseException:
+            self.weights.rest()
+            raise
+        if not backward_follows:
+            self.weights.rest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""
@@ -529,6 +584,44 @@ class Engine:
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, stacklevel=2)
+
+
+Rests = Callable[[torch.nn.Parameter], bool]
+"""Whether a parameter of a decoder layer rests on the host."""
+
+
+def rests_on_host(config: SPPOConfig) -> Rests | None:
+    """Which parameters of layers rest on the host; None where none do.
+
+    "auto" of one setting follows the other where that is "host": an optimizer works where its
+    weights rest.
+    """
+    frozen = config.weights == "host"
+    trained = config.optimizer == "host" or (frozen and config.optimizer == "auto")
+    if not frozen and not trained:
+        return None
+    return lambda parameter: trained if parameter.requires_grad else frozen
+
+
+def resting_parameters(
+    parts: ModelParts, rests: Rests
+) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
+    """Parameters that rest on the host: by decoder layer, and trained ones of all the rest."""
+    owners: dict[int, set[int]] = {}
+    for index, layer in enumerate(parts.layers):
+        for parameter in layer.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
+    layers: list[list[torch.nn.Parameter]] = [[] for _ in parts.layers]
+    others: list[torch.nn.Parameter] = []
+    for parameter in parts.causal_lm.parameters():
+        of = owners.get(id(parameter), set())
+        if not can_rest(parameter) or not rests(parameter):
+            continue
+        if len(of) == 1:
+            layers[next(iter(of))].append(parameter)
+        elif parameter.requires_grad or of:
+            others.append(parameter)
+    return layers, others
 
 
 class RandomState:

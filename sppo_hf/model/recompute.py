@@ -116,6 +116,7 @@ class RecomputedFrame:
         states: States | None = None,
         number: int | None = None,
         before_recompute: Callable[[], None] | None = None,
+        before_use: Callable[[], None] | None = None,
     ) -> None:
         """Make a frame.
 
@@ -132,6 +133,7 @@ class RecomputedFrame:
             number: Its place in the order of forward, for the tape.
             before_recompute: Is called before the layer runs again, while the frame still has what
                 `keys_again` needs.
+            before_use: Called before the layer runs again, and before backward gets what it saved.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
@@ -144,6 +146,7 @@ class RecomputedFrame:
         self._label = label
         self._before_recompute = before_recompute
         self._reads = reads
+        self._before_use = before_use
         self._versions: Versions = ()
         self._arguments: tuple[ReadTensors, Versions] | None = None
         self._meta: list[tuple[torch.Size, torch.dtype]] = []
@@ -267,6 +270,8 @@ class RecomputedFrame:
         Raises:
             SPPOError: On a second backward, or if the layer did not repeat itself.
         """
+        if self._before_use is not None:
+            self._before_use()
         if self._again is None:
             self._tape.on_backward(self)
             self._recompute()

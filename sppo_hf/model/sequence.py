@@ -76,6 +76,7 @@ from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
 from sppo_hf.offload.frames import OffloadFrame
+from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.modes import AwayTier, FrameMode
 from sppo_hf.planning.plan import Plan
@@ -149,6 +150,7 @@ class Sequence:
         around_layers: AroundLayers = contextlib.nullcontext,
         log: ActionLog | None = None,
         first_unit: int = 0,
+        weights: HostWeights | None = None,
     ) -> None:
         """Prepare empty stores for every layer.
 
@@ -166,6 +168,7 @@ class Sequence:
             around_layers: Is entered around every forward of layers, the first and the second.
             log: Is told what each layer does; None where nobody asks, or whole units are noted.
             first_unit: How the log counts this sequence's first chunk.
+            weights: What rests on the host and comes for each layer; None where nothing does.
         """
         self._parts = parts
         self._plan = plan
@@ -184,6 +187,7 @@ class Sequence:
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
+        self._weights = weights
         attending = parts.attending_layers()
         self._stores: list[KVStore | None] = [
             self._new_store() if layer in attending else None for layer in self._layers
@@ -377,6 +381,8 @@ class Sequence:
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
+        if self._weights is not None:
+            self._weights.enter(index)
         where = f"layer {index} ({type(layer).__name__})"
         self._layer_frames = {}
         if len(self._chunks) > 1:
@@ -656,6 +662,9 @@ class Sequence:
 
     def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
         mode = self._plan.mode(call.layer - self._layers.start, call.chunk)
+        weights, before_use = self._weights, None
+        if weights is not None:
+            before_use = functools.partial(weights.enter, call.layer, backward=True)
         if mode.recompute:
             return RecomputedFrame(
                 layer,
@@ -678,10 +687,11 @@ class Sequence:
                 label=f"layer {call.layer}, chunk {call.chunk}",
                 reads=self._reads_of(layer),
                 number=self._number(call.chunk, call.layer - self._layers.start),
+                before_use=before_use,
             )
         label = f"layer {call.layer}, chunk {call.chunk}"
         casts = WeightCasts.of(layer, self._plan.device.kind, label)
-        if mode.tier == "device" and casts is None:
+        if mode.tier == "device" and casts is None and weights is None:
             return None  # autograd itself keeps it
         return OffloadFrame(
             self._offload,
@@ -691,6 +701,8 @@ class Sequence:
             tier=mode.tier,
             casts=casts,
             number=self._number(call.chunk, call.layer - self._layers.start),
+            weights=weights,
+            before_use=before_use,
         )
 
 

@@ -34,7 +34,7 @@ class WeightCast:
     """Stands for a cast of a weight, or for a view of one; has no bytes of its own."""
 
     weight: Tensor
-    """What was cast: the weight or a part of it, detached."""
+    """What was cast: the weight (as a parameter, whose bytes may have moved), or a part of it."""
     version: int
     dtype: torch.dtype
     shape: torch.Size
@@ -54,7 +54,7 @@ class WeightCast:
             of = f" of {self.label}" if self.label is not None else ""
             shape = tuple(self.weight.shape)
             raise OffloadError(f"a weight{of}, {self.weight.dtype}, shape {shape}, {MODIFIED}")
-        cast = self.weight.to(self.dtype)
+        cast = self.weight.detach().to(self.dtype)
         return cast.as_strided(self.shape, self.stride, self.offset)
 
 
@@ -123,7 +123,7 @@ class WeightCasts(TorchDispatchMode):
         if weight.device != saved.device or not _is_cast(weight, saved.dtype):
             return None
         return WeightCast(
-            weight.detach(),
+            weight if type(weight) is Parameter else weight.detach(),
             version_of(weight),
             saved.dtype,
             saved.shape,

@@ -311,6 +311,26 @@ class OffloadEngine:
             return now.since(last)
 
 
+def make_copier(device: torch.device, *, use_streams: bool = True) -> Copier:
+    """What moves bytes between `device`, CPU or CUDA, and the host.
+
+    Args:
+        device: where the tensors are.
+        use_streams: copy on lanes of their own (CUDA only) rather than on the compute stream.
+
+    Raises:
+        OffloadError: the device is of another kind.
+    """
+    if device.type == "cpu":
+        return HostCopier()
+    if device.type == "cuda":
+        return StreamCopier(CudaRuntime(device), own_streams=use_streams)
+    raise OffloadError(
+        f"offloading from device {device} was asked for, but only cpu and cuda are supported; "
+        "set offload to 'none'"
+    )
+
+
 def make_engine(
     device: torch.device,
     *,
@@ -338,16 +358,7 @@ def make_engine(
     Raises:
         OffloadError: the device is of another kind.
     """
-    copier: Copier
-    if device.type == "cpu":
-        copier = HostCopier()
-    elif device.type == "cuda":
-        copier = StreamCopier(CudaRuntime(device), own_streams=use_streams)
-    else:
-        raise OffloadError(
-            f"offloading from device {device} was asked for, but only cpu and cuda are supported; "
-            "set offload to 'none'"
-        )
+    copier = make_copier(device, use_streams=use_streams)
     pin = use_pin_memory and device.type == "cuda"
     staging = None
     if disk is not None:

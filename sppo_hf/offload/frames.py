@@ -23,6 +23,7 @@ from sppo_hf.offload.casts import WeightCast, WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.tape import Tape
+from sppo_hf.offload.weights import HostWeights, WeightView
 from sppo_hf.planning.modes import Tier
 
 
@@ -30,7 +31,7 @@ class _Saved(NamedTuple):
     """What the graph keeps instead of a tensor; the only strong reference to the handle."""
 
     frame: OffloadFrame
-    handle: OffloadedTensor | WeightCast
+    handle: OffloadedTensor | WeightCast | WeightView
 
 
 class OffloadFrame:
@@ -47,6 +48,8 @@ class OffloadFrame:
         tier: where its bytes are to wait. What an earlier frame has moved waits where that put it.
         casts: knows autocast's casts of weights; None where there are none worth knowing.
         number: its place in the order of forward, for the tape.
+        weights: weights that rest on the host; None where none do.
+        before_use: called each time before backward gets anything of the frame.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class OffloadFrame:
         tier: Tier = "host",
         casts: WeightCasts | None = None,
         number: int | None = None,
+        weights: HostWeights | None = None,
+        before_use: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._tape = tape
@@ -67,6 +72,8 @@ class OffloadFrame:
         self._tier: Tier = tier
         self._casts = casts
         self._number = number
+        self._weights = weights
+        self._before_use = before_use
         self._hooks: saved_tensors_hooks | None = None
         self._closed = False
         self._used = False
@@ -125,6 +132,9 @@ class OffloadFrame:
         cast = None if self._casts is None else self._casts.cast_of(tensor)
         if cast is not None:
             return _Saved(self, cast)
+        view = None if self._weights is None else self._weights.view_of(tensor, self._label)
+        if view is not None:
+            return _Saved(self, view)
         if self._tier == "device" or self._stays(tensor):
             return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
         handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
@@ -138,7 +148,9 @@ class OffloadFrame:
         if self._closed and not self._used:
             self._used = True
             self._tape.on_backward(self)
-        if isinstance(saved.handle, WeightCast):
+        if self._closed and self._before_use is not None:
+            self._before_use()
+        if isinstance(saved.handle, WeightCast | WeightView):
             return saved.handle.make()
         return self._engine.wait_for(saved.handle)
 

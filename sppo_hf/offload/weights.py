@@ -1,0 +1,380 @@
+"""Parameters that rest in host memory and come to the device for as long as they are used.
+
+A parameter at rest *is* its host tensor (`Parameter.data`), so an optimizer, gradient clipping,
+`state_dict` and checkpoints see ordinary parameters in ordinary memory and need no knowledge of
+this. While a layer runs, forward or backward, its parameters are device copies; two layers are on
+the device at a time, the one in use and the next one, on its way.
+
+[Note: weights that come and go]
+- Copies are made by the `Copier` that frames travel with, and the rules of [Note: offload
+  lifetimes] hold: a copy in is behind all compute so far, its user waits for its ticket, and what
+  was waited for is the compute stream's and can be freed like anything else.
+- What autograd saves of a weight is the parameter or a view of it. A view would keep the device
+  bytes of every layer alive until its backward, so frames keep `WeightView`s, which look at the
+  parameter's bytes of the time when backward asks.
+- `Parameter.data = ...` keeps the parameter's version, hooks and identity; autograd's accumulators
+  follow its device.
+- A gradient leaves for the host as soon as it is complete; what earlier batches left there is added
+  up on the host. Until backward ends `Parameter.grad` is None, afterwards it is the host's.
+- Copies are never trusted over an optimizer's step: a forward brings its own.
+
+Knows nothing of models, chunks or plans.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sppo_hf.errors import OffloadError
+from sppo_hf.offload.handles import MODIFIED, version_of
+from sppo_hf.offload.lanes import Copier, Ticket
+
+__all__ = ["HostWeights", "WeightView", "can_rest"]
+
+_SLOTS = 2
+"""Layers whose weights are on the device at a time: the one in use and the next."""
+
+
+def can_rest(parameter: Parameter) -> bool:
+    """Whether a parameter is no more than its bytes: quantized and sharded ones stay."""
+    return (
+        type(parameter) is Parameter
+        and parameter.layout == torch.strided
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and not parameter.is_meta
+        and parameter.numel() > 0
+    )
+
+
+@dataclass(slots=True, eq=False)
+class WeightView:
+    """Stands for a weight, or a view of one, that autograd saved; has no bytes of its own."""
+
+    parameter: Parameter
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    label: object
+
+    def make(self) -> Tensor:
+        """The view of the bytes that the parameter has now.
+
+        Raises:
+            OffloadError: the parameter was written into since forward.
+        """
+        if version_of(self.parameter) != self.version:
+            of = f" of {self.label}" if self.label is not None else ""
+            raise OffloadError(
+                f"a weight{of}, {self.parameter.dtype}, shape {tuple(self.parameter.shape)}, "
+                f"{MODIFIED}"
+            )
+        return self.parameter.detach().as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(slots=True, eq=False)
+class _Weight:
+    """One parameter, where it rests, and where it is."""
+
+    parameter: Parameter
+    host: Tensor
+    """Its bytes at rest, contiguous."""
+    device: Tensor | None = None
+    """The copy on the device, on its way or there."""
+    ticket: Ticket | None = None
+    gradient: Tensor | None = None
+    """On the host, of earlier batches and of this backward so far; only while backward runs."""
+
+    def settle(self) -> None:
+        """Take over what somebody has put in the parameter's place, on whatever device."""
+        now = self.parameter.data
+        if now.data_ptr() == self.host.data_ptr():
+            return
+        if self.device is None or now.data_ptr() != self.device.data_ptr():
+            self.host.copy_(now)
+        self.rest()
+
+    def fetch(self, copier: Copier) -> Ticket:
+        """Start bringing the bytes to the device."""
+        copied, self.ticket = copier.start_h2d(_bytes_of(self.host))
+        self.device = copied.view(self.host.dtype).view(self.host.shape)
+        return self.ticket
+
+    def use(self) -> None:
+        """Let the parameter be its copy on the device, with compute behind its coming."""
+        assert self.device is not None, "what is used was fetched"
+        if self.ticket is not None:
+            self.ticket.wait()
+            self.ticket = None
+            self.parameter.data = self.device
+
+    def rest(self) -> None:
+        """Let the parameter be its bytes on the host, and free the copy."""
+        if self.ticket is not None:
+            self.ticket.wait()  # nobody has: its bytes may not be freed under the copy
+            self.ticket = None
+        self.parameter.data = self.host
+        self.device = None
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A gradient on its way to be added to what earlier batches left."""
+
+    weight: _Weight
+    arrived: Tensor
+    ticket: Ticket
+
+
+class HostWeights:
+    """The parameters of one model that rest on the host.
+
+    Args:
+        layers: of each layer in the order of forward, those that rest there. One that several
+            layers share belongs to `others`.
+        others: those outside of the layers; they are on the device from a forward's begin until
+            its backward has ended.
+        copier: moves bytes.
+        stays: whether layers' copies stay from forward to backward, too: what rests on the host is
+            then only there for its optimizer.
+        pin: page-lock the host's bytes.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Parameter]],
+        others: Sequence[Parameter],
+        *,
+        copier: Copier,
+        stays: bool = False,
+        pin: bool = False,
+    ) -> None:
+        self._copier = copier
+        self._pin = pin
+        self._most = len(layers) if stays else _SLOTS
+        self._layers = [[self._take_over(p) for p in group] for group in layers]
+        self._others = [self._take_over(p) for p in others]
+        self.peak_bytes = 0
+        """Most bytes of copies on the device at a time, so far."""
+        self._of = {id(weight.parameter): weight for weight in self._all()}
+        self._slots: dict[int, None] = {}
+        """Layers whose copies are on the device or on their way, the one used last at the end."""
+        self._in_use: int | None = None
+        self._backward = False
+        """Whether a backward runs whose end will be noticed."""
+        self._leaving: deque[tuple[Tensor, Ticket]] = deque()
+        self._sums: list[_Sum] = []
+        self._last_in: Ticket | None = None
+        self._last_out: Ticket | None = None
+        gradients = [[w.host.nbytes for w in g if w.parameter.requires_grad] for g in self._layers]
+        self._leave_bytes = max(map(sum, gradients), default=0)
+        trained = [weight for weight in self._all() if weight.parameter.requires_grad]
+        self._hooks = [hook for weight in trained for hook in _hooks(self, weight)]
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all that rests."""
+        return sum(weight.host.nbytes for weight in self._all())
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the copies that are on the device now."""
+        return sum(w.device.nbytes for w in self._all() if w.device is not None)
+
+    def holds(self, parameter: Parameter) -> bool:
+        """Whether `parameter` is one of them."""
+        return id(parameter) in self._of
+
+    # -- a pass ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward begins: bring what is needed throughout, as it is now."""
+        for weight in self._all():
+            weight.settle()
+        self._rest_all()
+        for weight in self._others:
+            self._last_in = weight.fetch(self._copier)
+        for weight in self._others:
+            weight.use()
+        self.peak_bytes = max(self.peak_bytes, self.device_bytes)
+
+    def enter(self, layer: int, *, backward: bool = False) -> None:
+        """Layer `layer` is about to be used; the next one in this direction comes beside it."""
+        if backward:
+            self._notice_end()
+        if layer == self._in_use:
+            return
+        self._fetch(layer, keep=layer)
+        for weight in self._layers[layer]:
+            weight.use()
+        self._in_use = layer
+        following = layer - 1 if backward else layer + 1
+        if 0 <= following < len(self._layers):
+            self._fetch(following, keep=layer)
+
+    def rest(self) -> None:
+        """Put everything to rest, gradients too; before anybody else reads or writes parameters."""
+        self._rest_all()
+        # Lanes end in order. What is at rest may be written by the host from now on, and gradients
+        # read: here, once a step, the host waits.
+        if self._hooks and self._last_in is not None:
+            self._last_in.finish()
+        if self._last_out is not None:
+            self._last_out.finish()
+        self._last_in = self._last_out = None
+        self._leaving.clear()
+        sums, self._sums = self._sums, []
+        for sum_ in sums:
+            sum_.ticket.finish()
+            assert sum_.weight.gradient is not None, "a sum is made of two"
+            sum_.weight.gradient += sum_.arrived
+        for weight in self._all():
+            if weight.gradient is not None:
+                weight.parameter.grad, weight.gradient = weight.gradient, None
+
+    def view_of(self, saved: Tensor, label: object = None) -> WeightView | None:
+        """What stands for `saved` if it is a parameter that rests, or a view of one; else None."""
+        parameter: Any = saved if saved._base is None else saved._base
+        if id(parameter) not in self._of:
+            return None
+        return WeightView(
+            parameter,
+            version_of(parameter),
+            saved.shape,
+            saved.stride(),
+            int(saved.storage_offset()),
+            label,
+        )
+
+    def close(self) -> None:
+        """Put every parameter, and its gradient, back on the device for good."""
+        device = self._copier.device
+        self.rest()
+        for hook in self._hooks:
+            hook.remove()
+        for weight in self._all():
+            parameter = weight.parameter
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = weight.host.to(device)
+            parameter.grad = None if gradient is None else gradient.to(device)
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def _take_over(self, parameter: Parameter) -> _Weight:
+        now = parameter.data
+        if now.device.type == "cpu" and not self._pin and now.is_contiguous():
+            host = now
+        else:
+            host = torch.empty(now.shape, dtype=now.dtype, pin_memory=self._pin)
+            host.copy_(now)
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = host
+        if gradient is not None:
+            parameter.grad = gradient.to(host.device)
+        return _Weight(parameter, host)
+
+    def _fetch(self, layer: int, *, keep: int) -> None:
+        """Start bringing a layer; the one that was used longest ago makes room, but not `keep`."""
+        if layer in self._slots:
+            self._slots[layer] = self._slots.pop(layer)
+            return
+        while len(self._slots) >= self._most:
+            oldest = next(slot for slot in self._slots if slot != keep)
+            self._drop(oldest)
+        for weight in self._layers[layer]:
+            self._last_in = weight.fetch(self._copier)
+        self._slots[layer] = None
+        self.peak_bytes = max(self.peak_bytes, self.device_bytes)
+
+    def _drop(self, layer: int) -> None:
+        del self._slots[layer]
+        for weight in self._layers[layer]:
+            weight.rest()
+        if self._in_use == layer:
+            self._in_use = None
+
+    def _rest_all(self) -> None:
+        for layer in list(self._slots):
+            self._drop(layer)
+        for weight in self._others:
+            weight.rest()
+
+    def _all(self) -> Iterator[_Weight]:
+        for group in self._layers:
+            yield from group
+        yield from self._others
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def _notice_end(self) -> None:
+        """Be told when the running backward has ended."""
+        if not self._backward:
+            self._backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward = False
+        self.rest()
+
+    def _before_gradient(self, weight: _Weight, _: Tensor) -> None:
+        """Autograd is about to add a gradient: it must find none of another device."""
+        self._notice_end()
+        if weight.parameter.grad is not None:
+            weight.gradient, weight.parameter.grad = weight.parameter.grad, None
+
+    @torch.no_grad()
+    def _after_gradient(self, weight: _Weight, parameter: Tensor) -> None:
+        """A gradient is complete: send it to the host."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "autograd has just put it there"
+        gradient = gradient.contiguous()
+        arrived = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self._pin)
+        ticket = self._copier.start_d2h(_bytes_of(gradient), _bytes_of(arrived))
+        self._last_out = ticket
+        self._leaving.append((gradient, ticket))
+        self._let_go()
+        if weight.gradient is None:
+            weight.gradient = arrived
+        else:
+            self._sums.append(_Sum(weight, arrived, ticket))
+        self._add_up()
+
+    def _let_go(self) -> None:
+        """Free gradients whose copies are over; compute waits where too many are on their way."""
+        waiting = sum(gradient.nbytes for gradient, _ in self._leaving)
+        while self._leaving:
+            gradient, ticket = self._leaving[0]
+            if not ticket.ordered:
+                if waiting <= self._leave_bytes:
+                    return
+                ticket.wait()
+            waiting -= gradient.nbytes
+            self._leaving.popleft()
+
+    def _add_up(self) -> None:
+        """Add what has arrived to what earlier batches left."""
+        while self._sums and self._sums[0].ticket.done():
+            sum_ = self._sums.pop(0)
+            assert sum_.weight.gradient is not None, "a sum is made of two"
+            sum_.weight.gradient += sum_.arrived
+
+
+def _hooks(weights: HostWeights, weight: _Weight) -> Iterator[Any]:
+    parameter = weight.parameter
+    yield parameter.register_hook(functools.partial(weights._before_gradient, weight))
+    yield parameter.register_post_accumulate_grad_hook(
+        functools.partial(weights._after_gradient, weight)
+    )
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes, uint8 `[n]`."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,134 @@
+"""Weights and optimizer on the host, by the Trainer and by a raw loop: as if they were not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+
+from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
+from sppo_hf.integrations.limits import refuse_host_weights
+from sppo_hf.model.convert import get_engine
+from tests.integrations.training import make_arguments, make_model, make_rows
+
+HOST = ({"weights": "host"}, {"optimizer": "host"})
+
+
+def _train(folder: Path, plugin: SPPOPlugin | None, resume: str | None = None, **changes: Any):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    trainer = Trainer(
+        make_model(),
+        make_arguments(folder, parallelism_config=plugin, **changes),
+        train_dataset=make_rows(40),
+        eval_dataset=make_rows(10, seed=2),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _numbers(trainer: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", HOST, ids=str)
+def test_fifty_steps_are_those_of_the_plain_trainer(places: dict[str, str], tmp_path: Path) -> None:
+    batch = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.3,
+        "max_steps": 50,
+        "eval_strategy": "steps",
+        "eval_steps": 25,
+    }
+    plain = _train(tmp_path / "plain", None, **batch)
+    hosted = _train(tmp_path / "host", SPPOPlugin(chunk_tokens=16, **places), **batch)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert len(_numbers(plain, name)) in (2, 50)
+        assert _numbers(hosted, name) == pytest.approx(_numbers(plain, name), rel=1e-4)
+    for ours, theirs in zip(hosted.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("places", HOST, ids=str)
+def test_a_checkpoint_goes_on_where_it_stopped(places: dict[str, str], tmp_path: Path) -> None:
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    plugin = SPPOPlugin(chunk_tokens=16, **places)
+    whole = _train(tmp_path, plugin, **steps)
+    begun = str(tmp_path / "checkpoint-2")
+    resumed = _train(tmp_path, SPPOPlugin(chunk_tokens=16, **places), begun, **steps)
+    plain = _train(tmp_path, None, begun, **steps)
+    for other in (resumed, plain):
+        for ours, theirs in zip(whole.model.parameters(), other.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dropped_loss_leaves_nothing_on_the_device_for_the_optimizer() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(weights="host"))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ids = torch.arange(12)[None]
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    weights = get_engine(model).weights
+    assert weights.device_bytes == 0
+    model(input_ids=ids, labels=ids)
+    assert weights.device_bytes > 0
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert weights.device_bytes == 0
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+class _Eight(torch.optim.AdamW):
+    """An optimizer whose kernels are for GPUs alone."""
+
+
+_Eight.__module__ = "bitsandbytes.optim.adamw"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        (_Eight, {}, "bitsandbytes.optim.adamw._Eight"),
+        (torch.optim.AdamW, {"capturable": True}, "capturable=True"),
+    ],
+)
+def test_an_optimizer_that_cannot_live_there_is_refused(kind, options, named: str) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(optimizer="host"))
+    model = make_model()
+    with pytest.raises(ConfigError, match=f"cannot live on the host: {named}"):
+        accelerator.prepare(model, kind(model.parameters(), **options))
+
+
+def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = make_model()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("all weights at once may be more than the device holds")
+
+    model.to = refuse
+    plugin = SPPOPlugin(chunk_tokens=16, weights="host")
+    arguments = make_arguments(tmp_path, parallelism_config=plugin, max_steps=1)
+    Trainer(model, arguments, train_dataset=make_rows(4)).train()
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        ({"num_processes": 2}, "weights='host' with 2 processes"),
+        ({"mixed_precision": "fp16"}, "weights='host' with mixed_precision='fp16'"),
+    ],
+)
+def test_what_needs_the_device_is_refused(seen: dict[str, Any], said: str) -> None:
+    accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **seen})
+    with pytest.raises(ConfigError, match=said):
+        refuse_host_weights(accelerator, SPPOConfig(weights="host"))

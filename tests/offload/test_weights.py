@@ -1,0 +1,124 @@
+"""Weights on the host, on the fake device: whatever the speeds, nothing races.
+
+No byte is read before it is there or written while somebody reads it, and sums are right.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+from sppo_hf.errors import OffloadError
+from sppo_hf.offload.lanes import StreamCopier
+from sppo_hf.offload.weights import HostWeights, can_rest
+from tests.fakes.device import FakeDevice, RaceError
+
+LAYERS = 4
+SECONDS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0]), min_size=1, max_size=7)
+
+
+class _Model:
+    """Four layers of two weights and one weight outside, as the host would enqueue their work."""
+
+    def __init__(self, copies: list[float], work: list[float], *, stays: bool) -> None:
+        self.copies, self.work = itertools.cycle(copies), itertools.cycle(work)
+        self.device = FakeDevice(lambda stream, num_bytes: next(self.copies))
+        self.layers = [
+            [Parameter(torch.rand(8)), Parameter(torch.rand(2, 3))] for _ in range(LAYERS)
+        ]
+        self.other = Parameter(torch.rand(5))
+        self.weights = HostWeights(
+            self.layers, [self.other], copier=StreamCopier(self.device), stays=stays
+        )
+        self.processor = self.device.new_stream()
+        # Backward is played here without autograd, which calls back at its end.
+        self.weights._notice_end = lambda: None  # type: ignore[method-assign]
+
+    def use(self, parameters: list[Parameter]) -> None:
+        self.device.kernel(reads=[p.data for p in parameters], seconds=next(self.work))
+
+    def forward(self) -> None:
+        self.weights.begin()
+        for index, layer in enumerate(self.layers):
+            self.weights.enter(index)
+            self.use([*layer, self.other])
+
+    def backward(self, value: float) -> None:
+        for index in reversed(range(LAYERS)):
+            self.weights.enter(index, backward=True)
+            self.use([*self.layers[index], self.other])
+            for parameter in self.layers[index]:
+                self.take(parameter, value)
+        self.take(self.other, value)
+        self.weights.rest()
+
+    def take(self, parameter: Parameter, value: float) -> None:
+        weight = self.weights._of[id(parameter)]
+        self.weights._before_gradient(weight, parameter)
+        full = torch.full(parameter.shape, value)
+        parameter.grad = self.device.tensor(full, next(self.work))
+        self.weights._after_gradient(weight, parameter)
+
+    def step(self) -> None:
+        """The host writes into what is at rest, at once."""
+        for parameter in [self.other, *itertools.chain(*self.layers)]:
+            self.device.host_memory(self.processor, parameter.data, 0.0, writes=True)
+            parameter.data += 1
+        over = self.device.new_event(timed=False)
+        over.record(self.processor)
+        over.synchronize()  # the host does this work itself
+
+
+@given(copies=SECONDS, work=SECONDS, stays=st.booleans(), batches=st.integers(1, 3))
+@settings(max_examples=25, deadline=None)
+def test_nothing_races(copies: list[float], work: list[float], stays: bool, batches: int) -> None:
+    model = _Model(copies, work, stays=stays)
+    for _ in range(2):
+        for batch in range(batches):
+            model.forward()
+            model.backward(2.0**batch)
+        for parameter in [model.other, *itertools.chain(*model.layers)]:
+            model.device.host_memory(model.processor, parameter.grad, 0.0, writes=False)
+            assert torch.all(parameter.grad == 2.0**batches - 1)
+            parameter.grad = None
+        model.forward()  # its loss is dropped
+        model.weights.rest()
+        model.step()
+
+
+def test_the_host_waits_for_copies_out_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Model([50.0], [0.0], stays=False)
+    model.forward()
+    model.weights._last_in = None  # as if nobody had to wait
+    model.weights.rest()
+    with pytest.raises(RaceError):
+        model.step()
+
+
+def test_a_view_of_a_weight_is_made_of_the_bytes_of_its_time() -> None:
+    model = _Model([1.0], [1.0], stays=False)
+    parameter = model.layers[0][1]
+    model.forward()
+    view = model.weights.view_of(parameter.t(), "layer 0")
+    assert view is not None
+    assert model.weights.view_of(torch.rand(2, 3)) is None
+    model.weights.enter(0, backward=True)
+    made = view.make()
+    assert torch.equal(made, parameter.detach().t())
+    assert made.data_ptr() == parameter.data_ptr()
+    with torch.no_grad():
+        parameter.mul_(2)
+    with pytest.raises(OffloadError, match=r"a weight of layer 0, torch.float32, shape \(2, 3\)"):
+        view.make()
+
+
+def test_what_is_more_than_its_bytes_stays() -> None:
+    assert can_rest(Parameter(torch.rand(2)))
+    assert not can_rest(Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
+    assert not can_rest(Parameter(torch.rand(2, device="meta")))
+    assert not can_rest(Parameter(torch.rand(0)))
