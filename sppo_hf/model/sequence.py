@@ -78,7 +78,7 @@ from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, Tape
 from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.decisions import KVMode
-from sppo_hf.planning.modes import AwayTier, FrameMode
+from sppo_hf.planning.modes import AWAY_TIERS, AwayTier, FrameMode
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action, Kind
 
@@ -177,13 +177,16 @@ class Sequence:
         self._counters = counters
         self._offload = offload
         # Without links the caller says when the frames of a chunk are to come.
-        away = plan.training and any(mode.offload for row in plan.layer_modes for mode in row)
-        asked = plan.program().lowest_asked if away and linked else []
-        self._tape = offload.new_tape(
-            leave_bytes=plan.leave_bytes, asked=asked, on_prefetch=self._prefetched
-        )
+        away = any(mode.offload for row in plan.layer_modes for mode in row)
+        away = plan.training and (away or any(mode in AWAY_TIERS for mode in plan.kv_modes))
         self._stream = kv_stream(plan, offload, rows=rows, leave_bytes=plan.leave_bytes)
         self._log = None if log is None else _LayerLog(log, plan, self._stream, first_unit)
+        self._tape = offload.new_tape(
+            leave_bytes=plan.leave_bytes,
+            asked=plan.program().lowest_asked if away and linked else [],
+            # Not a method of ours: see [Note: what a frame must not hold].
+            on_prefetch=None if self._log is None else self._log.prefetched,
+        )
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
@@ -364,18 +367,6 @@ class Sequence:
         if self._plan.order == "by_layer":
             return layer * (self._plan.num_chunks + 1) + chunk
         return chunk * len(self._layers) + layer
-
-    def _prefetched(self, number: int) -> None:
-        if self._log is None:
-            return
-        if self._plan.order == "by_chunk":
-            self._log.prefetched(*divmod(number, len(self._layers)))
-            return
-        layer, chunk = divmod(number, self._plan.num_chunks + 1)
-        if chunk < self._plan.num_chunks:
-            self._log.prefetched(chunk, layer)
-        else:
-            self._log.keys_moved(layer, back=True)
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -766,9 +757,15 @@ class _LayerLog:
         """A chunk's loss is done."""
         self._log.end()
 
-    def prefetched(self, chunk: int, layer: int) -> None:
-        """A frame is on its way back."""
-        if (chunk, layer) in self._away:
+    def prefetched(self, number: int) -> None:
+        """The frame of this number (see `Sequence._number`) is on its way back."""
+        if self._plan.order == "by_chunk":
+            chunk, layer = divmod(number, self._plan.num_layers)
+        else:
+            layer, chunk = divmod(number, self._plan.num_chunks + 1)
+        if chunk == self._plan.num_chunks:
+            self.keys_moved(layer, back=True)
+        elif (chunk, layer) in self._away:
             if self._plan.mode(layer, chunk).tier == "disk":
                 self._log.note(self._action("L", chunk, layer))
             self._log.note(self._action("H", chunk, layer))
