@@ -1,4 +1,4 @@
-"""The memory estimate against reality on this CPU: predicted and measured peaks of ten settings.
+"""The memory estimate against reality on this CPU: predicted and measured peaks by settings.
 
     python recipes/benchmarks/estimator.py --check
 
@@ -38,6 +38,22 @@ JOBS: dict[str, dict[str, Any]] = {
         "settings": {"recompute": "full", "offload": "full", "offload_dir": "DIR"},
     },
     "solved for 4 GiB, 4,096": {"tokens": 4096, "settings": {"device_memory": "4GiB"}},
+    "by layer, 4,096": {"tokens": 4096, "settings": {"order": "by_layer"}},
+    "by layer, 8,192": {"tokens": 8192, "settings": {"order": "by_layer"}},
+    "by layer, keep, 2,048": {
+        "tokens": 2048,
+        "settings": {"order": "by_layer", "recompute": "none", "offload": "none"},
+    },
+    "by layer, skeletons and K/V to disk, 4,096": {
+        "tokens": 4096,
+        "settings": {
+            "order": "by_layer",
+            "recompute": "full",
+            "offload": "full",
+            "offload_kv": "full",
+            "offload_dir": "DIR",
+        },
+    },
     "LoRA, keep, 4,096": {
         "tokens": 4096,
         "lora": 16,
@@ -63,7 +79,8 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if options.only and options.only not in name:
             continue
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-            settings = {k: folder if v == "DIR" else v for k, v in job["settings"].items()}
+            named = {"order": "by_chunk", **job["settings"]}
+            settings = {k: folder if v == "DIR" else v for k, v in named.items()}
             common = {"model": options.model, "rows": 1, "threads": options.threads}
             results[name] = in_own_process({**common, **job, "settings": settings})
         taken = results[name]

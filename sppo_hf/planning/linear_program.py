@@ -118,7 +118,7 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
 class _Group(NamedTuple):
     """Things that every slot has so many of, each treated in one of some ways."""
 
-    count: int
+    number: int
     """How many a slot has."""
 
     tiers: list[Tier]
@@ -233,7 +233,7 @@ class LinearProgram:
         for at, group in enumerate(self._groups):
             first, ways = self._first[at], len(group.tiers)
             of_group = moved.reshape(slots, self._each)[:, first : first + ways]
-            most += float(of_group.max(axis=1, initial=0.0).sum()) * group.count
+            most += float(of_group.max(axis=1, initial=0.0).sum()) * group.number
         if most > 0.0:
             objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved
         values = minimise(objective, self._less, self._equal)
@@ -294,7 +294,7 @@ class LinearProgram:
         for slot in self._all:
             for at, group in enumerate(self._groups):
                 terms = [(self._at(slot, at, way), 1.0) for way in range(len(group.tiers))]
-                self._equal.add(terms, group.count)
+                self._equal.add(terms, group.number)
 
     def _sum_up(self, name: str, tiers: frozenset[str]) -> None:
         """Makes column `name` of each slot the GiB of all up to it on some tiers."""
@@ -387,7 +387,7 @@ class LinearProgram:
         if not self._what.by_layer:
             kinds = LayerKinds.of(self._cost)
             (at,) = (k for k, members in enumerate(kinds.members) if 0 in members)
-        share /= self._groups[at].count
+        share /= self._groups[at].number
         return [(column, share * size) for column, size in self._terms(slot, _HERE, [at])]
 
     def _hold_elsewhere(self) -> None:

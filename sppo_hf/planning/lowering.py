@@ -456,8 +456,8 @@ class StepProgram:
                 # Frames that had not left when backward began need not come back.
                 rest = np.full(len(used), still_leaving(np.append(out[:ahead], 0))[-1])
                 asked = self.asked_bytes
-                away_layers = np.flatnonzero(self.kv_away_bytes)
-                if away_layers.size:
+                away_layers = np.flatnonzero(self.kv_away_bytes).tolist()
+                if away_layers:
                     begins = [
                         points.backward(points.num_chunks - 1, i) - ahead for i in away_layers
                     ]
@@ -668,7 +668,8 @@ def _add(levels: dict[Cause, Level], cause: Cause, level: Level) -> None:
     """Adds a level to what there is of its cause."""
     there = levels.get(cause)
     if there is not None:
-        level = Level(*(a + b for a, b in zip(there, level, strict=True)))
+        before, during, after = level
+        level = Level(there.before + before, there.during + during, there.after + after)
     levels[cause] = level
 
 

@@ -326,8 +326,9 @@ class ByteTables:
 
     @cached_property
     def hidden_states(self) -> Bytes:
-        """[chunks] A layer's input, or its output."""
-        return self.rows * self.shape.hidden_size * self.shape.dtype_bytes * self.lengths
+        """[chunks] A layer's input, or its output: under autocast as wide as the weights."""
+        element_bytes = max(self.shape.dtype_bytes, self._parameter_bytes)
+        return self.rows * self.shape.hidden_size * element_bytes * self.lengths
 
     @cached_property
     def hidden(self) -> tuple[Bytes, int, int]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_AWAY: frozenset[KVMode] = frozenset(AWAY_TIERS)
 _ATTEMPTS = 4
 # Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
 _FRAMES_AHEAD = 2
@@ -247,7 +248,7 @@ def _mixed(
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
-            farthest: KVMode = next((m for m in kv_modes if m in AWAY_TIERS), "device")
+            farthest: KVMode = next((m for m in kv_modes if m in _AWAY), "device")
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
         shaped = looking_ahead(cost, shaped, ahead)
         tight, bound = budgets, float("inf")
@@ -282,7 +283,7 @@ def _mode_sets(
     What leaves needs room for its look-ahead. That of whole frames is ten times a skeleton's, and
     that of a layer's K/V grows with the sequence.
     """
-    stays = tuple(mode for mode in kv_modes if mode not in AWAY_TIERS)
+    stays = tuple(mode for mode in kv_modes if mode not in _AWAY)
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):
             for skipped in range(len(choices.saved)):

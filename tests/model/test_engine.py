@@ -271,7 +271,7 @@ def test_a_loss_of_the_models_own_runs_on_whole_logits(model, ids):
 
 def test_observer_hears_every_unit_in_order(model, ids):
     listener = Listener()
-    convert(model, _config(), observer=listener)
+    convert(model, _config(order="by_chunk"), observer=listener)
     _step(model, input_ids=ids, labels=ids)
     forward = [("forward", chunk, 3) for chunk in range(3)]
     backward = [("backward", chunk, 3) for chunk in (2, 1, 0)]
