@@ -1,5 +1,8 @@
 """Who imports whom in the package, wherever in a file, but for annotations alone.
 
+What is imported by name (`importlib`) is not seen: so the guard of unknown families calls the
+harness.
+
 `python tests/imports.py [ROOT]` prints lines, modules, modules that one other imports, and circles.
 """
 

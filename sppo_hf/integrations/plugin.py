@@ -32,7 +32,6 @@ from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
-from sppo_hf.model import check as _check  # noqa: F401  (what tries unknown families at conversion)
 from sppo_hf.model.convert import revert
 from sppo_hf.model.engine import rests_on_host
 from sppo_hf.rules import show

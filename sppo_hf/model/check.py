@@ -19,7 +19,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.model.exactness import compare, compare_drift, run_reference
-from sppo_hf.model.guard import prove_with
 from sppo_hf.model.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of
 from sppo_hf.model.tiny import (
     LARGEST_BYTES,
@@ -109,7 +108,6 @@ def check_model(
         return replace(result, note=note)
 
 
-@prove_with
 def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult:
     """The same for a tiny random model of a Transformers configuration, in float64.
 

@@ -8,58 +8,15 @@ what cannot be built so small is let through with a warning that says how to che
 
 from __future__ import annotations
 
+import importlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from transformers import PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.structure import ModelParts
-
-
-class Verdict(Protocol):
-    """What came of comparing a tiny model with and without chunks."""
-
-    @property
-    def status(self) -> str:
-        """Is it "exact", "not exact" or "refused"?"""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why it was refused."""
-        ...
-
-    @property
-    def error(self) -> float | None:
-        """Worst error of loss and gradients."""
-        ...
-
-    @property
-    def allowed(self) -> float | None:
-        """Largest error that counts as exact."""
-        ...
-
-    @property
-    def worst_parameters(self) -> Sequence[tuple[str, float]]:
-        """Names and errors of the worst parameters, the worst first."""
-        ...
-
-
-Compare = Callable[[PreTrainedConfig, SPPOConfig], Verdict]
-"""Compares a tiny model of a configuration with and without chunks."""
-
-_harness: list[Compare] = []
-
-
-def prove_with(compare: Compare) -> Compare:
-    """Decorator: how unknown families are tried; of the harness, which itself converts models."""
-    _harness[:] = [compare]
-    return compare
-
 
 PROVED = frozenset(
     (
@@ -136,15 +93,14 @@ def _own_config(parts: ModelParts) -> PreTrainedConfig:
 
 
 def _verdict(parts: ModelParts) -> str | None:
+    # By name: the harness stands above this room, for it converts models itself, and it is needed
+    # only where an unknown family comes.
+    check_config = importlib.import_module("sppo_hf.model.check").check_config
+
     model_type = parts.model_type
-    if not _harness:
-        return (
-            f"model type {model_type!r} is not among the families that were proved exact, and what "
-            "could prove it was not imported (import sppo_hf.model.check)"
-        )
     settings = SPPOConfig(num_chunks=4, show_plan=False, show_progress=False)
     try:
-        result = _harness[0](_own_config(parts), settings)
+        result = check_config(_own_config(parts), settings)
     except ConfigError as error:
         warnings.warn(
             f"model type {model_type!r} is not among the families that were proved exact, and no "
