@@ -98,6 +98,10 @@ class SPPOConfig:
     """Kernels of norms and gated activations: "auto" takes Liger's on CUDA where it is installed
     and proven equal on this device, "none" the model's own code."""
 
+    compile: bool = False
+    """Whether norms and gated MLPs of decoder layers are compiled (torch.compile, in place of
+    layer_kernels). Plans then never keep the outputs of matrix products alone. One device."""
+
     micro_batch_size: int | None = None
     """Rows of the batch that go through the chunks together; None takes all rows at once, and in a
     pipeline one row each."""
@@ -265,6 +269,7 @@ _RULES: dict[str, Rule] = {
     "recompute": choice("auto", "none", "full"),
     "attention_backend": choice(*ATTENTION_BACKENDS),
     "layer_kernels": choice("auto", "none"),
+    "compile": flag,
     "micro_batch_size": integer(1, None),
     "pp_size": count(1),
     "pp_schedule": choice(*PIPELINE_SCHEDULES),
@@ -315,6 +320,11 @@ def _check_pipeline(config: SPPOConfig) -> None:
             f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "
             "before it has seen the next one, so a pipeline goes chunk by chunk. Allowed: "
             "order='auto' or 'by_chunk' with pp_size above 1. Remedy: drop order, or use pp_size=1."
+        )
+    if config.pp_size > 1 and config.compile:
+        raise ConfigError(
+            f"compile=True contradicts pp_size={config.pp_size}: compiled parts are not proven in "
+            "a pipeline. Allowed: either alone. Remedy: drop compile."
         )
     seen = f"pp_virtual_stages={config.pp_virtual_stages}"
     if config.pp_virtual_stages > 1 and config.pp_schedule != "interleaved_seq1f1b":

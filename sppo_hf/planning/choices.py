@@ -90,7 +90,8 @@ def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
 def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     """Returns the modes and tiers that the config allows on this kind of device."""
     saved: dict[str, tuple[Saved, ...]] = {
-        "auto": SAVED,
+        # What sees products is a dispatch mode, beside which compiled code does not run.
+        "auto": ("whole", "skeleton") if config.compile else SAVED,
         "none": ("whole",),
         "full": ("skeleton",),
     }
