@@ -151,8 +151,10 @@ def tests_of(root: Path, file: Path) -> list[str]:
     own = [root / "tests" / room / f"test_{name}.py"]
     others = sorted((root / "tests" / room).glob("test_*.py"))
     importing = [path for path in others if dotted in path.read_text(encoding="utf-8")]
+    users = [path for path in sorted(file.parent.glob("*.py")) if dotted in path.read_text()]
+    theirs = [root / "tests" / room / f"test_{path.stem}.py" for path in users]
     always = [root / path for path in ALWAYS[room]]
-    found = dict.fromkeys(path for path in [*own, *importing, *always] if path.exists())
+    found = dict.fromkeys(path for path in [*own, *importing, *theirs, *always] if path.exists())
     return [str(path.relative_to(root)) for path in found][:MOST_FILES]
 
 
