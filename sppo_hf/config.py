@@ -94,6 +94,10 @@ class SPPOConfig:
     """Kernels of norms and gated activations: "auto" takes Liger's on CUDA where it is installed
     and proven equal on this device, "none" the model's own code."""
 
+    compile: bool = False
+    """Whether norms and gated MLPs of decoder layers are compiled (torch.compile, in place of
+    layer_kernels). Plans then never keep the outputs of matrix products alone. One device."""
+
     micro_batch_size: int | None = None
     """Rows of the batch that go through the chunks together; None takes all rows at once, and in a
     pipeline one row each."""
@@ -286,6 +290,7 @@ _RULES: dict[str, Rule] = {
     "optimizer": choice("auto", "device", "host"),
     "attention_backend": choice_of(_REGISTRIES["attention_backend"]),
     "layer_kernels": choice("auto", "none"),
+    "compile": flag,
     "micro_batch_size": integer(1, None),
     "pp_size": count(1),
     "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
@@ -351,6 +356,11 @@ def _check_pipeline(config: SPPOConfig) -> None:
             "weights='host' contradicts order='by_chunk', which would bring all weights once for "
             "every chunk. Allowed: order='auto' or 'by_layer' with weights='host'. Remedy: drop "
             "order."
+        )
+    if config.pp_size > 1 and config.compile:
+        raise ConfigError(
+            f"compile=True contradicts pp_size={config.pp_size}: compiled parts are not proven in "
+            "a pipeline. Allowed: either alone. Remedy: drop compile."
         )
     seen = f"pp_virtual_stages={config.pp_virtual_stages}"
     interleaved = SCHEDULES.where("interleaved")

@@ -33,7 +33,7 @@ import pytest
 import torch  # noqa: F401
 import transformers  # noqa: F401
 
-ROOMS = ("model", "offload", "planning", "runtime")
+ROOMS = ("planning", "offload", "runtime", "model")
 ALWAYS: dict[str, tuple[str, ...]] = {
     "model": ("tests/model/test_engine.py", "tests/model/test_exactness.py"),
     "offload": ("tests/offload/test_engine.py", "tests/offload/test_frames.py"),
@@ -151,8 +151,10 @@ def tests_of(root: Path, file: Path) -> list[str]:
     own = [root / "tests" / room / f"test_{name}.py"]
     others = sorted((root / "tests" / room).glob("test_*.py"))
     importing = [path for path in others if dotted in path.read_text(encoding="utf-8")]
+    users = [path for path in sorted(file.parent.glob("*.py")) if dotted in path.read_text()]
+    theirs = [root / "tests" / room / f"test_{path.stem}.py" for path in users]
     always = [root / path for path in ALWAYS[room]]
-    found = dict.fromkeys(path for path in [*own, *importing, *always] if path.exists())
+    found = dict.fromkeys(path for path in [*own, *importing, *theirs, *always] if path.exists())
     return [str(path.relative_to(root)) for path in found][:MOST_FILES]
 
 
@@ -213,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     everything = [mutant for file in files for mutant in mutants(file)]
     chosen = random.Random(given.seed).sample(everything, given.count)
+    # Rooms in the order given, so that those with quick tests can come first.
+    chosen.sort(key=lambda mutant: given.rooms.index(mutant.file.parent.name))
     lines = ["| module, line | change | of | into | |", "|---|---|---|---|---|"]
     for mutant in chosen:
         began = time.monotonic()

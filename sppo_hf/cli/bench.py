@@ -140,8 +140,8 @@ def bench(
     """Measure MODEL at several lengths: sppo_hf, what users have today, and the ideal.
 
     Contenders: plain, checkpointing, checkpointing-default, checkpointing-offload, trl-offload,
-    trl-long, unsloth,
-    sppo-none, sppo-full, sppo-sppo, sppo-auto, ideal.
+    trl-long, unsloth, alst, accelerate-cp (skipped: one GPU), sppo-none, sppo-full, sppo-sppo,
+    sppo-auto, ideal.
 
     Every row is a process of its own and goes to results.jsonl at once; rows that are there are not
     measured again. Running out of memory or time is a row too.

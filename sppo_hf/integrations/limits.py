@@ -35,9 +35,7 @@ _ALLOWED_TYPES = (
 _TRL_IN_PIPELINE = ("SFT", "DPO", "KTO")
 """Trainers of TRL whose losses need nothing but log-probabilities of labels."""
 _ALLOWED_WORDS = "one process, DDP, or FSDP2"
-COMPILED_PARTS = (
-    "compile what holds no attention: for layer in model.model.layers: layer.mlp.compile()"
-)
+COMPILED_PARTS = "SPPOPlugin(compile=True) compiles what holds no attention"
 """What works in place of compiling the model."""
 
 

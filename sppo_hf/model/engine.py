@@ -32,7 +32,7 @@ from sppo_hf.model.calls import ForwardCall, read_call
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.guard import check_router_loss
 from sppo_hf.model.head import ModelHead
-from sppo_hf.model.layer_kernels import remove_layer_kernels, use_layer_kernels
+from sppo_hf.model.layer_kernels import prepare_layers, restore_layers
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.logits import LogitsCollector, LogitsRequest
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
@@ -187,8 +187,8 @@ class Engine:
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         began = time.perf_counter()
-        if not self._has_run and self.config.layer_kernels == "auto":
-            use_layer_kernels(self.parts, call.device)
+        if not self._has_run:
+            prepare_layers(self.parts, self.config, call.device)
         self._has_run = True
         let_go_of_failed(self._last_watch())
         logits = self._wanted_logits(call)
@@ -507,7 +507,7 @@ class Engine:
         if self.traces is not None:
             self.traces.poll()
         self.room.close()
-        remove_layer_kernels(self.parts)
+        restore_layers(self.parts)
         weights, self.weights = self.weights, None
         if weights is not None:
             weights.close()

@@ -1,4 +1,4 @@
-"""Liger's fused kernels in place of a decoder layer's norms and gated activations, where proven.
+"""Fused kernels in place of a decoder layer's norms and gated activations: Liger's or compiled.
 
 Eager PyTorch runs a norm or `act(gate) * up` as several passes over memory; Liger's kernels take
 one each way. They are used on CUDA where liger-kernel is installed, and nothing is believed: each
@@ -14,6 +14,13 @@ family in the process; experts, which have code of their own; and weights that F
 the gate and the up projection that autograd saved for it. That is exact here, because those two are
 saved by no one else and a backward runs once; a norm is asked not to write into its gradient, which
 a residual shares.
+
+[Note: what is compiled] With `compile: true` the same norms and MLPs are compiled instead. Not the
+whole layer: its attention calls back into the engine, and the layer's own hooks would be traced.
+Compiled code runs in eager mode beside a dispatch mode, so no layer keeps its matrix products
+alone, and recomputation repeats all of them. A module with hooks stays as it is, for they would be
+compiled with it. Exact up to rounding: inductor keeps float32 between operations that eager code
+rounds to bfloat16.
 """
 
 from __future__ import annotations
@@ -28,6 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
 from sppo_hf.model.structure import ModelParts
 
 # M tokens, D model width, F width of the gated product.
@@ -44,6 +53,69 @@ _ROUNDING = {torch.float32: 1e-5}
 _PROBE_TOKENS = 64
 _GATED = {"gate_proj", "up_proj", "down_proj"}
 _MARK = "_sppo_layer_kernel"
+_COMPILED = "_sppo_compiled"
+
+
+def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) -> None:
+    """Give norms and MLPs the kernels that the settings ask for; again is fine.
+
+    Raises:
+        ConfigError: They are to be compiled, and `torch.compile` does not work here or for this
+            model.
+    """
+    if config.compile:
+        compile_layers(parts, device)
+    elif config.layer_kernels == "auto":
+        use_layer_kernels(parts, device)
+
+
+def restore_layers(parts: ModelParts) -> None:
+    """Give every module its own code back."""
+    for module in parts.causal_lm.modules():
+        if hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK):
+            del module.__dict__["forward"]
+        if module.__dict__.pop(_COMPILED, False):
+            module._compiled_call_impl = None
+
+
+def compile_layers(parts: ModelParts, device: torch.device) -> int:
+    """Compile norms and MLPs of decoder layers; see [Note: what is compiled].
+
+    Returns:
+        How many modules are compiled now.
+
+    Raises:
+        ConfigError: `torch.compile` does not work here, or FSDP2 shards the model.
+    """
+    if parts.is_sharded():
+        raise ConfigError(
+            f"compile=True, but FSDP2 shards {parts.name}, whose hooks would be compiled too. "
+            "Allowed: compile without FSDP2. Remedy: drop compile."
+        )
+    _refuse_without_compiler(device)
+    count = 0
+    for module in _candidates(parts):
+        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if module._compiled_call_impl is None and not hooked:
+            # Chunks differ in length; one graph serves all.
+            module.compile(dynamic=True)
+            module.__dict__[_COMPILED] = True
+        count += _COMPILED in module.__dict__
+    return count
+
+
+def _refuse_without_compiler(device: torch.device) -> None:
+    """Compile something small, forward and backward, before a model is changed."""
+    values = torch.ones(4, device=device, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            torch.compile(lambda x: (x * 2).sin().sum())(values).backward()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ConfigError(
+            f"compile=True, but torch.compile does not work on {device}: {reason}. Allowed: on a "
+            "GPU with Triton, on a CPU with a C++ compiler. Remedy: install it, or drop compile."
+        ) from error
 
 
 def liger_runs_on(device: torch.device) -> bool:
@@ -78,13 +150,6 @@ def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]
             module.__dict__["forward"] = types.MethodType(forward, module)
             counts[getattr(forward, _MARK)] = counts.get(getattr(forward, _MARK), 0) + 1
     return counts
-
-
-def remove_layer_kernels(parts: ModelParts) -> None:
-    """Give every module its own forward back."""
-    for module in parts.causal_lm.modules():
-        if hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK):
-            del module.__dict__["forward"]
 
 
 def _candidates(parts: ModelParts) -> Iterator[nn.Module]:

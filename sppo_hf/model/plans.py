@@ -137,7 +137,8 @@ class PlanBook:
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(
                 f"the model is on a device of type {device.type!r}; chunked training runs on "
-                "'cuda' and 'cpu'. Move the model, or revert the plugin."
+                "'cuda' and 'cpu'. Move the model (under a Trainer: use_cpu=True), or revert the "
+                "plugin."
             )
         training = torch.is_grad_enabled()
         self._notice_accumulation(training)

@@ -1,4 +1,4 @@
-"""Liger's layer kernels: taken only where they compute the same, exact in every mode, taken off.
+"""Layer kernels: Liger's only where they compute the same, compiled ones, exact, and taken off.
 
 Liger needs a GPU (Triton's interpreter has none of CUDA's mathematical functions, which its kernels
 call); stand-ins compute what its functions compute, and write where they write.
@@ -6,6 +6,7 @@ call); stand-ins compute what its functions compute, and write where they write.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sppo_hf import SPPOConfig
+from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.model import layer_kernels
 from sppo_hf.model.convert import convert, revert
 from sppo_hf.model.float64 import float64_everywhere
 from sppo_hf.model.structure import find_parts
 from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.planning.choices import DeviceFacts, read_choices
 
 CPU = torch.device("cpu")
 calls: dict[str, int] = {}
@@ -123,7 +125,7 @@ def test_kernels_stand_where_a_family_has_norms_and_gates(
     model = build_tiny_model(family, dtype=torch.float64)
     assert used(model) == expected
     before = dict(calls)
-    layer_kernels.remove_layer_kernels(find_parts(model))
+    layer_kernels.restore_layers(find_parts(model))
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert calls == before
 
@@ -220,6 +222,76 @@ def test_a_bfloat16_kernel_may_not_be_farther_from_float32(liger: SimpleNamespac
 
     model = build_tiny_model("llama", dtype=torch.bfloat16)
     assert "gated product" in used(model)
-    layer_kernels.remove_layer_kernels(find_parts(model))
+    layer_kernels.restore_layers(find_parts(model))
     liger.LigerSiLUMulFunction = Rounds
     assert "gated product" not in used(model)
+
+
+def graph_counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let torch.compile return what it is given, and count the calls of that."""
+    called: list[Any] = []
+
+    def compiled(function: Any, **settings: Any) -> Any:
+        return lambda *args, **kwargs: called.append(function) or function(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    return called
+
+
+def test_norms_and_mlps_are_compiled_and_revert_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = graph_counts(monkeypatch)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    plan = convert(model, SPPOConfig(num_chunks=2, show_plan=False, compile=True))
+    step(model, ids)
+    compiled = [name for name, m in model.named_modules() if m._compiled_call_impl is not None]
+    assert len(compiled) == 3 * 2 + 2, "the final norm and one MLP have hooks"
+    assert not any("self_attn" in name for name in compiled)
+    assert "silu" not in calls, "one kernel or the other"
+    before = len(called)
+    assert before >= 2 * len(compiled)
+    revert(plan)
+    handle.remove()
+    step(model, ids)
+    assert len(called) == before
+    assert not any(m._compiled_call_impl for m in model.modules())
+
+
+def test_without_a_compiler_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: Any, **settings: Any) -> Any:
+        raise RuntimeError("no C++ compiler was found")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False, compile=True))
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler was found.*drop compile"):
+        model(input_ids=ids, labels=ids)
+    assert not any(m._compiled_call_impl for m in model.modules())
+
+
+def test_compiled_layers_keep_no_products_alone() -> None:
+    facts = DeviceFacts(kind="cuda", name="a card")
+    assert "products" in read_choices(SPPOConfig(), facts).saved
+    assert read_choices(SPPOConfig(compile=True), facts).saved == ("whole", "skeleton")
+    with pytest.raises(ConfigError, match="compile=True contradicts pp_size=2"):
+        SPPOConfig(compile=True, pp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductors_code_computes_the_same_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the float32 that a tiny Llama's norms compute in; its own code rounds in other places."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    model = build_tiny_model("llama", dtype=torch.float64).train()
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = step(model, ids)
+    for mode in MODES.values():
+        convert(model, SPPOConfig(chunk_lengths=(9, 1, 14), show_plan=False, compile=True, **mode))
+        ours = step(model, ids)
+        revert(model)
+        for value, exact in zip(ours, expected, strict=True):
+            assert (value - exact).norm() <= 3e-6 * exact.norm()

@@ -81,4 +81,5 @@ def test_many_chunks_stay_readable(width: int) -> None:
     assert len(text.splitlines()) <= 20
     assert max(map(len, text.splitlines())) <= width
     assert "1-64" in text
+    assert "disk" not in text, "there is none"
     assert "32 to host" in text

@@ -59,6 +59,11 @@ def test_modes(device: DeviceFacts, settings: dict[str, str], mode: FrameMode) -
         assert {made.mode(layer, chunk) for layer in range(32)} == {expected}
 
 
+def test_of_two_chunks_the_last_is_kept() -> None:
+    made = plan(device=CPU, num_chunks=2, total_tokens=1024)
+    assert [made.mode(0, chunk) for chunk in range(2)] == [RECOMPUTE, KEEP]
+
+
 def test_a_single_chunk_is_not_kept_by_itself() -> None:
     assert plan(device=CPU, num_chunks=1).mode(0, 0) == RECOMPUTE
 

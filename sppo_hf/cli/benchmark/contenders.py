@@ -24,6 +24,9 @@ BASES: dict[str, str] = {
     "trl-offload": "TRL's activation offloading around each step, with checkpointing as SFTConfig",
     "trl-long": "TRL's long-context guide: SFTTrainer, loss in chunks, checkpointing with offload",
     "unsloth": "Unsloth's FastLanguageModel and its own checkpointing; for adapters",
+    "alst": "DeepSpeed's ALST on one GPU: ZeRO-3, MLPs in tiles, checkpointing with offload, the"
+    " ideal's loss",
+    "accelerate-cp": "Accelerate's context parallelism, which takes several GPUs",
     "sppo-none": "ours, offload='none'",
     "sppo-full": "ours, offload='full'",
     "sppo-sppo": "ours, offload='sppo'",
@@ -47,6 +50,8 @@ DEFAULTS = (
     *THEIRS,
     "trl-long",
     "unsloth",
+    "alst",
+    "accelerate-cp",
     TODAY,
     *(name + LIGER for name in THEIRS),
     *(name + TILED for name in EXTRAS[TILED]),
@@ -55,7 +60,10 @@ DEFAULTS = (
 )
 
 # These end in an error on a CPU: they pin memory, or ask for the accelerator's name.
-_FROM_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload", "trl-long", "unsloth")
+_FROM_AN_ACCELERATOR = (
+    *("checkpointing-offload", "trl-offload", "trl-long", "unsloth"),
+    *("alst", "accelerate-cp"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class Contender:
     @property
     def offloads_checkpoints(self) -> bool:
         """Whether the inputs of checkpointed layers wait in pinned host memory."""
-        return self.base in ("checkpointing-offload", "trl-long")
+        return self.base in ("checkpointing-offload", "trl-long", "alst")
 
     @property
     def liger(self) -> bool:
@@ -86,12 +94,12 @@ class Contender:
     @property
     def tiled(self) -> bool:
         """Whether it has the ideal's loss."""
-        return self.base == IDEAL or self.extra == TILED
+        return self.base in (IDEAL, "alst") or self.extra == TILED
 
     @property
     def checkpoints(self) -> bool:
         """Whether it is the Trainer's checkpointing, whatever else there is."""
-        return self.base.startswith((CHECKPOINTING, "trl-"))
+        return self.base.startswith((CHECKPOINTING, "trl-", "alst"))
 
     @property
     def offload(self) -> str | None:
@@ -113,8 +121,11 @@ class Contender:
             "triton": self.liger,
             "trl": self.base in ("trl-offload", "trl-long"),
             "unsloth": self.base == "unsloth",
+            "deepspeed": self.base == "alst",
             "peft": lora,
         }
+        if self.base == "accelerate-cp":
+            return "it spreads a row over several GPUs, and a contender here has one"
         if self.base == "unsloth" and not lora:
             return "its fast paths are for adapters"
         for package, is_needed in needed.items():

@@ -35,6 +35,8 @@ _COLOURS = {
     "trl-offload": "#cc79a7",
     "trl-long": "#8a2e6b",
     "unsloth": "#66a61e",
+    "alst": "#8c564b",
+    "accelerate-cp": "#17becf",
     "sppo-none": "#9ecae1",
     "sppo-full": "#6baed6",
     "sppo-sppo": "#3182bd",
@@ -42,7 +44,7 @@ _COLOURS = {
     "ideal": "#009e73",
 }
 _STYLES = {"": "-", LIGER: ":", TILED: "--"}
-_MARKERS = dict(zip(BASES, "osXD^phv<>*P", strict=True))
+_MARKERS = dict(zip(BASES, "osXD^ph8Hv<>*P", strict=True))
 
 
 @dataclass(frozen=True, slots=True)

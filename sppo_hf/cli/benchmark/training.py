@@ -5,6 +5,9 @@ What a user would write, once for every contender; nothing here measures.
 
 from __future__ import annotations
 
+import math
+import os
+import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -183,6 +186,9 @@ def make_trainer(
         disable_tqdm=True,
         **_checkpointing(contender, device=job.device),
     )
+    if contender.base == "alst":
+        tile_mlps(model)
+        settings["deepspeed"] = _zero_3(job)
     rows = RandomRows(num_steps, job.total_tokens, vocab_size=shape.vocab_size, seed=job.seed)
     if contender.base == "trl-long":
         return _sft_trainer(model, rows, settings, list(callbacks), vocab_size=shape.vocab_size)
@@ -212,6 +218,49 @@ def _sft_trainer(
         processing_class=_tokenizer(vocab_size),
         callbacks=callbacks,
     )
+
+
+def tile_mlps(model: nn.Module) -> None:
+    """Let DeepSpeed compute gated MLPs in tiles of as many tokens as the model is wide."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # type: ignore[import-not-found]
+        TiledMLP,
+    )
+
+    for module in model.modules():
+        children = {name for name, _ in module.named_children()}
+        if not {"gate_proj", "up_proj", "down_proj"} <= children:
+            continue
+        own = type(module).forward
+        trained = [p for p in module.parameters() if p.requires_grad]
+
+        def forward(
+            x: Tensor, module: Any = module, own: Any = own, trained: Any = trained
+        ) -> Tensor:
+            shards = max(1, math.ceil(x.shape[-2] / x.shape[-1]))
+            return TiledMLP.apply(own, module, x, shards, trained)
+
+        module.__dict__["forward"] = forward
+
+
+def _zero_3(job: Job) -> dict[str, Any]:
+    """DeepSpeed's settings, for a process that is the only one of its launch."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        os.environ.setdefault(name, value)
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
+        # Else its own Adam for processors is compiled first.
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": job.dtype == "bfloat16" or job.autocast},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+    }
 
 
 def _tokenizer(vocab_size: int) -> Any:

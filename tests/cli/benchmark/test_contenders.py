@@ -53,11 +53,13 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("unsloth").unavailable(lora=True, device="cuda") == "unsloth is not installed"
     installed.add("unsloth")
     assert parse("unsloth").unavailable(lora=True, device="cuda") is None
+    assert parse("alst").unavailable(lora=True, device="cuda") == "deepspeed is not installed"
+    assert "several GPUs" in (parse("accelerate-cp").unavailable(lora=True, device="cuda") or "")
     assert "adapters" in (parse("unsloth").unavailable(lora=False, device="cuda") or "")
     installed.clear()
     assert parse("plain").unavailable(lora=True, device="cuda") == "peft is not installed"
 
 
 def test_who_offloads_needs_something_to_offload_from() -> None:
-    for name in ("checkpointing-offload", "trl-offload+liger", "trl-long", "unsloth"):
+    for name in ("checkpointing-offload", "trl-offload+liger", "trl-long", "unsloth", "alst"):
         assert "accelerator" in (parse(name).unavailable(lora=True, device="cpu") or "")

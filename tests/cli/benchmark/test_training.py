@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from sppo_hf.cli.benchmark.training import (
     make_trainer,
     model_config,
     model_shape,
+    tile_mlps,
 )
 from sppo_hf.errors import ConfigError
 from tests.cli.benchmark.tiny import tiny_job
@@ -91,6 +94,51 @@ def test_the_long_context_recipe_of_trl_trains_the_same_rows(tmp_path: Path) -> 
         assert type(trainer).__name__ == {"trl-long": "SFTTrainer"}.get(name, "Trainer")
         losses.append(seen[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class TiledMLP(torch.autograd.Function):
+    """DeepSpeed's: runs a function tile by tile, and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, module: Any, x: Any, shards: int, trained: Any) -> Any:
+        ctx.save_for_backward(x)
+        ctx.function, ctx.module, ctx.shards = function, module, shards
+        with torch.no_grad():
+            return torch.cat([function(module, tile) for tile in x.chunk(shards, dim=-2)], dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            tiles = leaf.chunk(ctx.shards, dim=-2)
+            for tile, grad in zip(tiles, grads[0].chunk(ctx.shards, dim=-2), strict=True):
+                ctx.function(ctx.module, tile).backward(grad)
+        return None, None, leaf.grad, None, None
+
+
+def test_deepspeeds_tiles_are_put_around_every_mlp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny_job(tmp_path, "alst")
+    place = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    monkeypatch.setitem(sys.modules, place, SimpleNamespace(TiledMLP=TiledMLP))
+    for part in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.sequence_parallel"):
+        monkeypatch.setitem(sys.modules, part, SimpleNamespace())
+    config = model_config(job)
+    model: Any = build_model(job, config, KERNEL)
+    ids = torch.arange(3 * config.hidden_size)[None] % config.vocab_size
+    gradients = []
+    for tiled in (False, True):
+        if tiled:
+            tile_mlps(model)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients.append(found)
+    assert gradients[0].keys() == gradients[1].keys()
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+    assert sum("forward" in m.__dict__ for m in model.modules()) == config.num_hidden_layers
 
 
 def test_settings_reach_ours(tmp_path: Path) -> None:
