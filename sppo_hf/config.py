@@ -357,6 +357,12 @@ def _check_pipeline(config: SPPOConfig) -> None:
             "every chunk. Allowed: order='auto' or 'by_layer' with weights='host'. Remedy: drop "
             "order."
         )
+    if config.compile and config.recompute == "selective":
+        raise ConfigError(
+            "compile=True contradicts recompute='selective': what sees matrix products does not "
+            "run beside compiled code. Allowed: recompute='auto', 'none' or 'full' with compile. "
+            "Remedy: drop one of them."
+        )
     if config.pp_size > 1 and config.compile:
         raise ConfigError(
             f"compile=True contradicts pp_size={config.pp_size}: compiled parts are not proven in "

@@ -150,3 +150,12 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(tmp_path:
     model = build_tiny_model("llama", num_hidden_layers=2)
     with pytest.raises(ConfigError, match=r"trace_dir='.*file' cannot be written: .*Remedy"):
         convert(model, SPPOConfig(trace_dir=str(tmp_path / "file")))
+
+
+def test_layers_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of the disk do their work when they can; it is noted beside what it belongs to."""
+    force_modes(monkeypatch, lambda chunk, layer: mode_of("skeleton", "disk"))
+    (tmp_path / "disk").mkdir()
+    ran, plan = _run(tmp_path / "did", offload_dir=str(tmp_path / "disk"))
+    assert ran == _planned(plan)
+    assert {"0S0.0", "0L0.0", "0H0.0"} <= set(ran)
