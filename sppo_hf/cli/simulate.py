@@ -20,7 +20,7 @@ from sppo_hf.cli.pipeline_arguments import Offload, PipelineArguments, Simulated
 from sppo_hf.errors import ConfigError
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.figure import ENDINGS, draw_schedule
-from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED
+from sppo_hf.schedule.generate import INTERLEAVED, SCHEDULES
 from sppo_hf.schedule.grid import over_time
 from sppo_hf.schedule.trace import write_trace
 
@@ -28,7 +28,7 @@ _WIDEST_TEXT = 200
 
 
 def simulate(
-    schedule: Annotated[str, typer.Option(help=f"One of {', '.join(GENERATORS)}.")],
+    schedule: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")],
     stages: Annotated[int, typer.Option(help="Ranks of the pipeline, each with one stage.")],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
     chunks: Annotated[int, typer.Option(help="Chunks of each micro-batch.")] = 1,
@@ -150,7 +150,7 @@ def _table(simulated: Simulated, title: str) -> Group:
     for rank, units in enumerate(simulated.peak_units):
         stages = [s for s, r in enumerate(simulated.schedule.stage_ranks) if r == rank]
         busy = simulated.timeline.busy_seconds(f"{rank}.compute") / seconds if seconds else 1.0
-        row = [str(rank), " ".join(map(str, stages)), f"{busy:.1%}", str(units)]
+        row = [str(rank), " ".join(map(str, stages)), f"{busy:.1%}", f"{units:.4g}"]
         if simulated.peak_bytes is not None:
             layers = (simulated.layers[stage] for stage in stages)
             row.append(format_bytes(simulated.peak_bytes[rank]))
