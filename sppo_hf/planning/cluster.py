@@ -484,6 +484,7 @@ def _simulated(
         link_bytes_per_second=question.link_bytes_per_second,
         node_bytes_per_second=question.node_bytes_per_second,
         rank_nodes=layout.rank_nodes(question.gpus_per_node),
+        devices_per_node=question.gpus_per_node,
         shards=layout.devices if layout.sharded else 1,
         shard_bytes_per_second=question.exchange_rate(layout.devices),
     )

@@ -295,7 +295,11 @@ class StageCost:
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)
         flops = self.batch_rows * shape.attention_flops_per_key * pairs
-        return flops if self.sp == 1 else flops * shape.heads_of(self.sp) / max(1, shape.num_heads)
+        if self.sp == 1 or not shape.num_heads:
+            return flops
+        # Where ranks are more than heads, several take a head, and each a part of its queries.
+        each = max(1, self.sp // shape.num_heads)
+        return flops * shape.heads_of(self.sp) / (each * shape.num_heads)
 
     def _linear_seconds(self, flops_per_token: float, tokens: int) -> float:
         rows = self.own_tokens(tokens) * self.batch_rows

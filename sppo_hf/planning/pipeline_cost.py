@@ -14,10 +14,14 @@ for a copy back, and of both where forwards and backwards take turns.
 parallelism (`StageCost.sp`); seconds and bytes are those of one of them, and messages go from each
 to its like on the other rank. Where ranks share a unit, all their devices are one larger group.
 
+[Note: more devices than heads] Where the devices of a shared unit are more than query heads,
+several have the same head and divide its queries; then each holds that head's K/V whole.
+
 [Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
-Frozen ones (adapters train) are on every rank. Others come layer by layer from the stage's rank,
-and gradients go back to it, beside the unit's compute: two layers' weights and one's gradients are
-there at once.
+Frozen ones (adapters train) are on every rank. Others come from the stage's rank for a run of
+units, beside the first of them, and gradients go back to it beside the last: there is room for one
+more stage's. Each device of a node's part of a group gets its share from its like and the rest from
+its neighbours.
 """
 
 from __future__ import annotations
@@ -97,6 +101,9 @@ class PipelineCost:
     rank_nodes: tuple[Hashable, ...] = ()
     """The node of each rank; empty if all are on different ones."""
 
+    devices_per_node: int = 8
+    """Devices of a node; of a group that is larger, so many are near each other."""
+
     shards: int = 1
     """Devices over which weights, gradients and optimizer states of a stage are sharded (FSDP).
     Weights of a layer then come together for each of its units, and its gradients part again."""
@@ -135,6 +142,7 @@ class PipelineCost:
         link_bytes_per_second: float = float("inf"),
         node_bytes_per_second: float | None = None,
         rank_nodes: tuple[Hashable, ...] = (),
+        devices_per_node: int = 8,
         shards: int = 1,
         shard_bytes_per_second: float = float("inf"),
     ) -> PipelineCost:
@@ -159,6 +167,7 @@ class PipelineCost:
             link_bytes_per_second=link_bytes_per_second,
             node_bytes_per_second=node_bytes_per_second,
             rank_nodes=rank_nodes,
+            devices_per_node=devices_per_node,
             shards=shards,
             shard_bytes_per_second=shard_bytes_per_second,
         )
@@ -205,12 +214,24 @@ class PipelineCost:
             yield Change(f"{rank}.device", Cause.WEIGHTS, -(-held.weights // parts))
             yield Change(f"{rank}.device", Cause.GRADIENTS, -(-held.gradients // parts))
             yield Change(f"{rank}.device", Cause.OPTIMIZER, -(-held.optimizer // parts))
+        for rank, stages in enumerate(self._helped):
+            held = [self._weights[stage] for stage in stages]
+            device = f"{rank}.device"
             if self._frozen:
-                helpers = {
-                    r for (s, _), ranks in self.shared_units.items() if s == stage for r in ranks
-                }
-                for helper in sorted(helpers - {rank}):
-                    yield Change(f"{helper}.device", Cause.WEIGHTS, held.weights)
+                yield Change(device, Cause.WEIGHTS, sum(w.weights for w in held))
+            elif held:
+                yield Change(device, Cause.WEIGHTS, max(w.weights for w in held))
+                yield Change(device, Cause.GRADIENTS, max(w.gradients for w in held))
+
+    @cached_property
+    def _helped(self) -> list[list[int]]:
+        """By rank, the stages of other ranks whose units it shares."""
+        found: list[set[int]] = [set() for _ in range(max(self.stage_ranks) + 1)]
+        for (stage, _), ranks in self.shared_units.items():
+            for rank in ranks:
+                if rank != self.stage_ranks[stage]:
+                    found[rank].add(stage)
+        return [sorted(stages) for stages in found]
 
     def frame_bytes(self, stage: int, chunk: int) -> int:
         """Returns what is saved of a chunk in all layers of a stage."""
@@ -242,7 +263,16 @@ class PipelineCost:
         if kind in ("SEND_F", "SEND_B"):
             return int(self.message_bytes(chunk) * message.share)
         sizes = self._kv if kind == "SEND_KV" else self._dkv
-        return int(int(sizes[stage, chunk]) * message.share)
+        end = message.used if kind == "SEND_KV" else message.made
+        return int(int(sizes[stage, chunk]) * message.share * self._copies(end))
+
+    def _copies(self, action: Action) -> float:
+        """How often K/V are there among the ranks of a unit; see the note on heads."""
+        ranks = self.shared_units.get((action.stage, action.unit % len(self.bounds)))
+        if ranks is None:
+            return 1.0
+        heads = max(layer.num_heads for layer in self.cost.shape.layers)
+        return max(1.0, self.cost.sp * len(ranks) / max(1, heads))
 
     def _timed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> float:
         if kind in ("SEND_F", "SEND_B"):
@@ -285,12 +315,14 @@ class PipelineCost:
         seconds = float(self._compute_of(len(ranks), rate)[kind][stage, chunk])
         if self._frozen:
             return seconds
-        # A device gets its share of the weights from its like, and the rest from its group.
-        held, group = self._weights[stage], self.cost.sp
-        size = held.weights + (held.gradients if kind in ("B", "W") else 0)
-        moved = size / group / rate
-        moved += size * (group - 1) / group / self.cost.exchange_bytes_per_second
-        return max(seconds, moved)
+        held, group = self._weights[stage], min(self.cost.sp, self.devices_per_node)
+        begins = self.shared_units.get((stage, chunk - 1)) != ranks
+        ends = self.shared_units.get((stage, chunk + 1)) != ranks
+        size = held.weights * (begins if kind == "F" else ends)
+        size += held.gradients * (begins and kind in ("B", "W"))
+        near = self.node_bytes_per_second or self.link_bytes_per_second
+        hop = min(self.rate(a, b) for a, b in combinations(ranks, 2))
+        return max(seconds, size / group / hop + size * (group - 1) / group / near)
 
     def _gathered_seconds(self, kind: Kind, stage: int) -> float:
         """All-gathers of a stage's sharded weights for a unit, and reduce-scatters of gradients."""
@@ -374,15 +406,10 @@ class PipelineCost:
         if part is None or ranks is None:
             yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage])
             return
+        copies = self._copies(Action(kind, stage, chunk))
         for change in self._changed_whole(kind, stage, chunk, ranks[part]):
-            yield change._replace(num_bytes=int(change.num_bytes / len(ranks)))
-        rank = ranks[part]
-        if kind in ("F", "B", "I") and rank != self.stage_ranks[stage] and not self._frozen:
-            count, held = len(self.stages[stage]), self._weights[stage]
-            sizes = {Cause.WEIGHTS: 2 * held.weights // count}
-            if kind != "F":
-                sizes[Cause.GRADIENTS] = held.gradients // count
-            yield from _during(f"{rank}.device", sizes)
+            share = (copies if change.cause in (Cause.KV, Cause.DKV) else 1.0) / len(ranks)
+            yield change._replace(num_bytes=int(change.num_bytes * share))
 
     def _passed(self, action: Action, message: Message) -> Iterator[Change]:
         """What a message of or to a shared unit takes and gives back.
@@ -401,7 +428,7 @@ class PipelineCost:
         elif kind == "SEND_DKV":
             yield Change(target, Cause.DKV, size)
             yield Change(source, Cause.DKV, -size, "end")
-            held = int(int(self._kv[stage, chunk]) * message.share)
+            held = int(int(self._kv[stage, chunk]) * message.share * self._copies(message.made))
             yield Change(source, Cause.KV, -held, "end")
 
     def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:

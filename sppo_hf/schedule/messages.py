@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -164,6 +165,7 @@ def _runs(schedule: Schedule, stage: int, units: range) -> list[range]:
     return [range(first, stop) for first, stop in pairwise([*starts, units.stop])]
 
 
+@lru_cache(maxsize=4096)
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
     """Where equal parts of a whole overlap with other equal parts of it: both, and how much."""
     found: list[tuple[int, int, Fraction]] = []

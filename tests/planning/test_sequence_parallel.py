@@ -204,9 +204,11 @@ def test_shared_units_fill_the_pipeline(frames: tuple[str, str], kv_tier: str) -
     )
     assert mine.step_seconds < plain.step_seconds
     assert mine.bubble_fraction < plain.bubble_fraction
-    # No more activations on any rank than the fullest one had before.
     if kv_tier == "device" and offload == "none":
-        assert max(mine.peak_bytes) < 1.1 * max(plain.peak_bytes)
+        # What helping takes is room for one more stage's weights and gradients, and slices of K/V.
+        held = [StageWeights.of(SHAPE, layers) for layers in mine.layers]
+        helping = max(weights.weights + weights.gradients for weights in held)
+        assert max(mine.peak_bytes) < 1.1 * max(plain.peak_bytes) + helping
 
 
 @pytest.mark.parametrize("kv_tier", ["device", "host"])
