@@ -161,8 +161,8 @@ def _table(simulated: Simulated, title: str) -> Group:
 
 
 def _print_over_time(out: Any, simulated: Simulated, arguments: PipelineArguments) -> None:
-    """Shows the timeline as text, where seconds were given as whole numbers and it is not wide."""
-    if arguments.model is not None:
+    """Shows the timeline as text, where units take whole seconds and it is not wide."""
+    if arguments.model is not None or simulated.schedule.shared_units:
         return
     slots = [arguments.forward_seconds, arguments.backward_seconds]
     narrow = simulated.timeline.end_seconds <= _WIDEST_TEXT
