@@ -111,7 +111,7 @@ def show(tables: dict[str, list[Any]]) -> None:
     table(
         "(a) tokens/s of all GPUs: ours SIMULATED; SPPO and Megatron as published",
         "model, GPUs|tokens|SPPO|Megatron|ours|MFU|idle|again|all-to-all|never idle"
-        "|SP 16|device|node's host|plan",
+        "|device|node's host|plan",
         [
             (
                 f"{row['model']}, {row['gpus']}",
@@ -121,7 +121,6 @@ def show(tables: dict[str, list[Any]]) -> None:
                 speed(row),
                 *(f"{row['mfu']:.1%}", f"{row['idle']:.1%}", f"{row['again']:.1%}"),
                 *(f"{row['exchange']:.1%}", f"{row['never_idle']:,.0f}"),
-                speed(row["across"]) if row["across"] else "",
                 *(*used(row), layout_words(row)),
             )
             for row in tables.get("paper", [])

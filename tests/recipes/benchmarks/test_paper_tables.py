@@ -120,7 +120,7 @@ def made_row(**changes: Any) -> dict[str, Any]:
         **{"stages": 4, "virtual": 2, "replicas": 8, "num_chunks": 32, "partition": "even"},
         **{"schedule": "interleaved_seq1f1b", "saved": "skeleton", "offload": "full"},
         **{"kv_tier": "host", "ingredient": "+ x", "sp": 1, "sharded": False},
-        **{"again": 0.0, "exchange": 0.0, "published": None, "across": None},
+        **{"again": 0.0, "exchange": 0.0, "published": None},
     }
     return {**row, **changes}
 
