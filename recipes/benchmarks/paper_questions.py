@@ -5,7 +5,6 @@ Knows nothing of printing. Assumptions are said there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -23,17 +22,16 @@ from sppo_hf.planning.cluster import (
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.flops import PEAK_FLOPS, step_flops
+from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.model_profile import Training, find_profile
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import even_bounds
+from sppo_hf.planning.pipeline_cost import OffloadRule
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.shape import ModelShape
 
 DEVICE_SHARE, HOST_BYTES, GPUS_PER_NODE = 0.95, int(0.9 * 2e12), 8
 LINK_BYTES_PER_SECOND = 25e9
-ROWS = 12
-# Where such a batch does not fit, one of so few rows may: each pipeline then holds one.
-FEW_ROWS = 3
 SLACK = 0.02
 K = 1024
 
@@ -71,31 +69,46 @@ SEQ1F1B_ROWS = 32
 # At which length SPPO's own ablation was made, and for 7B the first of its table.
 ABLATED_K = {"7B": 512, "13B": 512, "65B": 640}
 
-AWAY = (("whole", "sppo"), ("products", "full"), ("skeleton", "full"))
-STAY = (("whole", "none"), ("products", "none"), ("skeleton", "none"))
 LONG = SearchSpace(
     schedules=("seq1f1b", "interleaved_seq1f1b"),
     partitions=("even", "bounded"),
     frames=(("whole", "sppo"), ("products", "full"), ("skeleton", "none"), ("skeleton", "full")),
-    kv_tiers=("device", "host"),
+    sp=(1,),
     chunk_tokens=(8 * K, 32 * K),
     least_used=0.9,
 )
 _PLAIN = replace(
-    LONG, schedules=("1f1b", "seq1f1b"), partitions=("even",), frames=STAY, kv_tiers=("device",)
+    LONG,
+    schedules=("1f1b",),
+    partitions=("even",),
+    frames=(("whole", "none"), ("products", "none"), ("skeleton", "none")),
+    kv_tiers=("device",),
 )
-_CUT = replace(_PLAIN, partitions=("even", "bounded"))
-_OFFLOADED = replace(_CUT, frames=(*AWAY, *STAY))
-_STREAMED = replace(_OFFLOADED, kv_tiers=("device", "host"))
-_SCHEDULES = ("1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b")
-ABLATION: tuple[tuple[str, SearchSpace], ...] = (
-    ("equal lengths, 1f1b or seq1f1b, recompute", _PLAIN),
-    ("+ partition by cost", _CUT),
-    ("+ frames offloaded", _OFFLOADED),
-    ("+ K/V on the host", _STREAMED),
-    ("+ interleaved and zero-bubble", replace(_STREAMED, schedules=_SCHEDULES)),
+# Everything for one sequence a step, on the papers' machine.
+ONE_ROW = SearchSpace(
+    schedules=("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
+    partitions=("bounded",),
+    frames=(("whole", "sppo"), ("products", "full"), ("skeleton", "none"), ("skeleton", "full")),
+    sp=(4, 8, 16),
+    chunk_tokens=(K, 8 * K),
 )
-"""Each may choose from all that those before it may."""
+# What the figure of SPPO's own ablation adds, at its own layout: no recomputation.
+ABLATION: tuple[tuple[str, str, OffloadRule], ...] = (
+    ("nothing offloaded", "seq1f1b", "none"),
+    ("all offloaded", "seq1f1b", "full"),
+    ("the paper's share offloaded", "seq1f1b", "sppo"),
+    ("+ multiplexed partitioning", "msp", "sppo"),
+)
+ABLATED_LAYOUTS = {"7B": (8, 4, 32), "13B": (8, 8, 32), "65B": (16, 8, 80)}
+"""SP, PP and N of the paper's table at these lengths."""
+PUBLISHED_ABLATION = {"13B": (1.0, 0.91, 1.23, 1.44), "65B": (None, 2.1, 3.38, 3.48)}
+"""Read off figure 11. Of 13B relative to nothing offloaded; of 65B to Megatron, as printed."""
+COPY_BYTES_PER_SECOND = 13e9
+"""Each way, both at once: what figure 5's gigabytes and milliseconds come to."""
+MOST_ACTIONS = 60_000
+"""Simulated for one question; a longer search may find a somewhat faster layout."""
+PUBLISHED_LONGEST_K = {32: (1331, 1024), 64: (2048, 1408), 128: (4096, 2181)}
+"""7B on so many GPUs: SPPO's and Megatron's longest length, in K."""
 
 # Models by the numbers of stages that make them equal, and GPUs that their pipelines are made of.
 SCALED = {"Llama 8B": (8, 16, 32), "Llama 70B": (40, 80)}
@@ -132,6 +145,7 @@ def llama(name: str) -> ModelShape:
 def question(
     shape: ModelShape, gpus: int, tokens: int, rows: int, space: SearchSpace = LONG
 ) -> ClusterQuestion:
+    """Rows without sequence parallelism, every hop as slow as one between nodes."""
     profile = load_profile("a100-80gb")
     assert profile.device_bytes is not None, "the shipped profile knows its memory"
     device = int(DEVICE_SHARE * profile.device_bytes)
@@ -145,6 +159,55 @@ def question(
         link_bytes_per_second=LINK_BYTES_PER_SECOND,
         space=space,
     )
+
+
+def machine(copies: float | None = COPY_BYTES_PER_SECOND) -> HardwareProfile:
+    """The papers' A100, with copies as fast as their figure says."""
+    profile = load_profile("a100-80gb")
+    if copies is None:
+        return profile
+    return replace(
+        profile,
+        d2h_bytes_per_second=copies,
+        h2d_bytes_per_second=copies,
+        both_d2h_bytes_per_second=copies,
+        both_h2d_bytes_per_second=copies,
+    )
+
+
+def one_row(
+    shape: ModelShape,
+    gpus: int,
+    tokens: int,
+    space: SearchSpace = ONE_ROW,
+    profile: HardwareProfile | None = None,
+) -> ClusterQuestion:
+    """A step of one sequence; links have the profile's two speeds."""
+    profile = profile or machine()
+    assert profile.device_bytes is not None, "shipped profiles know their memory"
+    assert profile.network_bytes_per_second is not None, "and their links"
+    return ClusterQuestion(
+        cost=StageCost(shape=shape, profile=profile, dtype_name="bfloat16"),
+        total_tokens=tokens,
+        rows=1,
+        gpus=gpus,
+        budgets=Budgets(device=int(DEVICE_SHARE * profile.device_bytes), host=HOST_BYTES, disk=0),
+        gpus_per_node=GPUS_PER_NODE,
+        link_bytes_per_second=profile.network_bytes_per_second,
+        node_bytes_per_second=profile.node_bytes_per_second,
+        space=space,
+    )
+
+
+def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
+    """Share of the ranks' compute that is all-to-alls, those of shared units left out."""
+    cost = asked.glance.cost(plan.layout)
+    layers = range(cost.shape.num_layers)
+    seconds = 2 * sum(
+        cost.exchange_seconds(layer, end - start) for start, end in plan.bounds for layer in layers
+    )
+    busy = plan.step_seconds * (1.0 - plan.bubble_fraction) * plan.layout.stages
+    return seconds / busy
 
 
 def ceilings(asked: ClusterQuestion) -> tuple[float, float]:
@@ -179,34 +242,23 @@ def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
         "mfu": flops / (plan.step_seconds * PEAK_FLOPS["A100"] * asked.gpus),
         "idle": plan.bubble_fraction,
         "again": plan.recompute_fraction,
+        "exchange": exchange_fraction(asked, plan),
         "device_bytes": max(plan.peak_bytes),
         "host_bytes": plan.host_bytes,
     }
 
 
 def solved(asked: ClusterQuestion) -> dict[str, Any]:
-    answer = solve_cluster(asked, keep=1, slack=SLACK)
+    answer = solve_cluster(asked, keep=1, slack=SLACK, most_actions=MOST_ACTIONS)
     return as_row(asked, answer.best[0] if answer.best else answer.closest)
 
 
-def faster(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest that fits, else the one that lacks least."""
-    fitting = [row for row in rows if row["fits"]]
-    if fitting:
-        return max(fitting, key=lambda row: row["tokens_per_second"])
-    return min(rows, key=lambda row: row["lacks"])
-
-
-def paper_row(rows: int, at: tuple[int, int]) -> dict[str, Any]:
-    """(a) One model at one of its lengths, in a small batch where a full one does not fit."""
+def paper_row(at: tuple[int, int]) -> dict[str, Any]:
+    """(a) One model at one of its lengths: the best layout found, one sequence a step."""
     model, place = PAPER[at[0]], at[1]
     tokens = model.lengths_k[place] * K
-    shape = gpt(model.name)
-    asked = question(shape, model.gpus, tokens, rows)
+    asked = one_row(gpt(model.name), model.gpus, tokens)
     once, twice = ceilings(asked)
-    found = solved(asked)
-    if not found["fits"]:
-        found = solved(question(shape, model.gpus, tokens, FEW_ROWS))
     return {
         "model": model.name,
         "tokens": tokens,
@@ -214,7 +266,7 @@ def paper_row(rows: int, at: tuple[int, int]) -> dict[str, Any]:
         "megatron": model.megatron[place],
         "never_idle": once,
         "never_idle_recomputing": twice,
-        **found,
+        **solved(asked),
     }
 
 
@@ -223,7 +275,7 @@ def seq1f1b_row(at: int) -> dict[str, Any]:
     tokens_k, published, plain = SEQ1F1B[at]
     space = replace(LONG, chunk_tokens=(2 * K, 32 * K), partitions=("flops",))
     asked = question(gpt("7B"), 32, tokens_k * K, SEQ1F1B_ROWS, space)
-    whole = replace(_PLAIN, schedules=("1f1b",), chunk_tokens=(tokens_k * K, tokens_k * K))
+    whole = replace(_PLAIN, chunk_tokens=(tokens_k * K, tokens_k * K))
     return {
         "tokens": tokens_k * K,
         "published": published,
@@ -233,17 +285,91 @@ def seq1f1b_row(at: int) -> dict[str, Any]:
     }
 
 
-def ablation_rows(rows: int, name: str) -> list[dict[str, Any]]:
-    """(b) Spaces that grow by one ingredient each; the best of a larger one is no worse."""
+def ablation_rows(name: str) -> list[dict[str, Any]]:
+    """(b) SPPO's four steps at SPPO's own layout; what does not fit, as if it did."""
     model = next(model for model in PAPER if model.name == name)
-    tokens = ABLATED_K[name] * K
+    tokens, (sp, stages, chunks) = ABLATED_K[name] * K, ABLATED_LAYOUTS[name]
+    asked = one_row(gpt(name), model.gpus, tokens)
     found: list[dict[str, Any]] = []
-    for what, space in ABLATION:
-        row = solved(question(gpt(name), model.gpus, tokens, rows, space))
-        # A search may stop within SLACK of the best, and what came before is still allowed.
-        row = faster([row, *found[-1:]])
-        found.append({**row, "model": name, "tokens": tokens, "ingredient": what})
+    for place, (what, schedule, offload) in enumerate(ABLATION):
+        layout = Layout(schedule, stages, 1, 1, chunks, "flops", "whole", offload, sp=sp)
+        row = as_row(asked, simulate_layout(asked, layout))
+        published = PUBLISHED_ABLATION.get(name, (None,) * len(ABLATION))[place]
+        found.append(
+            {**row, "model": name, "tokens": tokens, "ingredient": what, "published": published}
+        )
     return found
+
+
+def longest_7b(gpus: int) -> dict[str, Any]:
+    """(d) The longest row of SPPO's 7B, in steps of 128K: one pipeline of groups of 8."""
+    step = 128 * K
+    layouts = [Layout("seq1f1b", gpus // 8, 1, 1, 1, "bounded", "skeleton", "full", "host", sp=8)]
+
+    def fits(count: int) -> bool:
+        tokens = count * step
+        asked = one_row(gpt("7B"), gpus, tokens)
+        return any(
+            not simulate_layout(asked, x._replace(num_chunks=tokens // chunk)).missing_bytes
+            for x in layouts
+            for chunk in (32 * K, 64 * K)
+        )
+
+    low, high = 0, 8
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    sppo, megatron = PUBLISHED_LONGEST_K[gpus]
+    return {"gpus": gpus, "tokens": low * step, "sppo": sppo * K, "megatron": megatron * K}
+
+
+def trl_row(tokens_k: int) -> dict[str, Any]:
+    """(e) Qwen3-8B, all weights, on one node of 8 H100: what TRL measured 380 s for at 1M."""
+    config = load_config("qwen3-4b")
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    }
+    config = SimpleNamespace(**{**vars(config), **sizes})
+    if hasattr(config, "layer_types"):
+        config.layer_types = ["full_attention"] * 36
+    training = Training(dtype_bytes=2, parameter_bytes=2)
+    shape = ModelShape.from_profile(find_profile(config, training, trace_unknown))
+    space = SearchSpace(
+        schedules=("seq1f1b", "interleaved_seq1f1b", "msp"),
+        frames=(
+            ("whole", "sppo"),
+            ("products", "full"),
+            ("skeleton", "none"),
+            ("skeleton", "full"),
+        ),
+        sp=(1, 2, 4, 8),
+        sharded=(False, True),
+        chunk_tokens=(4 * K, 16 * K),
+    )
+    asked = one_row(shape, 8, tokens_k * K, space, load_profile("h100"))
+    answer = solve_cluster(asked, keep=3, slack=SLACK, most_actions=MOST_ACTIONS)
+    plans = answer.best or ((answer.closest,) if answer.closest else ())
+    flops = step_flops(shape, 1, asked.total_tokens)
+    return {
+        "model": "Qwen3-8B",
+        "tokens": asked.total_tokens,
+        "trl_seconds": 380.0 if tokens_k == K else None,
+        "plans": [
+            {
+                **as_row(asked, plan),
+                "step_seconds": plan.step_seconds,
+                "mfu": flops / (plan.step_seconds * PEAK_FLOPS["H100"] * asked.gpus),
+            }
+            for plan in plans
+        ],
+    }
 
 
 def scaled_layout(asked: ClusterQuestion, chunk_tokens: int) -> Layout:

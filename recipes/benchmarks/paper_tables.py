@@ -3,16 +3,15 @@
     python recipes/benchmarks/paper_tables.py --check
 
 Every number of ours is a **simulation** of a whole step over all ranks, none is measured; published
-ones are quoted. Assumed are: the shipped A100-80GB profile (public figures; 20.5 GB/s each way of
-the papers' 32 GB/s between GPU and host, for that is what both directions at once leave); 95% of a
-device's memory, 90% of 2 TB host memory per node of 8 GPUs; 25 GB/s on every hop between stages,
-also inside a node, where NVLink is faster; bf16 weights and gradients, two float32 Adam states.
-Models are GPT shapes: 4h MLP, as many K/V heads as heads, heads of 128, tied vocabulary of 50,257.
+ones are quoted. Assumed are: the shipped A100-80GB profile (public figures), but 13 GB/s each way
+between GPU and host, which SPPO's figure 5 comes to; 240 GB/s within a node and 20 GB/s a GPU
+between nodes; 95% of a device's memory, 90% of 2 TB host memory per node of 8 GPUs; one sequence a
+step, as in the paper; bf16 weights and gradients, two float32 Adam states. Models are GPT shapes:
+4h MLP, as many K/V heads as heads, heads of 128, tied vocabulary of 50,257.
 
-The papers spread a layer over the GPUs of a node (sequence or tensor parallelism). This library
-does not: a pipeline has at most one stage per layer, and further GPUs are further pipelines with
-rows of their own. The published global batches are not known; ours is `--rows` rows a step. Up to a
-tenth of the GPUs may stand idle where that makes stages equal; tokens/s are of all GPUs together.
+Layouts are searched over data, pipeline and sequence parallelism, chunks and schedules; groups of
+sequence-parallel GPUs stay within a node unless nothing else fits. Seq1F1B's table and (c) have no
+sequence parallelism, copies of 20.5 GB/s and 25 GB/s on every hop.
 """
 
 from __future__ import annotations
@@ -23,22 +22,23 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paper_questions import (
     PAPER,
-    ROWS,
+    PUBLISHED_LONGEST_K,
     SCALED,
     SCALED_LENGTHS_K,
     SEQ1F1B,
     K,
     ablation_rows,
     longest,
+    longest_7b,
     paper_row,
     scaling_row,
     seq1f1b_row,
+    trl_row,
 )
 from rich.console import Console
 from rich.table import Table
@@ -50,11 +50,13 @@ def collect(options: argparse.Namespace) -> dict[str, list[Any]]:
     """All tables, several questions at a time."""
     names = [model.name for model in PAPER]
     jobs: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
-        "ablation": (partial(ablation_rows, options.rows), names[::-1]),
+        "ablation": (ablation_rows, names),
         "paper": (
-            partial(paper_row, options.rows),
+            paper_row,
             [(i, j) for i, model in enumerate(PAPER) for j in range(len(model.lengths_k))],
         ),
+        "longest_7b": (longest_7b, list(PUBLISHED_LONGEST_K)),
+        "trl": (trl_row, [K]),
         "seq1f1b": (seq1f1b_row, list(range(len(SEQ1F1B)))),
         "scaling": (scaling_row, [(n, tokens) for n in SCALED for tokens in SCALED_LENGTHS_K]),
         "longest": (longest, [(name, stages) for name in SCALED for stages in SCALED[name]]),
@@ -69,14 +71,16 @@ def collect(options: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def layout_words(row: dict[str, Any]) -> str:
-    """A layout in words: stages x pipelines, chunks, and what frames and K/V do."""
-    virtual = f"x{row['virtual']}" if row["virtual"] > 1 else ""
-    leaving = {"none": "", "full": " leave", "sppo": " partly leave"}[row["offload"]]
+    """A layout in words: dp/pp/sp, chunks, and what activations and K/V do."""
+    virtual = f" {row['virtual']}" if row["virtual"] > 1 else ""
+    again = {"whole": "no", "products": "selective", "skeleton": "full"}[row["saved"]]
+    leaving = {"none": "", "full": ", offloaded", "sppo": ", partly offloaded"}[row["offload"]]
     kv = ", K/V on host" if row["kv_tier"] == "host" else ""
     name = row["schedule"].removesuffix("_seq1f1b")
+    sharded = ", FSDP" if row["sharded"] else ""
     return (
-        f"{row['stages']}{virtual} stages x {row['replicas']}, {row['num_chunks']} "
-        f"{row['partition']} chunks, {name}, {row['saved']}{leaving}{kv}"
+        f"{row['replicas']}/{row['stages']}/{row['sp']}{sharded}, {row['num_chunks']} chunks, "
+        f"{name}{virtual}, {again} recompute{leaving}{kv}"
     )
 
 
@@ -93,7 +97,7 @@ def used(row: dict[str, Any]) -> tuple[str, str]:
 
 def show(tables: dict[str, list[Any]]) -> None:
     """All tables on the terminal."""
-    console = Console(width=170)
+    console = Console(width=190)
 
     def table(title: str, columns: str, rows: list[tuple[str, ...]]) -> None:
         made = Table(title=title, title_justify="left")
@@ -106,8 +110,8 @@ def show(tables: dict[str, list[Any]]) -> None:
 
     table(
         "(a) tokens/s of all GPUs: ours SIMULATED; SPPO and Megatron as published",
-        "model, GPUs|tokens|SPPO|Megatron|ours|MFU|idle|never idle|never idle, recomputing"
-        "|rows|device|node's host|plan",
+        "model, GPUs|tokens|SPPO|Megatron|ours|MFU|idle|again|all-to-all|never idle"
+        "|device|node's host|plan",
         [
             (
                 f"{row['model']}, {row['gpus']}",
@@ -115,9 +119,9 @@ def show(tables: dict[str, list[Any]]) -> None:
                 f"{row['sppo']:,}",
                 "" if row["megatron"] is None else f"{row['megatron']:,}",
                 speed(row),
-                *(f"{row['mfu']:.1%}", f"{row['idle']:.1%}"),
-                *(f"{row['never_idle']:,.0f}", f"{row['never_idle_recomputing']:,.0f}"),
-                *(f"{row['rows']}", *used(row), layout_words(row)),
+                *(f"{row['mfu']:.1%}", f"{row['idle']:.1%}", f"{row['again']:.1%}"),
+                *(f"{row['exchange']:.1%}", f"{row['never_idle']:,.0f}"),
+                *(*used(row), layout_words(row)),
             )
             for row in tables.get("paper", [])
         ],
@@ -137,12 +141,17 @@ def show(tables: dict[str, list[Any]]) -> None:
         ],
     )
     table(
-        "(b) what each ingredient adds, SIMULATED",
-        "model, tokens|allowed|tokens/s|relative|plan",
+        "(b) SPPO's four steps at SPPO's own layout: ours SIMULATED; figure 11's as published",
+        "model, tokens|step|tokens/s|relative|published|idle|device|lacks|plan",
         [
             (
                 f"{row['model']}, {row['tokens'] // K}K",
-                *(row["ingredient"], speed(row), relative(row, steps), layout_words(row)),
+                *(row["ingredient"], f"{row['tokens_per_second']:,.0f}"),
+                f"{row['tokens_per_second'] / steps[0]['tokens_per_second']:.2f}",
+                "" if row["published"] is None else f"{row['published']:.2f}",
+                *(f"{row['idle']:.1%}", format_bytes(row["device_bytes"])),
+                "" if row["fits"] else format_bytes(row["lacks"]),
+                layout_words(row),
             )
             for steps in tables.get("ablation", [])
             for row in steps
@@ -161,17 +170,33 @@ def show(tables: dict[str, list[Any]]) -> None:
             for gpus, best in row["gpus"].items()
         ],
     )
+    table(
+        "(d) longest row of 7B: ours SIMULATED; SPPO and Megatron as published",
+        "GPUs|SPPO|Megatron|ours",
+        [
+            (
+                f"{row['gpus']}",
+                *(f"{row[who] / K**2:.3g}M" for who in ("sppo", "megatron", "tokens")),
+            )
+            for row in tables.get("longest_7b", [])
+        ],
+    )
+    table(
+        "(e) all weights, 8 H100, one row a step: ours SIMULATED; TRL's measured by them",
+        "model|tokens|TRL|ours|MFU|idle|device|node's host|plan",
+        [
+            (
+                *(row["model"], f"{row['tokens'] // K}K", f"{row['trl_seconds']:,.0f} s"),
+                f"{plan['step_seconds']:,.0f} s" if plan["fits"] else speed(plan),
+                *(f"{plan['mfu']:.1%}", f"{plan['idle']:.1%}", *used(plan), layout_words(plan)),
+            )
+            for row in tables.get("trl", [])
+            for plan in row["plans"]
+        ],
+    )
     for row in tables.get("longest", []):
         words = f"{row['model']}, pipelines of {row['stages']} GPUs"
         console.print(f"{words}: longest row {row['tokens'] / K**2:.2f}M tokens (simulated)")
-
-
-def relative(row: dict[str, Any], steps: list[dict[str, Any]]) -> str:
-    """Speed against the first of the steps that fits."""
-    first = next((step for step in steps if step["fits"]), None)
-    if first is None or not row["fits"]:
-        return ""
-    return f"{row['tokens_per_second'] / first['tokens_per_second']:.2f}"
 
 
 def wrong(tables: dict[str, list[Any]]) -> list[str]:
@@ -184,9 +209,12 @@ def wrong(tables: dict[str, list[Any]]) -> list[str]:
         if row["tokens_per_second"] > row["never_idle"]:
             found.append(f"{where}: faster than GPUs that never idle")
     for steps in tables.get("ablation", []):
-        speeds = [step["tokens_per_second"] if step["fits"] else 0.0 for step in steps]
-        if speeds != sorted(speeds) or not speeds[-1]:
-            found.append(f"{steps[0]['model']}: an ingredient makes it slower, or none fits")
+        none, full, share, shared = (step["tokens_per_second"] for step in steps)
+        if not full <= share <= none or not share < shared:
+            found.append(f"{steps[0]['model']}: the four steps are not in the paper's order")
+    for row in tables.get("longest_7b", []):
+        if row["tokens"] < row["sppo"]:
+            found.append(f"7B on {row['gpus']} GPUs: shorter than SPPO's longest row")
     for name in SCALED:
         lengths = [row["tokens"] for row in tables.get("longest", []) if row["model"] == name]
         if lengths != sorted(lengths):
@@ -198,9 +226,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["paper", "seq1f1b", "ablation", "scaling", "longest"]
+    names = ["paper", "ablation", "longest_7b", "trl", "seq1f1b", "scaling", "longest"]
     parser.add_argument("--tables", nargs="+", choices=names, default=names)
-    parser.add_argument("--rows", type=int, default=ROWS, help="global batch of (a) and (b)")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--json", type=Path, help="file that all numbers are written to")
     parser.add_argument("--check", action="store_true", help="exit status 1 if they contradict")

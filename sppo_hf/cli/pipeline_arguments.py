@@ -24,6 +24,7 @@ from sppo_hf.schedule.pipeline import (
     bubble_fraction,
     fixed_seconds,
     peak_units,
+    shared_seconds,
     simulate_pipeline,
 )
 from sppo_hf.schedule.schedule import Schedule
@@ -65,7 +66,7 @@ class Simulated:
     bubble_fraction: float
     """Share of the ranks' time without compute."""
 
-    peak_units: list[int]
+    peak_units: list[float]
     """Most units alive, by rank."""
 
     peak_bytes: list[int] | None = None
@@ -142,7 +143,7 @@ class PipelineArguments:
             weight=self.weight,
             send=self.send or 0.0,
         )
-        timeline = simulate_pipeline(lowered, seconds=seconds)
+        timeline = simulate_pipeline(lowered, seconds=shared_seconds(schedule, seconds))
         return _simulated(schedule, lowered, timeline)
 
     def _simulate_model(self, schedule: Schedule) -> Simulated:

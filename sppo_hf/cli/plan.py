@@ -74,7 +74,10 @@ def plan(
     ] = 8,
     link: Annotated[
         str | None,
-        typer.Option(help="Bytes per second between them, each way.  [default: 25GiB]"),
+        typer.Option(
+            help="Bytes per second between devices of different nodes, each way.  [default: the "
+            "profile's, or 25GiB]"
+        ),
     ] = None,
     write: Annotated[
         Path | None,

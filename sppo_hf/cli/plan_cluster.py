@@ -12,24 +12,24 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.cli.pipeline_arguments import DEFAULT_LINK
 from sppo_hf.cli.planning_arguments import PlanningArguments
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
 from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.modes import RECOMPUTE_BY_SAVED
 from sppo_hf.rules import format_bytes
 
 _COLUMNS = (
-    *("schedule", "stages", "chunks", "recompute", "tokens/s", "step", "idle", "again"),
+    *("schedule", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
     *("device", "host"),
 )
 _MOST_ACTIONS = 300_000
 """Simulated for one answer; at about ten microseconds each that is about three seconds."""
 
-_OFFLOADED = {"full": "all offloaded", "sppo": "some offloaded"}
+_OFFLOADED = {"full": "offloaded", "sppo": "partly offloaded"}
 
 
 def cluster_question(
@@ -59,7 +59,9 @@ def cluster_question(
     question = dataclasses.replace(arguments, devices_of_host=devices_of_host).question()
     profile = question.device.profile
     assert profile is not None, "a question from the command line has a profile"
-    rate = parse_bytes(link or DEFAULT_LINK, field="--link", total_bytes=None)
+    rate = profile.network_bytes_per_second or UNKNOWN_LINK
+    if link is not None:
+        rate = parse_bytes(link, field="--link", total_bytes=None)
     cost = StageCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
     return ClusterQuestion(
         cost=cost,
@@ -69,6 +71,7 @@ def cluster_question(
         budgets=read_budgets(question.config, question.device),
         gpus_per_node=gpus_per_node,
         link_bytes_per_second=rate,
+        node_bytes_per_second=profile.node_bytes_per_second,
     )
 
 
@@ -97,11 +100,13 @@ def cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:
 def cluster_table(answer: ClusterAnswer, title: str) -> Group:
     """Returns the best layouts, or the one that comes closest, as a table.
 
-    "again" is the share of compute that is recomputation; "host" is a whole node's.
+    Of "dp/pp/sp", dp are pipelines beside each other, pp the ranks of one, and sp the devices
+    that share each of a rank's chunks. "interleaved 4" has four stages on each rank. "host" is a
+    whole node's.
     """
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for name in _COLUMNS:
-        left = name in ("schedule", "stages", "chunks", "recompute")
+        left = name in ("schedule", "dp/pp/sp", "recompute", "K/V")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     rows = answer.best or ([] if answer.closest is None else [answer.closest])
     for plan in rows:
@@ -140,19 +145,17 @@ def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
 
 def _cells(plan: ClusterPlan) -> tuple[str, ...]:
     layout = plan.layout
-    stages = f"{layout.stages} x {layout.virtual}" if layout.virtual > 1 else f"{layout.stages}"
-    if layout.replicas > 1:
-        stages += f", {layout.replicas} times"
+    virtual = f" {layout.virtual}" if layout.virtual > 1 else ""
     offloaded = "" if layout.offload == "none" else f", {_OFFLOADED[layout.offload]}"
     return (
-        layout.schedule.removesuffix("_seq1f1b"),
-        stages,
-        f"{layout.num_chunks} {layout.partition}",
+        layout.schedule.removesuffix("_seq1f1b") + virtual,
+        f"{layout.replicas}/{layout.stages}/{layout.sp}",
+        f"{layout.num_chunks}",
         RECOMPUTE_BY_SAVED[layout.saved] + offloaded,
+        layout.kv_tier,
         f"{plan.tokens_per_second:,.0f}",
         f"{plan.step_seconds:,.1f} s",
         f"{plan.bubble_fraction:.1%}",
-        f"{plan.recompute_fraction:.1%}",
         format_bytes(max(plan.peak_bytes)),
         format_bytes(plan.host_bytes),
     )
@@ -161,6 +164,7 @@ def _cells(plan: ClusterPlan) -> tuple[str, ...]:
 def _name(plan: ClusterPlan) -> str:
     layout = plan.layout
     return (
-        f"{layout.schedule} with {layout.stages} x {layout.replicas}, {layout.num_chunks} chunks, "
-        f"recompute {RECOMPUTE_BY_SAVED[layout.saved]}, offload {layout.offload}"
+        f"{layout.schedule} with dp/pp/sp {layout.replicas}/{layout.stages}/{layout.sp}, "
+        f"{layout.num_chunks} chunks, recompute {RECOMPUTE_BY_SAVED[layout.saved]}, offload "
+        f"{layout.offload}, K/V on the {layout.kv_tier}"
     )

@@ -20,7 +20,7 @@ from sppo_hf.cli.pipeline_arguments import Offload, PipelineArguments, Simulated
 from sppo_hf.errors import ConfigError
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.figure import ENDINGS, draw_schedule
-from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED
+from sppo_hf.schedule.generate import ALL_SCHEDULES, INTERLEAVED
 from sppo_hf.schedule.grid import over_time
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.trace import write_trace
@@ -30,7 +30,7 @@ _WIDEST_TEXT = 200
 
 def simulate(
     schedule: Annotated[
-        str, typer.Option("--pp-schedule", help=f"One of {', '.join(GENERATORS)}.")
+        str, typer.Option("--pp-schedule", help=f"One of {', '.join(ALL_SCHEDULES)}.")
     ],
     stages: Annotated[
         int, typer.Option("--pp-size", help="Ranks of the pipeline, each with one stage.")
@@ -161,7 +161,7 @@ def _table(simulated: Simulated, title: str) -> Group:
     for rank, units in enumerate(simulated.peak_units):
         stages = [s for s, r in enumerate(simulated.schedule.stage_ranks) if r == rank]
         busy = simulated.timeline.busy_seconds(f"{rank}.compute") / seconds if seconds else 1.0
-        row = [str(rank), " ".join(map(str, stages)), f"{busy:.1%}", str(units)]
+        row = [str(rank), " ".join(map(str, stages)), f"{busy:.1%}", f"{units:.4g}"]
         if simulated.peak_bytes is not None:
             layers = (simulated.layers[stage] for stage in stages)
             row.append(format_bytes(simulated.peak_bytes[rank]))
@@ -172,8 +172,8 @@ def _table(simulated: Simulated, title: str) -> Group:
 
 
 def _print_over_time(out: Any, simulated: Simulated, arguments: PipelineArguments) -> None:
-    """Shows the timeline as text, where seconds were given as whole numbers and it is not wide."""
-    if arguments.model is not None:
+    """Shows the timeline as text, where units take whole seconds and it is not wide."""
+    if arguments.model is not None or simulated.schedule.shared_units:
         return
     slots = [arguments.forward_seconds, arguments.backward_seconds]
     narrow = simulated.timeline.end_seconds <= _WIDEST_TEXT

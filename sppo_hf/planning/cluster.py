@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.cost import StageCost
 from sppo_hf.planning.glance import Glance
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.schedule.generate import INTERLEAVED, Size, begun_units, generate
+from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.pipeline import period_seconds, simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
@@ -61,8 +62,11 @@ class ClusterQuestion:
     gpus_per_node: int = 8
     """Devices that share a host."""
 
-    link_bytes_per_second: float = 25 * 2.0**30
-    """Of the slowest hop between neighbours, each way."""
+    link_bytes_per_second: float = UNKNOWN_LINK
+    """From a device to one of another node, each way."""
+
+    node_bytes_per_second: float | None = None
+    """From a device to one of its own node, each way; None where it is the same."""
 
     space: SearchSpace = field(default_factory=SearchSpace)
     """What may be chosen."""
@@ -72,13 +76,42 @@ class ClusterQuestion:
 
     def __post_init__(self) -> None:
         """Prepare to look at layouts."""
-        glance = Glance(self.cost, self.total_tokens, self.rows)
+        glance = Glance(self.cost, self.total_tokens, self.rows, self.exchange_rate)
         object.__setattr__(self, "glance", glance)
 
     @property
     def ranks_per_node(self) -> int:
         """Devices that share a host, if there are so many."""
         return min(self.gpus_per_node, self.gpus)
+
+    def exchange_rate(self, sp: int) -> float:
+        """Returns the bytes per second between sequence-parallel devices, each way."""
+        within = sp <= self.gpus_per_node and self.gpus_per_node % sp == 0
+        return self._within_node if within else self.link_bytes_per_second
+
+    @property
+    def sequence_parallel(self) -> tuple[int, ...]:
+        """Sizes of groups that can share units: each has heads of every layer, as many each.
+
+        Layers without attention over all heads (recurrent ones, states) are not shared.
+        """
+        shape = self.cost.shape
+        kinds = {shape.layers[i] for i in shape.alike}
+        return tuple(
+            sp
+            for sp in self.space.sp
+            if sp == 1
+            or (
+                sp <= self.gpus
+                and not shape.has_states
+                and all(layer.num_heads and layer.num_heads % sp == 0 for layer in kinds)
+                and len({*shape.token_share(sp).alike}) == len(kinds)
+            )
+        )
+
+    @property
+    def _within_node(self) -> float:
+        return self.node_bytes_per_second or self.link_bytes_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +206,12 @@ def solve_cluster(
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
     """
-    ranked = sorted((question.glance.seconds(x), x) for x in layouts(question))
-    if not ranked:
+    answer = _solved(question, layouts(question), keep, slack, most_actions)
+    if answer is None or not answer.best:
+        # Only now groups that leave a node.
+        across = _solved(question, layouts(question, across=True), keep, slack, most_actions)
+        answer = answer if across is None else _together(answer, across)
+    if answer is None:
         raise ConfigError(
             f"{question.gpus} devices cannot share {question.rows} rows of "
             f"{question.total_tokens:,} tokens among stages of {question.cost.shape.num_layers} "
@@ -182,6 +219,36 @@ def solve_cluster(
             f"and at most {question.space.most_units:,} chunks on a rank. Remedy: more rows, or "
             "fewer devices."
         )
+    return answer
+
+
+def _together(within: ClusterAnswer | None, across: ClusterAnswer) -> ClusterAnswer:
+    """The answer of two searches, the first of which found nothing that fits."""
+    if within is None:
+        return across
+    closest = [plan for plan in (within.closest, across.closest) if plan is not None]
+    return replace(
+        across,
+        closest=min(closest, key=lambda plan: plan.missing_bytes, default=None),
+        tried=within.tried + across.tried,
+        candidates=within.candidates + across.candidates,
+    )
+
+
+def _solved(
+    question: ClusterQuestion,
+    candidates: Iterable[Layout],
+    keep: int,
+    slack: float,
+    most_actions: float,
+) -> ClusterAnswer | None:
+    """Searches some layouts; None if there are none."""
+    glance, per_node = question.glance, question.ranks_per_node
+    # Of two that seem to take as long, the one with fewer hops between nodes comes first.
+    looked_at = [(glance.seconds(x), x.hops_between_nodes(per_node), x) for x in candidates]
+    ranked = [(seconds, layout) for seconds, _, layout in sorted(looked_at)]
+    if not ranked:
+        return None
     search = _Search(question, keep, slack)
     with _no_collection():
         # First what is small; then what is large; then what seems not to fit.
@@ -314,13 +381,21 @@ class _Search:
         return True
 
 
-def layouts(question: ClusterQuestion) -> Iterator[Layout]:
-    """Yields every layout that is worth a look."""
+def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layout]:
+    """Yields every layout that is worth a look.
+
+    Args:
+        question: what is asked.
+        across: those whose groups of sequence-parallel devices are larger than a node; otherwise
+            all others.
+    """
+    per_node = question.gpus_per_node
     return question.space.layouts(
         gpus=question.gpus,
         rows=question.rows,
         total_tokens=question.total_tokens,
         num_layers=question.cost.shape.num_layers,
+        sp=[sp for sp in question.sequence_parallel if (sp > per_node) == across],
     )
 
 
@@ -365,12 +440,12 @@ def _planned(
     more_seconds: float,
 ) -> ClusterPlan:
     """Returns what was simulated of a pipeline's rows, and what the others add, as a plan."""
-    cost, bounds = question.cost, costs.bounds
+    cost, bounds = costs.cost, costs.bounds
     step_seconds = timeline.end_seconds + more_seconds
     peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
     hosts = [timeline.peak(f"{rank}.host").num_bytes for rank in range(layout.stages)]
     # Neighbouring stages share a node; replicas fill it up.
-    fullest = sorted(hosts * layout.replicas, reverse=True)
+    fullest = sorted(hosts * (layout.replicas * layout.sp), reverse=True)
     host_bytes = sum(fullest[: question.ranks_per_node])
     again = sum(
         cost.recompute_seconds(layer, end - start, layout.saved)
@@ -401,16 +476,22 @@ def _simulated(
     schedule = generate(layout.schedule, size)
     costs = PipelineCost.of(
         schedule,
-        question.cost,
+        question.glance.cost(layout),
         question.glance.bounds(layout),
         saved=layout.saved,
         offload=layout.offload,
         kv_tier=layout.kv_tier,
         link_bytes_per_second=question.link_bytes_per_second,
+        node_bytes_per_second=question.node_bytes_per_second,
+        rank_nodes=layout.rank_nodes(question.gpus_per_node),
+        devices_per_node=question.gpus_per_node,
+        shards=layout.devices if layout.sharded else 1,
+        shard_bytes_per_second=question.exchange_rate(layout.devices),
     )
-    reduced = layout.replicas > 1
+    # Sharded gradients are reduced unit by unit.
+    reduced = layout.replicas * layout.sp > 1 and not layout.sharded
     if reduced:
-        costs = replace(costs, reduce_seconds=_reduce_seconds(question, costs, layout.replicas))
+        costs = replace(costs, reduce_seconds=_reduce_seconds(question, costs, layout))
     timeline = simulate_pipeline(
         lower(schedule, leaves=costs.leaves, reduce=reduced),
         seconds=costs.seconds,
@@ -426,6 +507,9 @@ def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
     The second is 0 where groups of rows are not all of one size.
     """
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
+    if layout.schedule in SHARING:
+        # One row after the other.
+        return 1, 1
     units = begun_units(layout.schedule, size)[0]
     warm_up = -(-units // (layout.num_chunks * layout.virtual))
     if layout.schedule not in INTERLEAVED:
@@ -449,6 +533,11 @@ def _no_collection() -> Generator[None]:
 def _num_actions(layout: Layout, rows: int) -> int:
     """Returns about how many actions `rows` rows are in a lowered schedule."""
     stages = layout.stages * layout.virtual
+    if layout.schedule in SHARING:
+        # Sends and receives of K/V and their gradients to all that share a stage's last units.
+        compute = 2 * stages * (layout.num_chunks + stages)
+        passed = 4 * stages * stages // 2 * layout.num_chunks + 4 * stages * layout.num_chunks
+        return rows * (passed + compute * (1 if layout.offload == "none" else 2))
     computes = 3 if layout.schedule == "zb_seq1f1b" else 2
     copies = 0 if layout.offload == "none" else 2
     passes = 4 * (stages - 1) if layout.stages > 1 else 0
@@ -465,10 +554,18 @@ def _few_rows(rows: int, warm_up: int, every: int) -> int:
     return few if 2 * few <= rows else rows
 
 
-def _reduce_seconds(question: ClusterQuestion, costs: PipelineCost, replicas: int) -> float:
-    """A ring all-reduce of the largest stage's gradients: 2 (R - 1) / R of them over each link."""
+def _reduce_seconds(question: ClusterQuestion, costs: PipelineCost, layout: Layout) -> float:
+    """A ring all-reduce of the largest stage's gradients: 2 (R - 1) / R of them over each link.
+
+    Of n sequence-parallel devices each first gets its n-th of the sum over them, and in the end
+    the others' shares.
+    """
     largest = max(StageWeights.of(question.cost.shape, s).gradients for s in costs.stages)
-    return 2 * (replicas - 1) / replicas * largest / question.link_bytes_per_second
+    sp, replicas = layout.sp, layout.replicas
+    seconds = 2 * (sp - 1) / sp * largest / question.exchange_rate(sp)
+    within = layout.devices <= question.gpus_per_node and question.node_bytes_per_second
+    rate = within or question.link_bytes_per_second
+    return seconds + 2 * (replicas - 1) / replicas * largest / sp / rate
 
 
 def _over(num_bytes: int, budget_bytes: int | None) -> int:

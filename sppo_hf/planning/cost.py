@@ -7,8 +7,10 @@ layer over one chunk; the head and the loss of a chunk are a unit of their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,12 @@ class StageCost:
     batch_rows: int = 1
     """Rows that go through together; all seconds and bytes are of all of them."""
 
+    sp: int = 1
+    """Sequence-parallel ranks that share each unit; seconds and bytes are those of one of them."""
+
+    exchange_bytes_per_second: float = math.inf
+    """Between these ranks, each way, while all of them exchange tokens for heads."""
+
     correction: Correction = Correction()
     """What the first steps taught."""
 
@@ -108,10 +116,45 @@ class StageCost:
         default_factory=dict[tuple[object, ...], Any], init=False, repr=False, compare=False
     )
     _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    rank_shape: ModelShape = field(init=False, repr=False, compare=False)
+    """The model as one of the sequence-parallel ranks sees it, for bytes (`token_share`)."""
 
     def __post_init__(self) -> None:
         """Number the kinds of layers, for layers of one kind cost the same."""
         object.__setattr__(self, "_kinds", self.shape.alike)
+        object.__setattr__(self, "rank_shape", self.shape.token_share(self.sp))
+
+    def own_tokens(self, tokens: int) -> int:
+        """Returns how many of a chunk's tokens a rank has, at most."""
+        return -(-tokens // self.sp)
+
+    def rank_bounds(self, bounds: Bounds) -> Bounds:
+        """Returns the bounds of a rank's shares of chunks, laid end to end."""
+        if self.sp == 1:
+            return bounds
+        ends = list(accumulate((self.own_tokens(end - start) for start, end in bounds), initial=0))
+        return tuple(pairwise(ends))
+
+    def exchange_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
+        """All-to-alls of a layer over a chunk of `tokens` tokens, tokens to heads and back.
+
+        Each rank sends every other one that one's heads of its own tokens' queries, keys and
+        values, and gets its own tokens' output back: of `2 Hq + 2 Hkv` heads of C tokens,
+        (n - 1) / n^2 where n divides them. Backward sends as much.
+
+        Args:
+            layer: which.
+            tokens: C, of the whole chunk.
+            keys: False leaves out keys and values, as recomputation does.
+        """
+        if self.sp == 1:
+            return 0.0
+        work = self.shape.layers[layer]
+        elements = work.heads_of(self.sp) * (work.qk_head_size + work.v_head_size)
+        if keys and not work.borrows_keys:
+            elements += work.kv_heads_of(self.sp) * (work.qk_head_size + work.v_head_size)
+        sent = self.batch_rows * (self.sp - 1) * self.own_tokens(tokens) * elements
+        return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds) -> UnitSeconds:
         """Returns the seconds of every unit of a batch, once for each kind of layer."""
@@ -151,7 +194,8 @@ class StageCost:
             )
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
             seconds = max(busy, self.profile.launch_seconds)
-            self._memo[key] = seconds * self.correction.forward
+            exchange = self.exchange_seconds(layer, tokens)
+            self._memo[key] = seconds * self.correction.forward + exchange
         return self._memo[key]
 
     def backward_seconds(self, layer: int, start: int, end: int) -> float:
@@ -170,7 +214,8 @@ class StageCost:
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _BACKWARD_TRAFFIC)
             # About two kernels for each of forward's.
             seconds = max(busy, 2 * self.profile.launch_seconds)
-            self._memo[key] = seconds * self.correction.backward
+            exchange = self.exchange_seconds(layer, tokens)
+            self._memo[key] = seconds * self.correction.backward + exchange
         return self._memo[key]
 
     def weight_seconds(self, layer: int, tokens: int) -> float:
@@ -196,7 +241,11 @@ class StageCost:
             host = _HOST_FORWARDS[saved] * self.profile.launch_seconds
             beside = self.forward_seconds(layer, 0, tokens) / self.correction.forward
             beside += self.backward_seconds(layer, 0, tokens) / self.correction.backward
-            self._memo[key] = max(seconds, host - beside) * self.correction.backward
+            again = max(seconds, host - beside) * self.correction.backward
+            if saved == "skeleton":
+                # Queries go to heads once more, and attention's output, kept there, comes back.
+                again += self.exchange_seconds(layer, tokens, keys=False)
+            self._memo[key] = again
         return self._memo[key]
 
     def keys_seconds(self, layer: int, tokens: int) -> float:
@@ -224,7 +273,7 @@ class StageCost:
             products = 1.0 + (1.0 + self.shape.head_trainable if training else 0.0)
             flops = products * self.shape.head_flops_per_token
             # Logits and their gradient pass through memory a few times, in float32.
-            traffic = 6 * self.shape.vocab_size * 4 * tokens * self.batch_rows
+            traffic = 6 * self.shape.vocab_size * 4 * self.own_tokens(tokens) * self.batch_rows
             seconds = self._linear_seconds(flops, tokens)
             seconds += traffic / self.profile.memory_bytes_per_second
             self._memo[key] = seconds * self.correction.forward
@@ -236,15 +285,16 @@ class StageCost:
         if key not in self._memo:
             self._memo[key] = self.shape.frame_bytes_per_token(layer, saved)
         state_bytes = self.shape.state_bytes(layer)
-        return self.batch_rows * (tokens * int(self._memo[key]) + state_bytes)
+        return self.batch_rows * (self.own_tokens(tokens) * int(self._memo[key]) + state_bytes)
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""
-        return self.batch_rows * tokens * self.shape.kv_bytes_per_token(layer)
+        return self.batch_rows * self.own_tokens(tokens) * self.rank_shape.kv_bytes_per_token(layer)
 
     def dkv_bytes(self, layer: int, tokens: int) -> int:
         """Gradient sums of K and V of `tokens` tokens of `layer`."""
-        return self.batch_rows * tokens * self.shape.dkv_bytes_per_token(layer)
+        per_token = self.rank_shape.dkv_bytes_per_token(layer)
+        return self.batch_rows * self.own_tokens(tokens) * per_token
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """A copy to the host; `both` while another runs the other way."""
@@ -266,10 +316,15 @@ class StageCost:
 
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)
-        return self.batch_rows * shape.attention_flops_per_key * pairs
+        flops = self.batch_rows * shape.attention_flops_per_key * pairs
+        if self.sp == 1 or not shape.num_heads:
+            return flops
+        # Where ranks are more than heads, several take a head, and each a part of its queries.
+        each = max(1, self.sp // shape.num_heads)
+        return flops * shape.heads_of(self.sp) / (each * shape.num_heads)
 
     def _linear_seconds(self, flops_per_token: float, tokens: int) -> float:
-        rows = tokens * self.batch_rows
+        rows = self.own_tokens(tokens) * self.batch_rows
         return flops_per_token * rows / self._rate(self.profile.matmul_flops, rows)
 
     def _elementwise_seconds(self, layer: int, tokens: int, traffic: int) -> float:

@@ -6,7 +6,9 @@ PipelineCost, with stages taken as equal where that makes them smaller. Knows no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from sppo_hf.planning.pipeline_cost import KVTier
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.planning.stages import StageWeights
-from sppo_hf.schedule.generate import Size, begun_units
+from sppo_hf.schedule.generate import SHARING, Size, begun_units
 
 # Frames of so many chunks may be on their way when backward begins, not on the host.
 _UNDER_WAY_CHUNKS = 3
@@ -69,21 +71,52 @@ class _Room(NamedTuple):
     """Temporaries of the running layer."""
 
 
+_Batch = tuple[Cut, int, Saved, KVTier, int]
+"""What a sequence's seconds and bytes on all ranks depend on."""
+
+
+def _batch(layout: Layout) -> _Batch:
+    return layout.partition, layout.num_chunks, layout.saved, layout.kv_tier, layout.sp
+
+
 class Glance:
     """Lower bounds for layouts of one model, length and number of rows."""
 
-    def __init__(self, cost: StageCost, total_tokens: int, rows: int) -> None:
-        """Prepare for layouts of `rows` rows."""
+    def __init__(
+        self,
+        cost: StageCost,
+        total_tokens: int,
+        rows: int,
+        exchange_rate: Callable[[int], float] = lambda _: math.inf,
+    ) -> None:
+        """Prepare for layouts.
+
+        Args:
+            cost: of one device.
+            total_tokens: length of a row.
+            rows: rows of a step.
+            exchange_rate: bytes per second between so many sequence-parallel devices.
+        """
         self._cost = cost
+        self._costs = {1: cost}
+        self._exchange_rate = exchange_rate
         self._tokens = total_tokens
         self._rows = rows
         self._curve = PrefixCost.of(cost.shape)
         alike = cost.shape.alike
         self._kinds = {kind: alike.count(kind) for kind in sorted(set(alike))}
         self._bounds: dict[tuple[Cut, int], Bounds] = {}
-        self._work: dict[tuple[Cut, int, Saved, KVTier], _Work] = {}
-        self._rooms: dict[tuple[Cut, int, Saved, KVTier], list[_Room]] = {}
+        self._work: dict[_Batch, _Work] = {}
+        self._rooms: dict[_Batch, list[_Room]] = {}
         self._states: int | None = None
+
+    def cost(self, layout: Layout) -> StageCost:
+        """Returns the costs of a device of a layout, which may share its rank's units."""
+        sp = layout.sp
+        if sp not in self._costs:
+            rate = self._exchange_rate(sp)
+            self._costs[sp] = replace(self._cost, sp=sp, exchange_bytes_per_second=rate)
+        return self._costs[sp]
 
     def bounds(self, layout: Layout) -> Bounds:
         """Returns the chunks of a layout."""
@@ -108,6 +141,9 @@ class Glance:
         ranks, rows = layout.stages, self._rows // layout.replicas
         whole = sum(work.forward) + sum(work.backward)
         most_layers = -(-self._cost.shape.num_layers // (ranks * layout.virtual))
+        if layout.schedule in SHARING:
+            # All ranks fill and drain together; shares of a unit take its share at least.
+            return rows * whole / ranks
         share = max(1 / ranks, most_layers * work.least_layer / whole)
         passing = max(work.forward) + max(work.backward)
         if layout.schedule == "zb_seq1f1b":
@@ -133,11 +169,13 @@ class Glance:
             if not ratios[chunk]:
                 continue
             start, end = bounds[chunk]
-            size = ratios[chunk] * self._frame_bytes(end - start, layout.saved)
+            size = ratios[chunk] * self._frame_bytes(layout, end - start)
             both = rows > 1
             out += size + work.streams[chunk].out(both)
             back += size + work.streams[chunk].back(both)
         layers = rows * self._layer_counts(layout)[0]
+        if layout.schedule in SHARING:
+            layers = rows * self._cost.shape.num_layers / layout.stages
         return layers * max(
             self._cost.d2h_seconds(out, both=True), self._cost.h2d_seconds(back, both=True)
         )
@@ -151,18 +189,25 @@ class Glance:
         layers, first_layers = self._layer_counts(layout)
         rooms = self._chunk_rooms(layout)
         states, tokens = self._state_bytes(), self._tokens
+        if layout.sharded:
+            states //= layout.devices
         kept = self._kept_bytes(layout)
         if layout.kv_tier == "device":
-            kept += self._kv_bytes(tokens) + self._sum_bytes(layout)
+            kept += self._kv_bytes(layout, tokens) + self._sum_bytes(layout)
+        if layout.schedule in SHARING:
+            # Of first and last units a rank has a share; it has all of those between.
+            kept = kept * (layout.num_chunks - layout.stages + 1) // (2 * layout.num_chunks)
         early = self._early(layout, 0)
         ahead = 0
         if layout.offload == "none":
-            ahead += sum(self._frame_bytes(end - start, layout.saved) for start, end in early)
+            ahead += sum(self._frame_bytes(layout, end - start) for start, end in early)
         if layout.kv_tier == "device":
-            ahead += sum(self._kv_bytes(end - start) for start, end in early)
+            ahead += sum(self._kv_bytes(layout, end - start) for start, end in early)
         least = max(layers * (states + kept), first_layers * (states + kept + ahead))
         # The frames of a rank's other stages may be away; its last stage has a layer or more.
         frames = 1 if layout.virtual > 1 and layout.offload != "none" else layers
+        if layout.schedule in SHARING:
+            return max(least, layers * states)
         running = max(layers * room.kv + frames * room.frame + room.workspace for room in rooms)
         return max(least + rooms[-1].workspace, layers * states + running)
 
@@ -174,16 +219,21 @@ class Glance:
 
         sizes: dict[tuple[int, int], int] = {}
         for ratio, (start, end) in zip(ratios, bounds, strict=True):
-            size = int(ratio * self._frame_bytes(end - start, layout.saved))
-            size += self._kv_bytes(end - start) if layout.kv_tier != "device" else 0
+            size = int(ratio * self._frame_bytes(layout, end - start))
+            size += self._kv_bytes(layout, end - start) if layout.kv_tier != "device" else 0
             sizes[start, end] = size
         ranks: list[int] = []
         # The first ranks hold most.
         for rank in range(min(layout.stages, ranks_per_node)):
+            if layout.schedule in SHARING:
+                shared, count = layout.stages - 1, len(bounds)
+                held = sum(sorted(sizes[unit] for unit in bounds)[: max(0, count - 2 * shared - 3)])
+                ranks.append(held)
+                continue
             units = (*bounds, *self._early(layout, rank))
             # Frames of the newest chunks may still be on their way.
             ranks.append(away + sum(sizes[unit] for unit in units[:-_UNDER_WAY_CHUNKS]))
-        fullest = sorted(ranks * layout.replicas, reverse=True)[:ranks_per_node]
+        fullest = sorted(ranks * (layout.replicas * layout.sp), reverse=True)[:ranks_per_node]
         return sum(fullest) * (self._cost.shape.num_layers // layout.stages)
 
     # -- terms ---------------------------------------------------------------------------------
@@ -202,6 +252,8 @@ class Glance:
         Where a rank has several stages, as many whole chunks as it has parts of them, short ones.
         """
         rows, num_chunks = self._rows // layout.replicas, layout.num_chunks
+        if layout.schedule in SHARING:
+            return ()
         size = Size(layout.stages, rows, num_chunks, layout.virtual)
         held = begun_units(layout.schedule, size)[rank] // layout.virtual
         count = min(held, rows * num_chunks) - num_chunks
@@ -209,13 +261,13 @@ class Glance:
         return (bounds * -(-count // num_chunks))[: max(0, count)]
 
     def _worked(self, layout: Layout) -> _Work:
-        key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
+        key = _batch(layout)
         if key not in self._work:
             self._work[key] = self._add_up(layout)
         return self._work[key]
 
     def _add_up(self, layout: Layout) -> _Work:
-        cost, bounds, saved = self._cost, self.bounds(layout), layout.saved
+        cost, bounds, saved = self.cost(layout), self.bounds(layout), layout.saved
         tables, work = self._tables(layout), cost.unit_seconds(bounds)
         counts = np.array(list(self._kinds.values()))
         ahead = np.maximum(work.forward, cost.h2d_seconds(1.0, both=True) * tables.kv_in_forward)
@@ -237,15 +289,15 @@ class Glance:
         )
 
     def _chunk_rooms(self, layout: Layout) -> list[_Room]:
-        key = (layout.partition, layout.num_chunks, layout.saved, layout.kv_tier)
+        key = _batch(layout)
         if key not in self._rooms:
             tables = self._tables(layout)
             again = tables.rebuilt if layout.saved != "whole" else 0
             workspaces = (tables.workspace_backward + again).max(axis=0).tolist()
             self._rooms[key] = [
                 _Room(
-                    self._frame_bytes(end - start, layout.saved),
-                    self._kv_bytes(end) if layout.kv_tier == "device" else 0,
+                    self._frame_bytes(layout, end - start),
+                    self._kv_bytes(layout, end) if layout.kv_tier == "device" else 0,
                     workspace,
                 )
                 for (start, end), workspace in zip(self.bounds(layout), workspaces, strict=True)
@@ -253,16 +305,16 @@ class Glance:
         return self._rooms[key]
 
     def _tables(self, layout: Layout) -> ByteTables:
-        num_layers = self._cost.shape.num_layers
+        cost, num_layers = self.cost(layout), self._cost.shape.num_layers
         decisions = Decisions(
-            batch_rows=self._cost.batch_rows,
-            bounds=self.bounds(layout),
+            batch_rows=cost.batch_rows,
+            bounds=cost.rank_bounds(self.bounds(layout)),
             layer_modes=uniform_modes(layout.num_chunks, num_layers, KEEP),
             training=True,
             tile_tokens=1,
             kv_tier=layout.kv_tier,
         )
-        return byte_tables(self._cost.shape, decisions, self._cost.profile.kind)
+        return byte_tables(cost.rank_shape, decisions, cost.profile.kind)
 
     # Bytes of one layer, the lightest.
 
@@ -277,22 +329,26 @@ class Glance:
                 self._states = min(w.weights + w.gradients + w.optimizer for w in held)
         return self._states
 
-    def _kv_bytes(self, tokens: int) -> int:
-        return min(self._cost.kv_bytes(kind, tokens) for kind in self._kinds)
+    def _kv_bytes(self, layout: Layout, tokens: int) -> int:
+        # Shares are rounded up, chunk by chunk.
+        cost = self.cost(layout)
+        return min(cost.kv_bytes(kind, tokens) for kind in self._kinds)
 
     def _sum_bytes(self, layout: Layout) -> int:
         """Gradient sums that the last chunk's backward writes; first for one stage of a rank."""
         last, _ = self.bounds(layout)[-1]
-        return min(self._cost.dkv_bytes(kind, last) for kind in self._kinds) // layout.virtual
+        cost = self.cost(layout)
+        return min(cost.dkv_bytes(kind, last) for kind in self._kinds) // layout.virtual
 
-    def _frame_bytes(self, tokens: int, saved: Saved) -> int:
-        return min(self._cost.frame_bytes(kind, tokens, saved) for kind in self._kinds)
+    def _frame_bytes(self, layout: Layout, tokens: int) -> int:
+        cost = self.cost(layout)
+        return min(cost.frame_bytes(kind, tokens, layout.saved) for kind in self._kinds)
 
     def _kept_bytes(self, layout: Layout) -> int:
         """What stays on the device of a row's frames."""
         ratios = self._ratios(layout)
         return sum(
-            int((1.0 - ratio) * self._frame_bytes(end - start, layout.saved))
+            int((1.0 - ratio) * self._frame_bytes(layout, end - start))
             for ratio, (start, end) in zip(ratios, self.bounds(layout), strict=True)
         )
 
@@ -305,5 +361,5 @@ class Glance:
         # Of a layer on average, the head's time counted: it makes the last stage's share larger.
         seconds = sum(self._worked(layout).forward) / self._cost.shape.num_layers
         room = seconds / self._cost.d2h_seconds(1.0, both=True)
-        sizes = [self._frame_bytes(end - start, layout.saved) for start, end in bounds]
+        sizes = [self._frame_bytes(layout, end - start) for start, end in bounds]
         return sppo_ratios(sizes, room / len(bounds))

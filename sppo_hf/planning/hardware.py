@@ -16,6 +16,9 @@ from itertools import pairwise
 from sppo_hf.errors import ConfigError
 from sppo_hf.rules import show
 
+UNKNOWN_LINK = 25 * 2.0**30
+"""Bytes per second between devices where a profile has no rate: a 200 Gbit/s network card's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -134,6 +137,13 @@ class HardwareProfile:
 
     both_h2d_bytes_per_second: float
     """Copy to the device while another runs the other way."""
+
+    node_bytes_per_second: float | None = None
+    """From one device to another of the same node, each way; None where not known."""
+
+    network_bytes_per_second: float | None = None
+    """From one device to one of another node, each way, while all others do the same; None where
+    not known."""
 
     disk_write_bytes_per_second: float | None = None
     """Writing to the disk that offload_dir is on; None where not measured."""

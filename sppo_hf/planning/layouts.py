@@ -6,8 +6,9 @@ Plain data and enumeration; knows nothing of seconds or bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from sppo_hf.planning.modes import Saved
@@ -19,7 +20,7 @@ from sppo_hf.planning.partition import (
     even_bounds,
 )
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule
-from sppo_hf.schedule.generate import INTERLEAVED
+from sppo_hf.schedule.generate import INTERLEAVED, SHARING
 
 Cut = Literal["even", "flops", "bounded"]
 """How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs as far as no chunk is much longer
@@ -56,6 +57,42 @@ class Layout(NamedTuple):
     kv_tier: KVTier = "device"
     """Where keys, values and their gradient sums wait."""
 
+    sp: int = 1
+    """Devices that share each stage's units by sequence parallelism: each rank of a pipeline is so
+    many."""
+
+    sharded: bool = False
+    """Whether weights, gradients and optimizer states are sharded over all devices of a stage
+    (FSDP); only without a pipeline."""
+
+    @property
+    def devices(self) -> int:
+        """Devices in use."""
+        return self.stages * self.replicas * self.sp
+
+    def nodes_of(self, rank: int, devices_per_node: int) -> tuple[tuple[int, int], ...]:
+        """Returns the first and last node that a rank's devices are on, in every replica.
+
+        Devices are numbered by replica, then stage, then place in their group, and fill node after
+        node; so groups stay within nodes where they can.
+        """
+        first = [(replica * self.stages + rank) * self.sp for replica in range(self.replicas)]
+        return tuple((d // devices_per_node, (d + self.sp - 1) // devices_per_node) for d in first)
+
+    def rank_nodes(self, devices_per_node: int) -> tuple[Hashable, ...]:
+        """Returns a node for each rank: equal where two are on one node in all replicas."""
+        found: list[Hashable] = []
+        for rank in range(self.stages):
+            nodes = self.nodes_of(rank, devices_per_node)
+            within = all(first == last for first, last in nodes)
+            found.append(nodes if within else rank)
+        return tuple(found)
+
+    def hops_between_nodes(self, devices_per_node: int) -> int:
+        """Returns how many hops from stage to stage leave a node."""
+        nodes = self.rank_nodes(devices_per_node)
+        return sum(here != there for here, there in pairwise(nodes))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
@@ -80,11 +117,19 @@ class SearchSpace:
     )
     """What is kept of frames, and what of that leaves, fastest first."""
 
-    kv_tiers: tuple[KVTier, ...] = ("device",)
+    kv_tiers: tuple[KVTier, ...] = ("device", "host")
     """Where K/V may wait."""
 
+    sp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Sequence-parallel devices of a rank. Groups larger than a node are looked at only where
+    nothing else fits."""
+
+    sharded: tuple[bool, ...] = (False,)
+    """Whether weights may be sharded where there is one stage."""
+
     chunk_tokens: tuple[int, int] = (2048, 32_768)
-    """Least and most tokens of a chunk, on average; a row that is shorter is one chunk."""
+    """Least and most tokens of a chunk on one device, on average: of a rank's share where several
+    share it. A row that is shorter is one chunk."""
 
     most_units: int = 1024
     """Chunks of all rows that pass through one pipeline in a step."""
@@ -94,16 +139,29 @@ class SearchSpace:
     equal."""
 
     def layouts(
-        self, *, gpus: int, rows: int, total_tokens: int, num_layers: int
+        self, *, gpus: int, rows: int, total_tokens: int, num_layers: int, sp: Iterable[int] = (1,)
     ) -> Iterator[Layout]:
         """Yields every layout of `rows` rows over devices.
 
         Args:
-            gpus: devices; stages times replicas are as many, or a little fewer (`least_used`).
+            gpus: devices; stages times replicas times `sp` are as many, or a little fewer
+                (`least_used`).
             rows: rows of a step; replicas divide them.
             total_tokens: length of a row.
             num_layers: no more stages than that.
+            sp: devices that may share a rank's units.
         """
+        for group in sp:
+            for layout in self._of_groups(
+                gpus // group, rows, -(-total_tokens // group), num_layers
+            ):
+                if layout.stages * layout.replicas * group >= self.least_used * gpus:
+                    yield layout._replace(sp=group)
+
+    def _of_groups(
+        self, gpus: int, rows: int, total_tokens: int, num_layers: int
+    ) -> Iterator[Layout]:
+        """Yields layouts over groups of devices that each see so many tokens of a row."""
         shortest, longest = self.chunk_tokens
         chunks = [
             2**power
@@ -128,15 +186,16 @@ class SearchSpace:
         cuts = self.partitions if num_chunks > 1 else self.partitions[:1]
         for schedule in self.schedules if stages > 1 else self.schedules[:1]:
             for virtual in self.virtual if schedule in INTERLEAVED and stages > 1 else (1,):
-                if stages * virtual > num_layers:
+                if stages * virtual > num_layers or (schedule in SHARING and num_chunks < stages):
                     continue
                 for partition in cuts:
                     for saved, offload in self.frames:
                         for kv_tier in self.kv_tiers:
-                            yield Layout(
-                                *(schedule, stages, replicas, virtual, num_chunks),
-                                *(partition, saved, offload, kv_tier),
-                            )
+                            for sharded in self.sharded if stages == 1 else (False,):
+                                yield Layout(
+                                    *(schedule, stages, replicas, virtual, num_chunks),
+                                    *(partition, saved, offload, kv_tier, 1, sharded),
+                                )
 
 
 def bounds_of(curve: PrefixCost, total_tokens: int, num_chunks: int, partition: Cut) -> Bounds:

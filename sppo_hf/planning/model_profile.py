@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import metadata, resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -145,6 +146,23 @@ class LayerProfile:
         if self.borrows_keys:
             return 0
         return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
+
+    def heads_of(self, ranks: int) -> int:
+        """Query heads of the rank that has most, if that many ranks divide them."""
+        return -(-self.num_heads // ranks)
+
+    def kv_heads_of(self, ranks: int) -> int:
+        """Key and value heads that the query heads of one of that many ranks read, at most.
+
+        Those that several ranks read are on each of them.
+        """
+        if not self.num_heads or not self.num_kv_heads:
+            return 0
+        group, heads = self.num_heads // self.num_kv_heads, self.num_heads
+        ends = [rank * heads // ranks for rank in range(ranks + 1)]
+        return max(
+            -(-end // group) - start // group for start, end in pairwise(ends) if end > start
+        )
 
     @property
     def q_elements(self) -> int:

@@ -9,13 +9,27 @@ so a unit takes as long as its compute or as what it streams each way, whichever
 share these links. Their copies are charged with what units stream in the same direction, so that no
 more passes over a link than it carries: of its own forward for a copy out and of its own backward
 for a copy back, and of both where forwards and backwards take turns.
+
+[Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
+parallelism (`StageCost.sp`); seconds and bytes are those of one of them, and messages go from each
+to its like on the other rank. Where ranks share a unit, all their devices are one larger group.
+
+[Note: more devices than heads] Where the devices of a shared unit are more than query heads,
+several have the same head and divide its queries; then each holds that head's K/V whole.
+
+[Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
+Frozen ones (adapters train) are on every rank. Others come from the stage's rank for a run of
+units, beside the first of them, and gradients go back to it beside the last: there is room for one
+more stage's. Each device of a node's part of a group gets its share from its like and the rest from
+its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -33,6 +47,7 @@ from sppo_hf.planning.policies import sppo_leaving, uniform_modes
 from sppo_hf.planning.portions import kv_block_tokens, loss_tile_tokens
 from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change
 
@@ -41,6 +56,10 @@ OffloadRule = Literal["none", "full", "sppo"]
 
 KVTier = Literal["device", "host"]
 """Where keys and values, and their gradient sums, wait between their uses."""
+
+
+_Key = tuple[Kind, int, int, int | None]
+"""Kind, stage, chunk and part of an action."""
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -73,19 +92,40 @@ class PipelineCost:
     """Whether a rank's forwards and backwards take turns, as they do with several micro-batches."""
 
     link_bytes_per_second: float = float("inf")
-    """Between neighbouring ranks, each way."""
+    """Between ranks of different nodes, each way."""
+
+    node_bytes_per_second: float | None = None
+    """Between ranks of one node; None where it is the same."""
+
+    rank_nodes: tuple[Hashable, ...] = ()
+    """The node of each rank; empty if all are on different ones."""
+
+    devices_per_node: int = 8
+    """Devices of a node; of a group that is larger, so many are near each other."""
+
+    shards: int = 1
+    """Devices over which weights, gradients and optimizer states of a stage are sharded (FSDP).
+    Weights of a layer then come together for each of its units, and its gradients part again."""
+
+    shard_bytes_per_second: float = float("inf")
+    """Between these devices."""
+
+    shared_units: Mapping[tuple[int, int], tuple[int, ...]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, ...]]
+    )
+    """Ranks that share (stage, chunk), by part."""
+
+    messages: Mapping[Action, Message] = field(default_factory=dict[Action, Message], repr=False)
+    """By send and by receive, where units are shared: what it is an end of."""
 
     reduce_seconds: float = 0.0
     """Reduction of a stage's gradients over replicas of the pipeline."""
 
-    _seconds: dict[tuple[Kind, int, int], float] = field(
-        default_factory=dict[tuple[Kind, int, int], float], init=False, repr=False, compare=False
+    _seconds: dict[_Key, float] = field(
+        default_factory=dict[_Key, float], init=False, repr=False, compare=False
     )
-    _changes: dict[tuple[Kind, int, int], tuple[Change, ...]] = field(
-        default_factory=dict[tuple[Kind, int, int], tuple[Change, ...]],
-        init=False,
-        repr=False,
-        compare=False,
+    _changes: dict[_Key, tuple[Change, ...]] = field(
+        default_factory=dict[_Key, tuple[Change, ...]], init=False, repr=False, compare=False
     )
 
     @classmethod
@@ -99,6 +139,11 @@ class PipelineCost:
         offload: OffloadRule = "none",
         kv_tier: KVTier = "device",
         link_bytes_per_second: float = float("inf"),
+        node_bytes_per_second: float | None = None,
+        rank_nodes: tuple[Hashable, ...] = (),
+        devices_per_node: int = 8,
+        shards: int = 1,
+        shard_bytes_per_second: float = float("inf"),
     ) -> PipelineCost:
         """Cuts the model into the schedule's stages, balanced, and applies a rule to its frames.
 
@@ -106,7 +151,11 @@ class PipelineCost:
             ConfigError: the schedule has more stages than the model has layers.
         """
         assert schedule.num_chunks == len(bounds), "a unit is a chunk of a micro-batch"
+        shared = schedule.shared_units
+        found = messages(schedule).values() if shared else ()
         made = cls(
+            shared_units={u: r for u, r in shared.items() if u[1] < len(bounds)},
+            messages={end: m for m in found for end in (m.send, m.receive)},
             cost=cost,
             bounds=bounds,
             stages=balanced_stages(cost, bounds, schedule.num_stages),
@@ -115,6 +164,11 @@ class PipelineCost:
             kv_tier=kv_tier,
             takes_turns=schedule.num_units > schedule.num_chunks,
             link_bytes_per_second=link_bytes_per_second,
+            node_bytes_per_second=node_bytes_per_second,
+            rank_nodes=rank_nodes,
+            devices_per_node=devices_per_node,
+            shards=shards,
+            shard_bytes_per_second=shard_bytes_per_second,
         )
         return replace(made, ratios=made._ratios_of(offload))
 
@@ -124,9 +178,13 @@ class PipelineCost:
 
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
-        key = (action.kind, action.stage, action.unit % len(self.bounds))
+        key = (action.kind, action.stage, action.unit % len(self.bounds), action.part)
         if key not in self._seconds:
-            self._seconds[key] = self._timed(*key)
+            message = self.messages.get(action)
+            if message is None:
+                self._seconds[key] = self._timed(*key)
+            else:
+                self._seconds[key] = self._passed_seconds(message) if action.kind in SENDS else 0.0
         return self._seconds[key]
 
     def changes(self, action: Action) -> tuple[Change, ...]:
@@ -135,9 +193,13 @@ class PipelineCost:
         A send takes and gives back the receiver's buffer too; where neighbouring stages are on
         different ranks, the schedule must have its sends.
         """
-        key = (action.kind, action.stage, action.unit % len(self.bounds))
+        key = (action.kind, action.stage, action.unit % len(self.bounds), action.part)
         if key not in self._changes:
-            self._changes[key] = tuple(self._changed(*key))
+            message = self.messages.get(action)
+            if message is None:
+                self._changes[key] = tuple(self._changed(*key))
+            else:
+                self._changes[key] = tuple(self._passed(action, message))
         return self._changes[key]
 
     def standing(self) -> Iterator[Change]:
@@ -146,10 +208,29 @@ class PipelineCost:
             device = f"{rank}.device"
             yield Change(device, Cause.RESERVE, CONTEXT_BYTES[self.cost.profile.kind])
         for stage, rank in enumerate(self.stage_ranks):
-            held = StageWeights.of(self.cost.shape, self.stages[stage])
-            yield Change(f"{rank}.device", Cause.WEIGHTS, held.weights)
-            yield Change(f"{rank}.device", Cause.GRADIENTS, held.gradients)
-            yield Change(f"{rank}.device", Cause.OPTIMIZER, held.optimizer)
+            held = self._weights[stage]
+            parts = self.shards
+            yield Change(f"{rank}.device", Cause.WEIGHTS, -(-held.weights // parts))
+            yield Change(f"{rank}.device", Cause.GRADIENTS, -(-held.gradients // parts))
+            yield Change(f"{rank}.device", Cause.OPTIMIZER, -(-held.optimizer // parts))
+        for rank, stages in enumerate(self._helped):
+            held = [self._weights[stage] for stage in stages]
+            device = f"{rank}.device"
+            if self._frozen:
+                yield Change(device, Cause.WEIGHTS, sum(w.weights for w in held))
+            elif held:
+                yield Change(device, Cause.WEIGHTS, max(w.weights for w in held))
+                yield Change(device, Cause.GRADIENTS, max(w.gradients for w in held))
+
+    @cached_property
+    def _helped(self) -> list[list[int]]:
+        """By rank, the stages of other ranks whose units it shares."""
+        found: list[set[int]] = [set() for _ in range(max(self.stage_ranks) + 1)]
+        for (stage, _), ranks in self.shared_units.items():
+            for rank in ranks:
+                if rank != self.stage_ranks[stage]:
+                    found[rank].add(stage)
+        return [sorted(stages) for stages in found]
 
     def frame_bytes(self, stage: int, chunk: int) -> int:
         """Returns what is saved of a chunk in all layers of a stage."""
@@ -158,35 +239,124 @@ class PipelineCost:
     def message_bytes(self, chunk: int) -> int:
         """Returns the bytes that pass between stages for a chunk, each way."""
         start, end = self.bounds[chunk]
-        shape = self.cost.shape
+        shape, tokens = self.cost.shape, self.cost.own_tokens(end - start)
         size = shape.parameter_bytes or shape.dtype_bytes
-        return self.cost.batch_rows * (end - start) * shape.hidden_size * size
+        return self.cost.batch_rows * tokens * shape.hidden_size * size
+
+    def rate(self, rank: int, other: int) -> float:
+        """Returns the bytes per second between two ranks, each way."""
+        nodes = self.rank_nodes
+        if self.node_bytes_per_second is not None and nodes and nodes[rank] == nodes[other]:
+            return self.node_bytes_per_second
+        return self.link_bytes_per_second
 
     # -- seconds -------------------------------------------------------------------------------
 
-    def _timed(self, kind: Kind, stage: int, chunk: int) -> float:
+    def _passed_seconds(self, message: Message) -> float:
+        return self._passed_bytes(message) / self.rate(message.source, message.target)
+
+    def _passed_bytes(self, message: Message) -> int:
+        """Bytes of a message of or to a shared unit."""
+        kind, stage, unit, _, _ = message.send
+        chunk = unit % len(self.bounds)
         if kind in ("SEND_F", "SEND_B"):
-            return self.message_bytes(chunk) / self.link_bytes_per_second
+            return int(self.message_bytes(chunk) * message.share)
+        sizes = self._kv if kind == "SEND_KV" else self._dkv
+        end = message.used if kind == "SEND_KV" else message.made
+        return int(int(sizes[stage, chunk]) * message.share * self._copies(end))
+
+    def _copies(self, action: Action) -> float:
+        """How often K/V are there among the ranks of a unit; see the note on heads."""
+        ranks = self.shared_units.get((action.stage, action.unit % len(self.bounds)))
+        if ranks is None:
+            return 1.0
+        heads = max(layer.num_heads for layer in self.cost.shape.layers)
+        return max(1.0, self.cost.sp * len(ranks) / max(1, heads))
+
+    def _timed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> float:
+        if kind in ("SEND_F", "SEND_B"):
+            other = stage + (1 if kind == "SEND_F" else -1)
+            return self.message_bytes(chunk) / self.rate(
+                self.stage_ranks[stage], self.stage_ranks[other]
+            )
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
         if kind == "D":
             size = self._leaving_bytes(stage, chunk) + self._beside("D", stage, chunk)
-            return self.cost.d2h_seconds(size, both=True)
+            return self.cost.d2h_seconds(size, both=True) * self._share(stage, chunk)
         if kind == "H":
             size = self._leaving_bytes(stage, chunk) + self._beside("H", stage, chunk)
-            return self.cost.h2d_seconds(size, both=True)
-        seconds = float(self._compute[kind][stage, chunk]) if kind in self._compute else 0.0
+            return self.cost.h2d_seconds(size, both=True) * self._share(stage, chunk)
+        if kind not in self._compute:
+            return 0.0
+        seconds = self._computing_seconds(kind, stage, chunk)
         if kind in ("F", "B", "I"):
             come, leave = self._streamed_bytes("F" if kind == "F" else "B", stage, chunk)
             # How long the links are busy with K/V and their gradient sums of a unit.
             come_seconds = self.cost.h2d_seconds(come, both=True)
-            seconds = max(seconds, come_seconds, self.cost.d2h_seconds(leave, both=True))
+            streamed_seconds = max(come_seconds, self.cost.d2h_seconds(leave, both=True))
+            seconds = max(seconds, streamed_seconds * self._share(stage, chunk))
+            if self.shards > 1:
+                seconds = max(seconds, self._gathered_seconds(kind, stage))
         return seconds
+
+    def _share(self, stage: int, chunk: int) -> float:
+        """Which share of a unit one of its ranks has."""
+        return 1 / len(self.shared_units.get((stage, chunk), (0,)))
+
+    def _computing_seconds(self, kind: Kind, stage: int, chunk: int) -> float:
+        ranks = self.shared_units.get((stage, chunk))
+        if ranks is None:
+            return float(self._compute[kind][stage, chunk])
+        # All devices of these ranks exchange heads; the slowest hop between them counts.
+        rate = min(self.rate(a, b) for a, b in combinations(ranks, 2))
+        rate = min(rate, self.cost.exchange_bytes_per_second)
+        seconds = float(self._compute_of(len(ranks), rate)[kind][stage, chunk])
+        if self._frozen:
+            return seconds
+        held, group = self._weights[stage], min(self.cost.sp, self.devices_per_node)
+        begins = self.shared_units.get((stage, chunk - 1)) != ranks
+        ends = self.shared_units.get((stage, chunk + 1)) != ranks
+        size = held.weights * (begins if kind == "F" else ends)
+        size += held.gradients * (begins and kind in ("B", "W"))
+        near = self.node_bytes_per_second or self.link_bytes_per_second
+        hop = min(self.rate(a, b) for a, b in combinations(ranks, 2))
+        return max(seconds, size / group / hop + size * (group - 1) / group / near)
+
+    def _gathered_seconds(self, kind: Kind, stage: int) -> float:
+        """All-gathers of a stage's sharded weights for a unit, and reduce-scatters of gradients."""
+        held, others = self._weights[stage], (self.shards - 1) / self.shards
+        size = held.weights + (held.gradients if kind != "F" else 0)
+        return others * size / self.shard_bytes_per_second
+
+    @cached_property
+    def _frozen(self) -> bool:
+        """Whether helpers keep other stages' weights."""
+        return self.cost.shape.lora is not None
+
+    @cached_property
+    def _weights(self) -> tuple[StageWeights, ...]:
+        return tuple(StageWeights.of(self.cost.shape, layers) for layers in self.stages)
 
     @cached_property
     def _compute(self) -> dict[Kind, NDArray[np.float64]]:
         """[stages, chunks] Seconds of each kind's units: those of a stage's layers, added up."""
-        work, counts = self.cost.unit_seconds(self.bounds), self._counts
+        return self._added_up(self.cost)
+
+    def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
+        """The same of units that so many ranks share, which exchange at that rate."""
+        if (ranks, rate) not in self._of_ranks:
+            sp = self.cost.sp * ranks
+            cost = replace(self.cost, sp=sp, exchange_bytes_per_second=rate)
+            self._of_ranks[ranks, rate] = self._added_up(cost)
+        return self._of_ranks[ranks, rate]
+
+    @cached_property
+    def _of_ranks(self) -> dict[tuple[int, float], dict[Kind, NDArray[np.float64]]]:
+        return {}
+
+    def _added_up(self, cost: StageCost) -> dict[Kind, NDArray[np.float64]]:
+        work, counts = cost.unit_seconds(self.bounds), self._counts
         forward = counts @ work.forward
         forward[-1] += work.head
         backward = counts @ (work.backward + work.recompute[:, SAVED.index(self.saved)])
@@ -239,16 +409,49 @@ class PipelineCost:
             )
         )
 
-    def _changed(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
-        device = f"{self.stage_ranks[stage]}.device"
-        host = f"{self.stage_ranks[stage]}.host"
+    def _changed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> Iterator[Change]:
+        """What one rank's action changes; of a shared unit its share of what the whole would."""
+        ranks = self.shared_units.get((stage, chunk))
+        if part is None or ranks is None:
+            yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage])
+            return
+        copies = self._copies(Action(kind, stage, chunk))
+        for change in self._changed_whole(kind, stage, chunk, ranks[part]):
+            share = (copies if change.cause in (Cause.KV, Cause.DKV) else 1.0) / len(ranks)
+            yield change._replace(num_bytes=int(change.num_bytes * share))
+
+    def _passed(self, action: Action, message: Message) -> Iterator[Change]:
+        """What a message of or to a shared unit takes and gives back.
+
+        K/V that come to a rank stay until the sums of their gradients go back.
+        """
+        kind, stage, unit, _, _ = action
+        size, chunk = self._passed_bytes(message), unit % len(self.bounds)
+        source, target = (f"{r}.{self.kv_tier}" for r in (message.source, message.target))
+        if kind in ("SEND_F", "SEND_B"):
+            # What comes is used at once, so that both buffers are there while it passes.
+            yield from _during(f"{message.target}.device", {Cause.MESSAGES: size})
+            yield from _during(f"{message.source}.device", {Cause.MESSAGES: size})
+        elif kind == "SEND_KV":
+            yield Change(target, Cause.KV, size)
+        elif kind == "SEND_DKV":
+            yield Change(target, Cause.DKV, size)
+            yield Change(source, Cause.DKV, -size, "end")
+            held = int(int(self._kv[stage, chunk]) * message.share * self._copies(message.made))
+            yield Change(source, Cause.KV, -held, "end")
+
+    def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
+        device, host = f"{rank}.device", f"{rank}.host"
         cause = OF_SAVED[self.saved]
         if kind == "F":
             yield Change(device, cause, self.frame_bytes(stage, chunk))
         if kind in ("F", "B", "I"):
             yield from self._passing(device, kind, stage, chunk)
-            yield from self._kv_changed(kind, stage, chunk)
-        yield from self._transferred(kind, stage, chunk)
+            yield from self._kv_changed(kind, stage, chunk, rank)
+            if self.shards > 1:
+                yield from self._gathered(device, kind, stage)
+        if not self.messages:
+            yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
             yield Change(device, cause, -self.frame_bytes(stage, chunk), "end")
         if kind == "D":
@@ -263,9 +466,17 @@ class PipelineCost:
     def _leaving_bytes(self, stage: int, chunk: int) -> int:
         return round(self.ratios[stage][chunk] * self.frame_bytes(stage, chunk))
 
-    def _kv_changed(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
+    def _gathered(self, device: str, kind: Kind, stage: int) -> Iterator[Change]:
+        """Whole weights of two layers of a sharded stage, and the gradients of one."""
+        held, count = self._weights[stage], len(self.stages[stage])
+        sizes = {Cause.WEIGHTS: 2 * held.weights // count}
+        if kind != "F":
+            sizes[Cause.GRADIENTS] = held.gradients // count
+        yield from _during(device, sizes)
+
+    def _kv_changed(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
         """K/V and their gradient sums, where they wait and while they pass the device."""
-        device, waits = (f"{self.stage_ranks[stage]}.{t}" for t in ("device", self.kv_tier))
+        device, waits = (f"{rank}.{t}" for t in ("device", self.kv_tier))
         if self.kv_tier != "device":
             forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
             streamed = {Cause.KV: forward, Cause.DKV: 0}
@@ -328,25 +539,36 @@ class PipelineCost:
         return np.array([np.bincount(kind_of[list(s)], minlength=kinds) for s in self.stages])
 
     @cached_property
+    def _kv(self) -> Bytes:
+        """[stages, chunks] Keys and values of each chunk."""
+        return self._counts @ self._tables.kv
+
+    @cached_property
+    def _dkv(self) -> Bytes:
+        """[stages, chunks] Sums of their gradients, which later chunks write."""
+        return self._counts @ self._tables.dkv
+
+    @cached_property
     def _frames(self) -> Bytes:
         """[stages, chunks] What is saved."""
         return self._counts @ self._tables.saved[:, SAVED.index(self.saved)]
 
     @cached_property
     def _decisions(self) -> Decisions:
-        shape, kind = self.cost.shape, self.cost.profile.kind
+        shape, kind = self.cost.rank_shape, self.cost.profile.kind
+        bounds = self.cost.rank_bounds(self.bounds)
         block = 0
         if self.kv_tier != "device":
             block = kv_block_tokens(
                 shape,
-                self.bounds[-1][1],
+                bounds[-1][1],
                 batch_rows=self.cost.batch_rows,
                 device_kind=kind,
                 device_bytes=self.cost.profile.device_bytes,
             )
         return Decisions(
             batch_rows=self.cost.batch_rows,
-            bounds=self.bounds,
+            bounds=bounds,
             layer_modes=uniform_modes(len(self.bounds), shape.num_layers, KEEP),
             training=True,
             tile_tokens=loss_tile_tokens(shape, device_kind=kind),
@@ -356,7 +578,7 @@ class PipelineCost:
 
     @cached_property
     def _tables(self) -> ByteTables:
-        return byte_tables(self.cost.shape, self._decisions, self.cost.profile.kind)
+        return byte_tables(self.cost.rank_shape, self._decisions, self.cost.profile.kind)
 
 
 def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:

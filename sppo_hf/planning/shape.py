@@ -7,7 +7,7 @@ token of one row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, ModelProfile
@@ -252,6 +252,28 @@ class ModelShape:
         if saved == "whole":
             return work.whole_bytes
         return work.products_bytes if saved == "products" else work.skeleton_bytes
+
+    def token_share(self, ranks: int) -> ModelShape:
+        """Returns what one of several sequence-parallel ranks sees, with an n-th of all tokens.
+
+        For bytes alone: all that is held by tokens follows from a rank's tokens; keys and values
+        are held by heads, so a token of its share stands for the heads that it holds of n tokens.
+        A window is as many times shorter.
+
+        Args:
+            ranks: n.
+        """
+        if ranks == 1:
+            return self
+        made: dict[LayerProfile, LayerProfile] = {}
+        for layer in self.layers:
+            if layer not in made:
+                made[layer] = replace(
+                    layer,
+                    num_kv_heads=ranks * layer.kv_heads_of(ranks),
+                    window=None if layer.window is None else -(-layer.window // ranks),
+                )
+        return replace(self, layers=tuple(made[layer] for layer in self.layers))
 
     def state_bytes(self, layer: int) -> int:
         """States that one row of a chunk is given by the chunk before, which its frame holds."""

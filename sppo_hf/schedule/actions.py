@@ -1,7 +1,8 @@
 """Actions: the smallest steps of a schedule, as values with a text form that parses back.
 
 `2F5` is stage 2's forward of unit 5, `0F5.12` stage 0's for layer 12 alone, `0K5.12#3` part 3 of
-what streams in for that. Names of kinds that torch.distributed.pipelining has too are its names.
+what streams in for that, `2F5#1` the second rank's share of a unit that several ranks share. Names
+of kinds that torch.distributed.pipelining has too are its names.
 Knows nothing of lanes, seconds or bytes, nor of how an action is done.
 """
 
@@ -15,7 +16,8 @@ from sppo_hf.errors import ScheduleError
 # fmt: off
 Kind = Literal[
     "F", "B", "I", "W", "R", "D", "H", "S", "L", "K", "O",
-    "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD",
+    "SEND_F", "RECV_F", "SEND_B", "RECV_B", "SEND_KV", "RECV_KV", "SEND_DKV", "RECV_DKV",
+    "REDUCE_GRAD",
 ]
 # fmt: on
 """What an action does; see `KIND_NAMES`."""
@@ -36,11 +38,16 @@ KIND_NAMES: dict[Kind, str] = {
     "RECV_F": "receive activation",
     "SEND_B": "send gradient",
     "RECV_B": "receive gradient",
+    "SEND_KV": "send K/V",
+    "RECV_KV": "receive K/V",
+    "SEND_DKV": "send dK/dV",
+    "RECV_DKV": "receive dK/dV",
     "REDUCE_GRAD": "reduce gradients",
 }
 """Each kind in words, as pictures, traces and errors show it. "B" is a whole backward, "I" and "W"
 the two halves of one that is split; a send names the stage that sends, a receive the one that
-receives; the unit of "REDUCE_GRAD" is the last one whose gradients are in the sum."""
+receives, but K/V and their gradients pass between ranks of one stage; the unit of "REDUCE_GRAD" is
+the last one whose gradients are in the sum."""
 
 COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
 """Kinds that occupy the device's compute."""
@@ -70,7 +77,9 @@ class Action(NamedTuple):
     """Decoder layer, where the action is one layer's; None: all layers of the stage."""
 
     part: int | None = None
-    """Tells apart what one (kind, stage, unit, layer) does in several goes, such as K/V blocks."""
+    """Tells apart what one (kind, stage, unit, layer) does in several goes, such as K/V blocks; and
+    in a schedule over ranks the shares of a unit that several ranks compute together, from 0 on,
+    and the pieces of what passes between such units."""
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f".{self.layer}"

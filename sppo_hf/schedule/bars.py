@@ -33,6 +33,10 @@ KIND_COLOURS: dict[Kind, str] = {
     "RECV_F": "#D9D9D9",
     "SEND_B": "#7D7D7D",
     "RECV_B": "#C2C2C2",
+    "SEND_KV": "#8FBFAE",
+    "RECV_KV": "#CFE5DD",
+    "SEND_DKV": "#5E9C86",
+    "RECV_DKV": "#B4D3C8",
     "REDUCE_GRAD": RED,
 }
 DARK_KINDS: frozenset[Kind] = frozenset({"B", "I", "H", "L", "R", "O", "SEND_B"})
@@ -143,7 +147,7 @@ def longest_bars(bars: Iterable[Bar], at_least_seconds: float) -> list[Bar]:
     return [bar for bar in longest.values() if bar.length_seconds >= at_least_seconds]
 
 
-def thin_out(curve: Sequence[tuple[float, int]], end_seconds: float) -> list[float]:
+def thin_out(curve: Sequence[tuple[float, float]], end_seconds: float) -> list[float]:
     """Picks the instants of a curve that the picture can show apart.
 
     Of each column of the picture they are the highest, which may not be lost, and the last, which

@@ -53,6 +53,31 @@ def step_length(name: str, size: Size, costs: UnitCosts = EQUAL) -> int:
     return work + (fill + returns) * whole
 
 
+def msp_forward_units(num_ranks: int, num_chunks: int, *, chunk_by_chunk: bool = False) -> Fraction:
+    """Returns the length of one micro-batch's forward in `msp`, in units of equal cost.
+
+    `N + 2 - 2 H_P + H_a + H_b`, a = (P - 1) // 2, b = P - 1 - a: stage j of those that fill ends
+    them after `j + 1 - (H_P - H_(P-1-j))` units, and the drains of the stages from j on follow each
+    other for `P - j - (H_P - H_j)` more; the middle j is the latest.
+
+    Args:
+        num_ranks: P.
+        num_chunks: N, at least P.
+        chunk_by_chunk: of the order in which all ranks fill until the last stage's steady units
+            begin, and drain once they have ended: `N + 2 (P - H_P) - (P - 1)`.
+    """
+    fill = num_ranks - _harmonic(num_ranks)
+    if chunk_by_chunk:
+        return num_chunks + 2 * fill - (num_ranks - 1)
+    half = (num_ranks - 1) // 2
+    middle = _harmonic(half) + _harmonic(num_ranks - 1 - half)
+    return num_chunks + 2 - 2 * _harmonic(num_ranks) + middle
+
+
+def _harmonic(number: int) -> Fraction:
+    return sum((Fraction(1, n) for n in range(1, number + 1)), Fraction())
+
+
 def bubble_fraction(name: str, size: Size, costs: UnitCosts = EQUAL) -> Fraction:
     """Returns the share of the step in which a rank idles: `(P - 1) / (U + P - 1)` for Seq1F1B.
 

@@ -6,10 +6,11 @@ device is decided elsewhere and comes in as data or as a callable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from itertools import accumulate
 
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
+from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
 
 Leaves = Container[tuple[int, int]] | Callable[[int, int], bool]
@@ -44,16 +45,33 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
             that costs the time of every transfer, and saves a unit's buffer.
     """
     places = _Places(schedule)
-    for (source, target), messages in _messages(schedule).items():
+    links: dict[tuple[int, int], list[Message]] = {}
+    for message in messages(schedule).values():
+        links.setdefault((message.source, message.target), []).append(message)
+    for (source, target), sent in links.items():
         # The order of sends; where a receive must be listed for it is that of its last use or less.
-        steps = [places.receive(target, used, receives_ahead) for _, _, used in messages]
+        steps = _receiving_steps(places, target, sent, receives_ahead)
         latest = list(accumulate(reversed(steps), min))[::-1]
-        for (made, kind, used), step in zip(messages, latest, strict=True):
-            send: Kind = "SEND_F" if kind == "F" else "SEND_B"
-            receive: Kind = "RECV_F" if kind == "F" else "RECV_B"
-            places.add_after(source, places.step(source, made), _like(made, send))
-            places.add_before(target, step, _like(used, receive))
+        for message, step in zip(sent, latest, strict=True):
+            places.add_after(source, places.step(source, message.made), message.send)
+            places.add_before(target, step, message.receive)
     return places.schedule()
+
+
+def _receiving_steps(
+    places: _Places, target: int, sent: Sequence[Message], ahead: int
+) -> list[int]:
+    """Before which step each message of a link is received, were it the only one.
+
+    Several for one use (K/V of many chunks for the first that is shared) come one by one: the last
+    `ahead` of it, each other one compute earlier.
+    """
+    later: dict[Action, int] = {}
+    steps: list[int] = []
+    for message in reversed(sent):
+        count = later[message.used] = later.get(message.used, 0) + 1
+        steps.append(places.receive(target, message.used, ahead + count - 1))
+    return steps[::-1]
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
@@ -65,8 +83,10 @@ def add_reductions(schedule: Schedule) -> Schedule:
     places = _Places(schedule)
     for rank, actions in enumerate(schedule.ranks):
         last = {a.stage: (step, a) for step, a in enumerate(actions) if a.kind in ("B", "W")}
-        for step, action in last.values():
-            places.add_after(rank, step, _like(action, "REDUCE_GRAD"))
+        for stage, (step, action) in last.items():
+            # Whoever shares a stage's units hands the gradients of its weights to its own rank.
+            if schedule.stage_ranks[stage] == rank:
+                places.add_after(rank, step, Action("REDUCE_GRAD", stage, action.unit))
     return places.schedule()
 
 
@@ -107,27 +127,6 @@ def _is_in(leaves: Leaves, action: Action) -> bool:
     if callable(leaves):
         return leaves(action.stage, action.unit)
     return (action.stage, action.unit) in leaves
-
-
-def _messages(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Action, Kind, Action]]]:
-    """By (sender, receiver): (what makes the message, "F" or "B", what needs it), as sent."""
-    ranks = schedule.stage_ranks
-    first: dict[tuple[int, int], Kind] = {
-        a[1:3]: a.kind for rank in schedule.ranks for a in rank if a.kind in _BACKWARDS
-    }
-    found: dict[tuple[int, int], list[tuple[Action, Kind, Action]]] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            forward = action.kind == "F"
-            other = action.stage + (1 if forward else -1)
-            if not (forward or action.kind in _BACKWARDS) or not 0 <= other < len(ranks):
-                continue
-            if ranks[other] != rank:
-                kind: Kind = "F" if forward else first[other, action.unit]
-                used = Action(kind, other, action.unit)
-                message = (action, "F" if forward else "B", used)
-                found.setdefault((rank, ranks[other]), []).append(message)
-    return found
 
 
 class _Places:

@@ -8,9 +8,11 @@ knows nothing of models. Costs two to three microseconds per action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from itertools import pairwise
 
 from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change, simulate_positions
 from sppo_hf.schedule.timeline import COMPUTE, Timeline
@@ -87,7 +89,7 @@ def period_seconds(
     found: list[float] = []
     for stage in range(schedule.num_stages):
         for kind, ahead in looked_at:
-            first = [Action(kind, stage, (group + ahead) * chunks) for group in groups]
+            first = [schedule.unit_actions(kind, stage, (g + ahead) * chunks)[0] for g in groups]
             ends = [timeline.span(action).end_seconds for action in first]
             found += (later - earlier for earlier, later in pairwise(ends))
     least, most = min(found), max(found)
@@ -137,37 +139,56 @@ def bubble_fraction(timeline: Timeline) -> float:
     return (whole - sum(map(timeline.busy_seconds, lanes))) / whole if whole else 0.0
 
 
-def alive_units(schedule: Schedule, timeline: Timeline) -> list[list[tuple[float, int]]]:
+def shared_seconds(
+    schedule: Schedule, seconds: Callable[[Action], float]
+) -> Callable[[Action], float]:
+    """Returns durations in which each rank's share of a unit, and each message, takes its share."""
+    if not schedule.shared_units:
+        return seconds
+    sent = messages(schedule)
+
+    def shared(action: Action) -> float:
+        message = sent.get(action)
+        return seconds(action) * (schedule.share(action) if message is None else message.share)
+
+    return shared
+
+
+def alive_units(schedule: Schedule, timeline: Timeline) -> list[list[tuple[float, float]]]:
     """Returns, rank by rank, how many units' activations it holds over time.
 
     A unit is alive from the begin of its forward to the end of its backward (of its weight gradient
-    where backward is split), less the time that it is away from the device, whatever its length.
+    where backward is split), less the time that it is away from the device, whatever its length. Of
+    a shared unit each rank holds its share.
 
     Returns:
         For each rank (seconds, units from then on), beginning at zero seconds.
     """
-    events: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
-    stage_ranks = schedule.stage_ranks
+    events: list[list[tuple[float, Fraction | int]]] = [[] for _ in schedule.ranks]
     whole = any(action.kind in ("B", "W") for rank in schedule.ranks for action in rank)
-    for (kind, stage, *_), _, start, end, _ in timeline.spans():
-        if kind in ("F", "H"):
-            events[stage_ranks[stage]].append((start, 1))
-        if kind in ("B", "W", "D") or (kind == "F" and not whole):
-            events[stage_ranks[stage]].append((end, -1))
+    shared = bool(schedule.shared_units)
+    for action, lane, start, end, _ in timeline.spans():
+        rank = int(lane.partition(".")[0])
+        units = schedule.share(action) if shared else 1
+        if action.kind in ("F", "H"):
+            events[rank].append((start, units))
+        if action.kind in ("B", "W", "D") or (action.kind == "F" and not whole):
+            events[rank].append((end, -units))
     return [_summed(sorted(rank)) for rank in events]
 
 
-def peak_units(schedule: Schedule, timeline: Timeline) -> list[int]:
+def peak_units(schedule: Schedule, timeline: Timeline) -> list[float]:
     """Returns the most units that each rank holds at once; see `alive_units`."""
     return [max(units for _, units in curve) for curve in alive_units(schedule, timeline)]
 
 
-def _summed(events: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    curve = [(0.0, 0)]
+def _summed(events: Sequence[tuple[float, Fraction | int]]) -> list[tuple[float, float]]:
+    curve: list[tuple[float, Fraction | int]] = [(0.0, 0)]
     for at, change in events:
         held = curve[-1][1] + change
         if at == curve[-1][0]:
             curve[-1] = (at, held)
         else:
             curve.append((at, held))
-    return curve
+    # Whole numbers stay what they are.
+    return [(at, int(held) if held == int(held) else float(held)) for at, held in curve]

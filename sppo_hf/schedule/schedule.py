@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, takewhile
 
@@ -23,8 +24,10 @@ class Schedule:
     """What every rank does, in order.
 
     Units are the chunks of the first micro-batch, then those of the second, and so on: where all
-    have as many chunks, a unit is `micro-batch * num_chunks + chunk`. A stage belongs to the one
-    rank that has its actions; a rank may hold several stages ("virtual" ones).
+    have as many chunks, a unit is `micro-batch * num_chunks + chunk`. A stage belongs to one rank;
+    a rank may hold several stages ("virtual" ones). Single units of a stage may be shared: then
+    each rank of a set computes its share of the tokens, at the same time, and has an action of its
+    own, told apart by `part`.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -75,19 +78,25 @@ class Schedule:
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage.
+        """The rank that each stage belongs to: the one with its whole units.
+
+        Where all units of a stage are shared, the one with the first share of the first of them.
 
         Raises:
-            ScheduleError: a stage is on two ranks, or on none while a higher one is there.
+            ScheduleError: whole units of a stage are on two ranks; or a stage is on none while a
+                higher one is there.
         """
         found: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
             for step, action in enumerate(actions):
-                if found.setdefault(action.stage, rank) != rank:
+                if action.part is None and found.setdefault(action.stage, rank) != rank:
                     raise ScheduleError(
                         f"{action} is step {step} of rank {rank}, but stage {action.stage} is on "
-                        f"rank {found[action.stage]}. Allowed: all actions of a stage on one rank."
+                        f"rank {found[action.stage]}. Allowed: all actions of a stage on one rank, "
+                        "but for units that are shared, each rank's with its #part."
                     )
+        for (stage, _), ranks in sorted(self.shared_units.items()):
+            found.setdefault(stage, ranks[0])
         missing = [stage for stage in range(max(found, default=-1)) if stage not in found]
         if missing:
             raise ScheduleError(
@@ -97,25 +106,71 @@ class Schedule:
         return tuple(found[stage] for stage in sorted(found))
 
     @cached_property
-    def live_units(self) -> tuple[int, ...]:
+    def shared_units(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks of each (stage, unit) that several compute together, by their parts.
+
+        Raises:
+            ScheduleError: parts of a unit's forward are not 0, 1 and so on, each on a rank of its
+                own.
+        """
+        held: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for rank, actions in enumerate(self.ranks):
+            for kind, stage, unit, _, part in actions:
+                if kind == "F" and part is not None:
+                    held.setdefault((stage, unit), []).append((part, rank))
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for (stage, unit), shares in sorted(held.items()):
+            ranks = tuple(rank for _, rank in sorted(shares))
+            parts = sorted(part for part, _ in shares)
+            if parts != list(range(len(parts))) or not 1 < len(parts) == len(set(ranks)):
+                raise ScheduleError(
+                    f"{Action('F', stage, unit)} is shared by ranks {ranks} as parts {parts}. "
+                    "Allowed: parts 0, 1 and so on, at least two, each on a rank of its own."
+                )
+            found[stage, unit] = ranks
+        return found
+
+    def unit_ranks(self, stage: int, unit: int) -> tuple[int, ...]:
+        """Returns the ranks that compute a unit: one, or those that share it by their parts."""
+        return self.shared_units.get((stage, unit)) or (self.stage_ranks[stage],)
+
+    def unit_actions(self, kind: Kind, stage: int, unit: int) -> tuple[Action, ...]:
+        """Returns a unit's actions of one kind, one for each of its ranks in their order."""
+        ranks = self.shared_units.get((stage, unit))
+        if ranks is None:
+            return (Action(kind, stage, unit),)
+        return tuple(Action(kind, stage, unit, None, part) for part in range(len(ranks)))
+
+    def share(self, action: Action) -> Fraction:
+        """Returns which share of its unit a rank's action is."""
+        shared = action.part is not None and self.shared_units.get(action[1:3])
+        return Fraction(1, len(shared)) if shared else Fraction(1)
+
+    @cached_property
+    def live_units(self) -> tuple[float, ...]:
         """The most units whose activations each rank holds at once, if none leaves the device.
 
         A unit lives from its forward to the end of its backward (of its weight gradient where
         backward is split; of its forward where there is none). A rank computes in the order of its
-        list, so this follows from the list alone, whatever actions take.
+        list, so this follows from the list alone, whatever actions take. Of a shared unit a rank
+        holds its share.
         """
         kinds = {action.kind for rank in self.ranks for action in rank}
         last: Kind = "W" if "W" in kinds else "B" if "B" in kinds else "F"
-        return tuple(max(_live(rank, last), default=0) for rank in self.ranks)
+        if self.shared_units:
+            return tuple(
+                float(max(_live(rank, last, self.share), default=0)) for rank in self.ranks
+            )
+        return tuple(int(max(_live(rank, last), default=0)) for rank in self.ranks)
 
     @cached_property
     def begun_units(self) -> tuple[int, ...]:
-        """Forwards of each rank before its first backward."""
+        """Forwards of each rank before its first backward; shares of one add up."""
         backwards = ("B", "I")
-        return tuple(
-            sum(a.kind == "F" for a in takewhile(lambda a: a.kind not in backwards, rank))
-            for rank in self.ranks
-        )
+        before = (takewhile(lambda a: a.kind not in backwards, rank) for rank in self.ranks)
+        if self.shared_units:
+            return tuple(round(sum(self.share(a) for a in b if a.kind == "F")) for b in before)
+        return tuple(sum(a.kind == "F" for a in actions) for actions in before)
 
     def chunk(self, action: Action) -> int:
         """Returns the chunk of an action's unit."""
@@ -153,12 +208,14 @@ class Schedule:
         return cls(*parse_grid(text))
 
 
-def _live(actions: Iterable[Action], last: Kind) -> Iterator[int]:
+def _live(
+    actions: Iterable[Action], last: Kind, share: Callable[[Action], Fraction | int] = lambda _: 1
+) -> Iterator[Fraction | int]:
     """Yields the units alive as each forward begins; they die with an action of kind `last`."""
-    alive = 0
+    alive: Fraction | int = 0
     for action in actions:
         if action.kind == "F":
-            alive += 1
+            alive += share(action)
             yield alive
         if action.kind == last:
-            alive -= 1
+            alive -= share(action)

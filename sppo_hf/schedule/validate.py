@@ -1,7 +1,8 @@
 """The validator: whether a schedule is whole, in a right order, and can run to its end.
 
-Knows what actions need of each other; nothing of seconds or bytes. An error names the action, its
-rank and step, what is wrong and what is allowed, and shows the grid around it.
+What actions need of each other is what simulation waits for (`waits`); here it must also be listed
+first on each rank. An error names the action, its rank and step, what is wrong and what is allowed,
+and shows the grid around it.
 
 [Note: why chunks run backward in reverse] A chunk's queries attend to the keys and values of all
 chunks before it, so its backward adds to their gradients. Those of a chunk are complete only once
@@ -11,16 +12,17 @@ the backward of every later chunk of the same micro-batch has run on the same st
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
 from sppo_hf.schedule.grid import show_marked
+from sppo_hf.schedule.messages import SENDS, TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import DeadlockError, simulate_positions
 from sppo_hf.schedule.waits import Waits
 
-_TRANSFERS: frozenset[Kind] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _ENDS: frozenset[Kind] = frozenset({"B", "W"})
 _UNIT: tuple[Kind, ...] = ("F", "B", "I", "W")
 
@@ -67,21 +69,18 @@ class _Check:
                     )
                 self._where[action] = rank, step
         kinds = {action.kind for action in self._where}
-        self._transfers = bool(kinds & _TRANSFERS)
+        self._transfers = bool(kinds & TRANSFERS)
         self._training = bool(kinds & {"B", "I", "W"})
         self._done: set[Action] = set()
         self._rules: dict[Kind, Callable[[Action], Iterator[_Fault]]] = {
-            "F": self._forward,
+            "F": self._needs,
             "B": self._backward,
             "I": self._backward,
-            "W": self._weight,
-            "R": self._weight,
-            "D": self._copy,
-            "H": self._copy,
-            "SEND_F": self._send,
-            "SEND_B": self._send,
-            "RECV_F": self._receive,
-            "RECV_B": self._receive,
+            "W": self._needs,
+            "R": self._needs,
+            "D": self._needs,
+            "H": self._needs,
+            **dict.fromkeys(TRANSFERS, self._transfer),
             "REDUCE_GRAD": self._reduction,
         }
 
@@ -91,12 +90,34 @@ class _Check:
         """Checks that every stage is on one rank, and that no chunk is left out at the end."""
         home: dict[int, Action] = {}
         for action, (rank, _) in self._where.items():
+            if action.part is not None:
+                continue
             first = home.setdefault(action.stage, action)
             if self._where[first][0] != rank:
                 wrong = f"is on rank {rank}, but stage {action.stage} is on {self._place(first)}"
                 self._fail(action, self._where[action], wrong, "all of a stage on one rank")
-        # Refuses gaps in the numbers of stages.
+        # Refuses gaps in the numbers of stages, and of shares.
         self._ranks = self._schedule.stage_ranks
+        self._messages = messages(self._schedule)
+        self._received = {message.receive: message for message in self._messages.values()}
+        self._used: dict[Action, list[Message]] = {}
+        for message in self._messages.values():
+            self._used.setdefault(message.used, []).append(message)
+        for action, place in self._where.items():
+            if action.kind not in self._rules or action.layer is not None:
+                wrong = "has no place in a schedule over ranks"
+                allowed = f"whole stages and units, and kinds {', '.join(self._rules)}"
+                self._fail(action, place, wrong, allowed)
+            if action.kind in TRANSFERS and not self._message(action):
+                fault = self._unpaired(action)
+                self._fail(action, place, fault.wrong, fault.allowed)
+            shared = self._schedule.shared_units.get(action[1:3])
+            if action.part is None or action.kind in TRANSFERS:
+                if action.part is None and shared and action.kind != "REDUCE_GRAD":
+                    self._fail(action, place, "is of a shared unit", "one action for each #part")
+            elif shared is None or action.part >= len(shared) or shared[action.part] != place[0]:
+                wrong = "is no share of a unit whose forward this rank shares as that part"
+                self._fail(action, place, wrong, "the same ranks and parts in all of a unit")
         first = self._schedule.first_units
         if self._schedule.num_units not in (first[-1], 0):
             last = max(self._where, key=lambda action: action.unit)
@@ -111,14 +132,7 @@ class _Check:
         """Checks that all that an action needs of its own rank is listed before it."""
         self._done = set()
         for step, action in enumerate(self._schedule.ranks[rank]):
-            rule = self._rules.get(action.kind)
-            if rule is None or action.layer is not None or action.part is not None:
-                self._fail(
-                    action,
-                    (rank, step),
-                    "has no place in a schedule over ranks",
-                    f"whole stages and units, and kinds {', '.join(self._rules)}",
-                )
+            rule = self._rules[action.kind]
             for fault in rule(action):
                 self._fail(action, (rank, step), fault.wrong, fault.allowed)
             self._done.add(action)
@@ -128,7 +142,11 @@ class _Check:
         reduced = {a.stage for a in self._where if a.kind == "REDUCE_GRAD"}
         for stage, rank in enumerate(self._ranks):
             for unit in range(self._schedule.num_units):
-                found = "".join(k for k in _UNIT if Action(k, stage, unit) in self._where)
+                found = "".join(
+                    kind
+                    for kind in _UNIT
+                    if all(a in self._where for a in self._schedule.unit_actions(kind, stage, unit))
+                )
                 right = ("FB", "FIW") if self._training else ("F",)
                 if found not in right:
                     self._absent(
@@ -150,13 +168,11 @@ class _Check:
         sent: dict[tuple[int, int], list[Action]] = {}
         received: dict[tuple[int, int], list[Action]] = {}
         for action, (rank, _) in self._where.items():
-            if action.kind in _TRANSFERS:
-                other = self._other_end(action)
-                peer = self._ranks[other.stage]
-                if action.kind.startswith("SEND"):
-                    sent.setdefault((rank, peer), []).append(other)
-                else:
-                    received.setdefault((peer, rank), []).append(action)
+            if action.kind in SENDS:
+                message = self._messages[action]
+                sent.setdefault((rank, message.target), []).append(message.receive)
+            elif action.kind in TRANSFERS:
+                received.setdefault((self._received[action].source, rank), []).append(action)
         for link, order in received.items():
             for expected, action in zip(sent[link], order, strict=True):
                 if action != expected:
@@ -164,9 +180,9 @@ class _Check:
                         action,
                         self._where[action],
                         f"is received from rank {link[0]} where that rank sends "
-                        f"{self._other_end(expected)}",
+                        f"{self._received[expected].send}",
                         "receives in the order of the sends, for a link keeps it",
-                        also=[self._other_end(expected)],
+                        also=[self._received[expected].send],
                     )
 
     def runs(self) -> None:
@@ -189,60 +205,87 @@ class _Check:
 
     # -- one action ----------------------------------------------------------------------------
 
-    def _forward(self, action: Action) -> Iterator[_Fault]:
-        _, stage, unit, _, _ = action
-        if self._schedule.chunk(action):
-            before = action._replace(unit=unit - 1)
-            yield from self._listed(before, "the keys and values of the chunk before it")
-        if stage:
-            yield from self._input(action, action._replace(stage=stage - 1), "RECV_F", "activation")
+    @cached_property
+    def _needs_of(self) -> dict[Action, list[Action]]:
+        """What each action waits for."""
+        waits = Waits(self._schedule, complete=False)
+        return {
+            action: [waits.needed(found) for found in needed]
+            for action, needed in zip(waits.actions, waits.needs, strict=True)
+        }
+
+    def _needs(self, action: Action) -> Iterator[_Fault]:
+        rank = self._where[action][0]
+        for needed in self._needs_of[action]:
+            if needed not in self._where or self._where[needed][0] == rank:
+                yield from self._listed(needed, self._why(action, needed))
+        # What others have is received, where anything is.
+        for message in self._used.get(action, ()) if self._transfers else ():
+            yield from self._listed(message.receive, self._why(action, message.receive))
+
+    def _why(self, action: Action, needed: Action) -> str:
+        """What an action needs another for."""
+        if needed.kind in TRANSFERS:
+            what = {
+                "RECV_F": "its activation",
+                "RECV_B": "its gradient",
+                "RECV_KV": "keys and values of an earlier chunk",
+            }.get(needed.kind, "gradients of its keys and values")
+            return f"{what} from rank {self._received[needed].source}"
+        if action.kind in ("D", "H"):
+            return "what it copies"
+        if needed.kind == "H":
+            return "its frame, which left the device"
+        if needed[1:3] == action[1:3]:
+            return f"its {KIND_NAMES[needed.kind]}"
+        if needed.stage != action.stage:
+            return "its activation" if action.kind == "F" else "its gradient"
+        if action.kind == "F":
+            return "the keys and values of the chunk before it"
+        return "which completes the gradients of its keys and values (chunks run in reverse)"
 
     def _backward(self, action: Action) -> Iterator[_Fault]:
-        _, stage, unit, _, _ = action
         if self._other_half(action) in self._done:
             yield _Fault("comes beside another backward of its unit", "B, or I and W")
-        yield from self._listed(Action("F", stage, unit), "its forward")
-        if not self._schedule.ends_micro_batch(action):
-            behind = self._backward_of(stage, unit + 1)
-            what = "which completes the gradients of its keys and values (chunks run in reverse)"
-            yield from self._listed(behind, what)
-        if stage + 1 < len(self._ranks):
-            made = self._backward_of(stage + 1, unit)
-            yield from self._input(action, made, "RECV_B", "gradient")
-        if Action("D", stage, unit) in self._done:
-            yield from self._listed(Action("H", stage, unit), "its frame, which left the device")
+        yield from self._needs(action)
 
-    def _weight(self, action: Action) -> Iterator[_Fault]:
-        needed = action._replace(kind="I" if action.kind == "W" else "F")
-        yield from self._listed(needed, f"its {KIND_NAMES[needed.kind]}")
+    def _transfer(self, action: Action) -> Iterator[_Fault]:
+        """The other end of a transfer is on another rank, which lists it too."""
+        message = self._message(action)
+        assert message is not None, "those without one were refused"
+        sends = action == message.send
+        rank, other = self._where[action][0], message.receive if sends else message.send
+        if rank != (message.source if sends else message.target):
+            yield _Fault(f"is on rank {rank}", f"rank {message.source} sends to {message.target}")
+        elif other not in self._where:
+            yield _Fault(f"has no match: no rank has {other}", "sends and receives in pairs")
+        elif sends:
+            yield from self._listed(message.made, "what it sends")
 
-    def _copy(self, action: Action) -> Iterator[_Fault]:
-        needed = action._replace(kind="F" if action.kind == "D" else "D")
-        yield from self._listed(needed, "what it copies")
-        backward = self._backward_of(action.stage, action.unit)
-        if backward in self._done:
-            yield _Fault(f"comes after {backward}, which used the frame up", "copies before that")
+    def _message(self, action: Action) -> Message | None:
+        """What a transfer is an end of."""
+        return self._messages.get(action) or self._received.get(action)
 
-    def _send(self, action: Action) -> Iterator[_Fault]:
-        yield from self._peer(action)
-        made = Action("F", action.stage, action.unit)
-        if action.kind == "SEND_B":
-            made = self._backward_of(action.stage, action.unit)
-        yield from self._listed(made, "what it sends")
-
-    def _receive(self, action: Action) -> Iterator[_Fault]:
-        yield from self._peer(action)
-        kind: Kind = "F"
-        used = Action(kind, action.stage, action.unit)
-        if action.kind == "RECV_B":
-            used = self._backward_of(action.stage, action.unit)
-        if used not in self._where:
-            yield _Fault(f"is used by nobody: there is no {used}", "receives that are used")
+    def _unpaired(self, action: Action) -> _Fault:
+        """Why a transfer is none that this schedule has."""
+        word, _, letter = action.kind.partition("_")
+        stage = action.stage + (1 if (word == "SEND") == (letter == "F") else -1)
+        if letter in ("F", "B") and not 0 <= stage < len(self._ranks):
+            return _Fault(f"has no other end: there is no stage {stage}", "stages that exist")
+        if letter in ("F", "B") and self._ranks[stage] == self._ranks[action.stage]:
+            return _Fault(
+                f"has its other end, stage {stage}, on the same rank",
+                "transfers between ranks; on one rank the next stage finds what it needs",
+            )
+        if word == "SEND":
+            return _Fault("sends what no other rank needs", "what the next unit needs")
+        return _Fault("receives what no other rank makes", "what this rank's units need")
 
     def _reduction(self, action: Action) -> Iterator[_Fault]:
         stage = action.stage
         ends = [a for a in self._where if a.kind in _ENDS and a.stage == stage]
-        late = [str(a) for a in ends if a not in self._done]
+        rank = self._ranks[stage]
+        late = [str(a) for a in ends if a not in self._done and self._where[a][0] == rank]
         if late or not ends:
             which = f"{', '.join(late[:3])}{' ...' if len(late) > 3 else ''}" or "any backward"
             yield _Fault(
@@ -252,29 +295,6 @@ class _Check:
         if any(a.kind == "REDUCE_GRAD" and a.stage == stage for a in self._done):
             yield _Fault("is the second of its stage", "one REDUCE_GRAD of each stage")
 
-    def _input(self, action: Action, made: Action, receive: Kind, what: str) -> Iterator[_Fault]:
-        """An action's input from the stage next to it, on this rank or received from another."""
-        if self._ranks[made.stage] == self._ranks[action.stage]:
-            yield from self._listed(made, f"its {what}")
-        elif self._transfers:
-            received = action._replace(kind=receive)
-            yield from self._listed(received, f"its {what} from rank {self._ranks[made.stage]}")
-        elif made not in self._where:
-            yield _Fault(f"needs {made}, which no rank has", f"its {what} from stage {made.stage}")
-
-    def _peer(self, action: Action) -> Iterator[_Fault]:
-        """The other end of a transfer: a stage on another rank, which lists it too."""
-        other = self._other_end(action)
-        if not 0 <= other.stage < len(self._ranks):
-            yield _Fault(f"has no other end: there is no stage {other.stage}", "stages that exist")
-        elif self._ranks[other.stage] == self._ranks[action.stage]:
-            yield _Fault(
-                f"has its other end, stage {other.stage}, on the same rank",
-                "transfers between ranks; on one rank the next stage finds what it needs",
-            )
-        elif other not in self._where:
-            yield _Fault(f"has no match: no rank has {other}", "sends and receives in pairs")
-
     def _listed(self, needed: Action, what: str) -> Iterator[_Fault]:
         if needed in self._done:
             return
@@ -283,23 +303,8 @@ class _Check:
 
     # -- words ---------------------------------------------------------------------------------
 
-    def _backward_of(self, stage: int, unit: int) -> Action:
-        split = Action("I", stage, unit)
-        return split if split in self._where else Action("B", stage, unit)
-
     def _other_half(self, action: Action) -> Action:
         return action._replace(kind="I" if action.kind == "B" else "B")
-
-    def _other_end(self, action: Action) -> Action:
-        word, _, letter = action.kind.partition("_")
-        step = 1 if (word == "SEND") == (letter == "F") else -1
-        kinds: dict[str, Kind] = {
-            "SEND_F": "RECV_F",
-            "RECV_F": "SEND_F",
-            "SEND_B": "RECV_B",
-            "RECV_B": "SEND_B",
-        }
-        return Action(kinds[action.kind], action.stage + step, action.unit)
 
     def _place(self, action: Action) -> str:
         if action not in self._where:

@@ -2,6 +2,8 @@
 
 Knows what actions mean to each other; nothing of seconds or bytes.
 
+These are the only rules of what needs what: simulation and validation both read them.
+
 [Note: what an action waits for] A rank carries out its list in order, but only compute occupies it:
 copies, sends, receives and reductions are started where they are listed (when the compute listed
 before them is done) and run beside what follows. Besides:
@@ -11,6 +13,8 @@ and, for the gradients of keys and values, the chunk behind;
 a weight gradient needs its input gradient; a receive needs its send, and a send that the receiver
 has come to the receive, so that buffers are taken no earlier than listed;
 and one frame is on its way out while a unit computes, no more: the unit after next waits for it.
+Ranks that share a unit exchange tokens and heads in each layer, so their shares begin together,
+once all of them are free and all that any of them needs is there.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from itertools import accumulate
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
+from sppo_hf.schedule.messages import TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import COMPUTE
 
@@ -31,14 +36,21 @@ _PEERS: dict[Kind, tuple[str, int]] = {
     "RECV_B": ("recv", 1),
 }
 """Which way a transfer goes, and where its other end is, in stages."""
+_KINDS: tuple[Kind, ...] = tuple(KIND_NAMES)
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 _NOWHERE = -1
 
 
 class Waits:
     """What `simulate_positions` asks for, of one schedule."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, complete: bool = True) -> None:
         """Sort the actions by lane and find all that they wait for.
+
+        Args:
+            schedule: compute alone, or with what goes beside it.
+            complete: whether to refuse actions that need one that no rank has. Otherwise those are
+                in `needs` as negative numbers, which `needed` reads.
 
         Raises:
             ScheduleError: an action needs one that no rank has, or has no place in a pipeline.
@@ -47,6 +59,12 @@ class Waits:
         """Actions by lane."""
         self._stage_ranks = schedule.stage_ranks
         self._num_units = schedule.num_units
+        self._size = self._num_units * len(self._stage_ranks)
+        shared = schedule.shared_units
+        self._messages: dict[Action, Message] = {}
+        """By send or receive, where units are shared: what it is an end of."""
+        for message in messages(schedule).values() if shared else ():
+            self._messages[message.send] = self._messages[message.receive] = message
         first = frozenset(schedule.first_units)
         self._first = [unit in first for unit in range(self._num_units + 1)]
         """By unit: whether a micro-batch begins with it, and so the one before it ends another."""
@@ -55,23 +73,66 @@ class Waits:
         the copy out that must have ended; for what runs beside, of the compute listed before."""
         for rank, actions in enumerate(schedule.ranks):
             self._sort(rank, actions)
-        self._actions = [action for lane in self.lanes.values() for action in lane]
-        self._nothing = [_NOWHERE] * (self._num_units * len(self._stage_ranks))
+        self.actions = [action for lane in self.lanes.values() for action in lane]
+        """By position."""
         self._at: dict[Kind, list[int]] = {}
-        """Positions by kind, and then by stage and unit."""
-        for position, (kind, stage, unit, _, _) in enumerate(self._actions):
+        """Positions by kind, and then by stage and unit; of a shared unit, that of any share."""
+        self._groups: dict[tuple[Kind, int], list[int]] = {}
+        """Positions of all shares or pieces of what is there in several."""
+        self._alone: dict[Action, int] = {}
+        """Positions of shares and pieces."""
+        for position, action in enumerate(self.actions):
+            kind, stage, unit, _, part = action
             if kind not in self._at:
-                self._at[kind] = self._nothing.copy()
-            self._at[kind][stage * self._num_units + unit] = position
+                self._at[kind] = self._nothing(kind)
+            here = stage * self._num_units + unit
+            self._at[kind][here] = position
+            if part is not None:
+                self._groups.setdefault((kind, here), []).append(position)
+                self._alone[action] = position
         # Whole or split, it is a backward's first part that others wait for.
         self._at_backward = list(map(max, self._of("B"), self._of("I")))
         self._waited = self._positions()
         self.needs: list[list[int]] = [
-            self._needs(position, action) for position, action in enumerate(self._actions)
+            self._needs(position, action) for position, action in enumerate(self.actions)
         ]
         """By position: the positions of what must be done before."""
-        if any(_NOWHERE in needed for needed in self.needs):
+        if self._groups:
+            self._share()
+        if complete and any(needed and min(needed) < 0 for needed in self.needs):
             raise ScheduleError(self._missing())
+
+    def needed(self, found: int) -> Action:
+        """Returns an entry of `needs` as an action; one that no rank has, if it is negative."""
+        if found >= 0:
+            return self.actions[found]
+        number, here = divmod(-2 - found, self._size)
+        return Action(_KINDS[number], *divmod(here, self._num_units))
+
+    def _nothing(self, kind: Kind) -> list[int]:
+        """For every stage and unit, that there is no action of that kind; see `needed`."""
+        last = -2 - _NUMBER[kind] * self._size
+        return list(range(last, last - self._size, -1))
+
+    def _share(self) -> None:
+        """Spreads what was found of one share over all: who waits for one waits for all of them."""
+        group_of = {position: group for group in self._groups.values() for position in group}
+        spread: list[list[int]] = []
+        for needed in self.needs:
+            all_of: dict[int, None] = {}
+            for found in needed:
+                all_of.update(dict.fromkeys(group_of.get(found, (found,))))
+            spread.append(list(all_of))
+        self.needs = spread
+        starts = frozenset(accumulate(map(len, self.lanes.values()), initial=0))
+        for (kind, _), group in self._groups.items():
+            if kind in COMPUTE_KINDS:
+                # A share begins when all can: when what is listed before each of them is done.
+                before = [position - 1 for position in group if position not in starts]
+                together = dict.fromkeys(p for at in group for p in self.needs[at])
+                together.update(dict.fromkeys(before))
+                for position in group:
+                    self.needs[position] = list(together)
 
     def _sort(self, rank: int, actions: Sequence[Action]) -> None:
         compute, computed = self._lane_of(f"{rank}{COMPUTE}")
@@ -84,10 +145,13 @@ class Waits:
                 computed.append(left)
                 left = newly_left
                 continue
-            key = (kind, action.stage)
-            if key not in lanes:
-                lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
-            lane, places = lanes[key]
+            if action.part is not None and kind in TRANSFERS:
+                lane, places = self._lane_of(f"{rank}.{self._lane(action)}")
+            else:
+                key = (kind, action.stage)
+                if key not in lanes:
+                    lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
+                lane, places = lanes[key]
             lane.append(action)
             places.append(len(compute) - 1)
             if kind == "D":
@@ -114,6 +178,10 @@ class Waits:
         kind, stage = action.kind, action.stage
         if kind in _BESIDE:
             return _BESIDE[kind]
+        message = self._messages.get(action)
+        if message is not None:
+            sends = action == message.send
+            return f"send {message.target}" if sends else f"recv {message.source}"
         if kind not in _PEERS:
             allowed = (*sorted(COMPUTE_KINDS), *_BESIDE, *_PEERS)
             raise ScheduleError(
@@ -128,10 +196,12 @@ class Waits:
         return f"{word} {self._stage_ranks[stage + step]}"
 
     def _of(self, kind: Kind) -> list[int]:
-        return self._at.get(kind, self._nothing)
+        if kind not in self._at:
+            self._at[kind] = self._nothing(kind)
+        return self._at[kind]
 
     def _needs(self, position: int, action: Action) -> list[int]:
-        kind, stage, unit, _, _ = action
+        kind, stage, unit, _, part = action
         num_units, at = self._num_units, self._at
         here = stage * num_units + unit
         waited = self._waited[position]
@@ -153,7 +223,10 @@ class Waits:
                 needed.append(self._of("H")[here])
         else:
             needed = [] if waited < 0 else [waited]
-            self._add_others(needed, kind, here)
+            if part is None:
+                self._add_others(needed, kind, here)
+            else:
+                self._add_parts(needed, action)
             return needed
         if waited >= 0:
             needed.append(waited)
@@ -179,10 +252,31 @@ class Waits:
             if receive >= 0 and self._waited[receive] >= 0:
                 needed.append(self._waited[receive])
 
+    def _add_parts(self, needed: list[int], action: Action) -> None:
+        """The same of one rank's share of a unit, or of a piece of what passes between them."""
+        kind, stage, unit, _, part = action
+        message = self._messages.get(action)
+        if message is None:
+            sources: dict[Kind, Kind] = {"W": "I", "H": "D"}
+            source = sources.get(kind, "F")
+            needed.append(self._position(Action(source, stage, unit, None, part)))
+        elif action == message.receive:
+            needed.append(self._position(message.send))
+        else:
+            needed.append(self._position(message.made))
+            receive = self._alone.get(message.receive, _NOWHERE)
+            if receive >= 0 and self._waited[receive] >= 0:
+                needed.append(self._waited[receive])
+
+    def _position(self, action: Action) -> int:
+        if action.part is None:
+            return self._of(action.kind)[action.stage * self._num_units + action.unit]
+        return self._alone.get(action, _NOWHERE)
+
     def _missing(self) -> str:
         """Says what is needed and not there."""
-        position = next(at for at, needed in enumerate(self.needs) if _NOWHERE in needed)
-        action = self._actions[position]
+        position = next(at for at, needed in enumerate(self.needs) if needed and min(needed) < 0)
+        action = self.actions[position]
         return (
             f"{action} needs an action that no rank has: its forward, its chunk's neighbour, the "
             "stage next to it or its transfer. `validate` says which."

@@ -29,7 +29,7 @@ def test_the_best_five_and_why(tmp_path: Path) -> None:
     seconds = [plan["step_seconds"] for plan in result["plans"]]
     assert seconds == sorted(seconds)
     best = result["plans"][0]
-    assert best["stages"] * best["replicas"] == 2
+    assert best["stages"] * best["replicas"] * best["sp"] == 2
     assert sum(best["chunk_lengths"]) == 65_536
     assert best["layers"][0][0] == 0
     assert best["layers"][-1][1] == 8

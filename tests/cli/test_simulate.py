@@ -239,3 +239,35 @@ def test_it_starts_at_once_and_imports_no_torch(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     ran = subprocess.run([sys.executable, "-c", _START, model], capture_output=True, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
+
+
+def test_shared_units(tmp_path: Path) -> None:
+    arguments = ("--pp-schedule", "msp", "--pp-size", "4", "--num-chunks")
+    code, out, err = run(*arguments, "8", "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    # Forward takes 8 + 1/3 units, backward twice that; ranks work for 8 units each.
+    assert result["step_seconds"] == pytest.approx(25)
+    assert result["bubble_fraction"] == pytest.approx(1 - 24 / 25)
+    assert result["peak_units"][1] == pytest.approx(8 + 1 / 3)
+    assert result["actions"][0][:3] == ["0F0#0", "0F1#0", "0F2#0"]
+    code, out, err = run(*arguments, "2")
+    assert (code, out) == (2, "")
+    assert "asked for with 2 chunks on 4 ranks" in err
+    model = write_config(tmp_path, LLAMA_8B)
+    code, out, _ = run(*arguments, "8", "--model", model, "--seq-len", "64K", "--json")
+    assert code == 0
+    plain = json.loads(
+        run(
+            "--pp-schedule",
+            "seq1f1b",
+            *arguments[2:],
+            "8",
+            "--model",
+            model,
+            "--seq-len",
+            "64K",
+            "--json",
+        )[1]
+    )
+    assert json.loads(out)["step_seconds"] < plain["step_seconds"]

@@ -53,9 +53,9 @@ def test_the_best_are_the_fastest_of_all_that_fit() -> None:
 
 
 EVERYTHING = SearchSpace(
-    schedules=("1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"),
+    schedules=("1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
     partitions=("even", "flops", "bounded"),
-    kv_tiers=("device", "host"),
+    sharded=(False, True),
 )
 
 
@@ -64,7 +64,8 @@ def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
     question = replace(QUESTION, total_tokens=tokens, space=EVERYTHING)
     glance = question.glance
     looked_at = list(layouts(question))
-    for layout in looked_at[:: max(1, len(looked_at) // 97)]:
+    assert {layout.sp for layout in looked_at} == {1, 2, 4}
+    for layout in looked_at[:: max(1, len(looked_at) // 197)]:
         plan = simulate_layout(question, layout)
         assert glance.device_bytes(layout) <= max(plan.peak_bytes), layout
         assert glance.host_bytes(layout, 4) <= plan.host_bytes, layout
@@ -146,6 +147,8 @@ def test_keys_and_values_on_the_host_let_longer_rows_fit() -> None:
         partitions=("bounded",),
         frames=(("skeleton", "full"),),
         chunk_tokens=(8192, 8192),
+        kv_tiers=("device",),
+        sp=(1,),
     )
     # Of a rank's two layers K/V are 2 GiB, and their gradient sums twice that.
     long = replace(within(7.9), total_tokens=2**20, rows=1, space=space)

@@ -176,7 +176,7 @@ def one_rank(text: str, num_chunks: int = 1) -> Schedule:
         (one_rank("0F0 0B0", 2), "so that there are 1 units. Allowed: 2, so that 1 micro-batches"),
         (one_rank("0D0 0F0 0H0 0B0"), "0D0 (device to host) needs 0F0, what it copies"),
         (one_rank("0F0 0D0 0B0 0H0"), "0B0 (backward) needs 0H0, its frame, which left"),
-        (one_rank("0F0 0B0 0D0 0H0"), "0D0 (device to host) comes after 0B0, which used the"),
+        (one_rank("0F0 0B0 0D0 0H0"), "0B0 (backward) needs 0H0, its frame, which left"),
         (one_rank("0F0 0F1 0B0 0REDUCE_GRAD0 0B1"), "(reduce gradients) comes before 0B1, whose"),
         (one_rank("0F0 0B0 0F1 0B1 0REDUCE_GRAD0 0REDUCE_GRAD1"), "is the second of its stage"),
         (one_rank("0F0 0REDUCE_GRAD0"), "comes before any backward"),

@@ -1,0 +1,243 @@
+"""Sequence parallelism and shared units in costs: what is divided, what is not, what it takes."""
+
+from dataclasses import replace
+
+import pytest
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
+from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.layouts import Layout, SearchSpace
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.moments import Budgets
+from sppo_hf.planning.partition import even_bounds
+from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.stages import StageWeights
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.pipeline import simulate_pipeline
+from sppo_hf.schedule.timeline import Timeline
+from tests.planning.profiles import PROFILE, changed
+from tests.planning.shapes import llama_config, shape_of
+
+CONFIG = llama_config(
+    hidden_size=1024,
+    intermediate_size=3584,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=32_000,
+)
+SHAPE = shape_of(CONFIG)
+COST = StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
+TOKENS = 65_536
+GIB = 2**30
+SAVED = OF_SAVED["whole"]
+
+
+def shared(sp: int, rate: float = 1e11, cost: StageCost = COST) -> StageCost:
+    return replace(cost, sp=sp, exchange_bytes_per_second=rate)
+
+
+def run(name: str, size: Size, cost: StageCost, **changes: object) -> tuple[PipelineCost, Timeline]:
+    schedule = generate(name, size)
+    bounds = even_bounds(TOKENS, size.num_chunks)
+    costs = PipelineCost.of(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
+    lowered = lower(schedule, leaves=costs.leaves)
+    timeline = simulate_pipeline(
+        lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
+    )
+    return costs, timeline
+
+
+@pytest.mark.parametrize(("sp", "kv_heads"), [(2, 1), (4, 1), (8, 1), (3, 2)])
+def test_bytes_of_a_layer_are_divided(sp: int, kv_heads: int) -> None:
+    one = shared(sp)
+    tokens = 24_000
+    assert one.frame_bytes(1, tokens, "whole") == COST.frame_bytes(1, tokens, "whole") // sp
+    # Of 2 K/V heads; those that several ranks read are on each of them.
+    assert one.kv_bytes(1, tokens) * 2 == COST.kv_bytes(1, tokens) * kv_heads
+    assert one.dkv_bytes(1, tokens) * 2 == COST.dkv_bytes(1, tokens) * kv_heads
+
+
+def test_all_to_alls_move_what_ulysses_says() -> None:
+    # (2 Hq + 2 Hkv) C d (n - 1) / n^2 elements of 2 bytes, each way; 8 + 2 heads of 128.
+    tokens, sp, rate = 131_072, 2, 1e9
+    sent = 2 * (8 + 2) * tokens * 128 * (sp - 1) // sp**2 * 2
+    assert shared(sp, rate).exchange_seconds(0, tokens) == pytest.approx(sent / rate)
+    fast, slow = shared(sp, 1e15), shared(sp, rate)
+    for of in ("forward_seconds", "backward_seconds"):
+        more = getattr(slow, of)(0, 0, tokens) - getattr(fast, of)(0, 0, tokens)
+        assert more == pytest.approx(sent / rate, rel=1e-5)
+    again = slow.recompute_seconds(0, tokens, "skeleton")
+    again -= fast.recompute_seconds(0, tokens, "skeleton")
+    assert again == pytest.approx(sent / rate * 8 / 10, rel=1e-5)
+    assert slow.recompute_seconds(0, tokens, "products") == pytest.approx(
+        fast.recompute_seconds(0, tokens, "products")
+    )
+
+
+def test_compute_is_divided_but_for_smaller_products() -> None:
+    # At the curve's end, where chunks are long, rates are the same.
+    tokens = 65_536
+    for of in ("forward_seconds", "backward_seconds"):
+        whole, half = (getattr(c, of)(0, 0, tokens) for c in (COST, shared(2, 1e18)))
+        assert half == pytest.approx(whole / 2)
+    assert shared(2).head_seconds(tokens) == pytest.approx(COST.head_seconds(tokens) / 2)
+    # Three ranks have 3, 3 and 2 of 8 heads.
+    assert shared(3, 1e18).forward_seconds(0, 0, 48_000) > COST.forward_seconds(0, 0, 48_000) / 3
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_holds_a_share_of_all_but_weights(stages: int) -> None:
+    sizes = [
+        run("seq1f1b", Size(stages, 1, 8), c)[1].peak_by_cause("0.device")
+        for c in (COST, shared(2))
+    ]
+    for cause in (Cause.WEIGHTS, Cause.GRADIENTS, Cause.OPTIMIZER):
+        assert sizes[1][cause] == sizes[0][cause]
+    assert sizes[1][Cause.KV] == sizes[0][Cause.KV] // 2
+    assert sizes[1][SAVED] == sizes[0][SAVED] // 2
+    if stages > 1:
+        assert (
+            run("seq1f1b", Size(2, 1, 8), shared(2))[0].message_bytes(3) == TOKENS // 16 * 1024 * 2
+        )
+
+
+def test_windows_see_as_many_tokens_shared_or_not() -> None:
+    windowed = replace(SHAPE, layers=tuple(replace(layer, window=4096) for layer in SHAPE.layers))
+    slow = changed(both_h2d_bytes_per_second=1e3)
+    seconds: list[list[float]] = []
+    for cost in (COST, shared(2)):
+        cost = replace(cost, shape=windowed, profile=slow)
+        costs, _ = run("seq1f1b", Size(1, 1, 16), cost, kv_tier="host")
+        seconds.append([costs.seconds(Action("F", 0, chunk)) for chunk in range(1, 16)])
+    assert seconds[0] == pytest.approx([2 * half for half in seconds[1]])
+    # No more than the window and a chunk.
+    assert len(set(seconds[0])) == 1
+
+
+def test_sharded_weights_come_for_each_unit_and_are_divided() -> None:
+    plain = run("seq1f1b", Size(1, 1, 8), shared(4))
+    fast = run("seq1f1b", Size(1, 1, 8), shared(4), shards=4, shard_bytes_per_second=1e15)
+    slow = run("seq1f1b", Size(1, 1, 8), shared(4), shards=4, shard_bytes_per_second=1e9)
+    assert fast[1].end_seconds == plain[1].end_seconds
+    held = StageWeights.of(SHAPE, range(8))
+    # Gathered for 8 forwards and 8 backwards, and gradients scattered 8 times.
+    moved = 3 / 4 * 8 * (2 * held.weights + held.gradients)
+    assert slow[1].end_seconds == pytest.approx(moved / 1e9)
+    standing = {change.cause: change.num_bytes for change in fast[0].standing()}
+    assert standing[Cause.OPTIMIZER] == held.optimizer // 4
+    assert standing[Cause.WEIGHTS] == held.weights // 4
+
+
+def test_links_have_two_speeds() -> None:
+    layout = Layout("seq1f1b", 4, 2, 1, 8, "flops", "whole", "none", sp=2)
+    # Devices 0-7 and 8-15: four ranks of two each fill a node.
+    assert layout.hops_between_nodes(8) == 0
+    assert layout.hops_between_nodes(4) == 1
+    wide = layout._replace(sp=8, replicas=1)
+    assert wide.hops_between_nodes(8) == 3
+    # The second pipeline begins in the middle of a node, so another of its hops leaves one.
+    uneven = layout._replace(stages=3)
+    assert uneven.hops_between_nodes(8) == 1
+    rates = {"link_bytes_per_second": 1e9, "node_bytes_per_second": 1e11}
+    near, _ = run("seq1f1b", Size(4, 1, 8), COST, rank_nodes=(0, 0, 1, 1), **rates)
+    assert [near.rate(rank, rank + 1) for rank in range(3)] == [1e11, 1e9, 1e11]
+    far, _ = run("seq1f1b", Size(4, 1, 8), COST, **rates)
+    assert far.rate(0, 1) == 1e9
+
+
+QUESTION = ClusterQuestion(
+    cost=COST,
+    total_tokens=TOKENS,
+    rows=1,
+    gpus=8,
+    budgets=Budgets(device=None, host=None, disk=0),
+    gpus_per_node=4,
+    link_bytes_per_second=25e9,
+    node_bytes_per_second=250e9,
+)
+
+
+def test_groups_leave_a_node_only_where_nothing_else_fits() -> None:
+    assert {x.sp for x in layouts(QUESTION)} == {1, 2, 4}
+    assert {x.sp for x in layouts(QUESTION, across=True)} == {8}
+    assert all(x.devices == 8 for x in layouts(QUESTION))
+    roomy = solve_cluster(QUESTION, keep=1)
+    assert roomy.best[0].layout.sp <= 4
+    one = replace(QUESTION, space=SearchSpace(schedules=("seq1f1b",), sp=(8,)))
+    assert solve_cluster(one, keep=1).best[0].layout.sp == 8
+    # The same answer as before, and what was looked at in vain besides.
+    none = solve_cluster(replace(QUESTION, budgets=Budgets(device=GIB, host=None, disk=0)), keep=1)
+    assert not none.best
+    assert none.candidates == sum(
+        1 for across in (False, True) for _ in layouts(QUESTION, across=across)
+    )
+
+
+def test_heads_that_cannot_be_split_and_states_are_not_shared() -> None:
+    assert replace(QUESTION, space=SearchSpace(sp=(1, 3, 4, 8, 16))).sequence_parallel == (1, 4, 8)
+    states = replace(SHAPE, layers=tuple(replace(x, state_bytes=4096) for x in SHAPE.layers))
+    recurrent = replace(QUESTION, cost=replace(COST, shape=states))
+    assert recurrent.sequence_parallel == (1,)
+    with pytest.raises(ConfigError, match="8 devices cannot share 1 rows"):
+        solve_cluster(
+            replace(recurrent, space=SearchSpace(sp=(8,), chunk_tokens=(1, 2), most_units=1))
+        )
+
+
+def msp(stages: int = 4, **changes: object) -> Layout:
+    layout = Layout("msp", stages, 1, 1, 16, "flops", "whole", "none", sp=2)
+    return layout._replace(**changes)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("frames", [("whole", "sppo"), ("skeleton", "full"), ("products", "none")])
+@pytest.mark.parametrize("kv_tier", ["device", "host"])
+def test_shared_units_fill_the_pipeline(frames: tuple[str, str], kv_tier: str) -> None:
+    saved, offload = frames
+    mine = simulate_layout(QUESTION, msp(saved=saved, offload=offload, kv_tier=kv_tier))
+    plain = simulate_layout(
+        QUESTION, msp(schedule="seq1f1b", saved=saved, offload=offload, kv_tier=kv_tier)
+    )
+    assert mine.step_seconds < plain.step_seconds
+    assert mine.bubble_fraction < plain.bubble_fraction
+    if kv_tier == "device" and offload == "none":
+        # What helping takes is room for one more stage's weights and gradients, and slices of K/V.
+        held = [StageWeights.of(SHAPE, layers) for layers in mine.layers]
+        helping = max(weights.weights + weights.gradients for weights in held)
+        assert max(mine.peak_bytes) < 1.1 * max(plain.peak_bytes) + helping
+
+
+@pytest.mark.parametrize("kv_tier", ["device", "host"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_shared_units_take_they_give_back(kv_tier: str, rows: int) -> None:
+    costs, timeline = run("msp", Size(4, rows, 8), shared(2), offload="full", kv_tier=kv_tier)
+    standing: dict[str, int] = {}
+    for change in costs.standing():
+        standing[change.tier] = standing.get(change.tier, 0) + change.num_bytes
+    for tier in timeline.tiers:
+        # Shares are rounded down to bytes.
+        assert timeline.curve(tier)[-1][1] == pytest.approx(standing.get(tier, 0), abs=2000)
+        assert all(held >= -2000 for _, held in timeline.curve(tier))
+
+
+def test_helpers_have_frozen_weights_or_are_sent_others() -> None:
+    lora = LoraShape(rank=16, dtype_bytes=4)
+    frozen = replace(COST, shape=shape_of(CONFIG, lora=lora))
+    costs, _ = run("msp", Size(2, 1, 8), frozen)
+    whole = sum(StageWeights.of(frozen.shape, layers).weights for layers in costs.stages)
+    held = [
+        c.num_bytes for c in costs.standing() if c.tier == "1.device" and c.cause is Cause.WEIGHTS
+    ]
+    assert sum(held) == whole
+    slow, fast = (
+        run("msp", Size(2, 1, 8), COST, link_bytes_per_second=rate)[1].end_seconds
+        for rate in (1e8, 1e15)
+    )
+    first, _ = run("msp", Size(2, 1, 8), COST)
+    sent = [StageWeights.of(SHAPE, layers) for layers in first.stages]
+    # Each of the two shared units waits for its stage's weights twice, and for gradients once.
+    assert slow > sum(2 * w.weights + w.gradients for w in sent) / 1e8 > fast
