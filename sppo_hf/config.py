@@ -98,6 +98,10 @@ class SPPOConfig:
     """Rows of the batch that go through the chunks together; None takes all rows at once, and in a
     pipeline one row each."""
 
+    sp_size: int = 1
+    """Ranks that share every sequence: each has a part of every chunk's tokens, and in attention a
+    part of the heads."""
+
     pp_size: int = 1
     """Ranks of a pipeline that the model's layers are spread over; 1 keeps the model whole."""
 
@@ -261,6 +265,7 @@ _RULES: dict[str, Rule] = {
     "recompute": choice("auto", "none", "full"),
     "attention_backend": choice(*ATTENTION_BACKENDS),
     "micro_batch_size": integer(1, None),
+    "sp_size": count(1),
     "pp_size": count(1),
     "pp_schedule": choice(*PIPELINE_SCHEDULES),
     "pp_virtual_stages": count(1),
@@ -305,6 +310,18 @@ def _check_one_way_to_cut(config: SPPOConfig) -> None:
 
 def _check_pipeline(config: SPPOConfig) -> None:
     """Refuse pipeline settings that need others."""
+    if config.sp_size > 1 and config.order == "by_layer":
+        raise ConfigError(
+            f"order='by_layer' contradicts sp_size={config.sp_size}: ranks that share a sequence "
+            "exchange the tokens of one chunk after the other. Allowed: order='auto' or 'by_chunk' "
+            "with sp_size above 1. Remedy: drop order, or use sp_size=1."
+        )
+    if config.sp_size > 1 and config.pp_size > 1:
+        raise ConfigError(
+            f"sp_size={config.sp_size} with pp_size={config.pp_size}: the stages of a pipeline do "
+            "not share sequences yet. Allowed: one of the two above 1. Remedy: drop sp_size, or "
+            "pp_size; the other processes become data-parallel replicas."
+        )
     if config.pp_size > 1 and config.order == "by_layer":
         raise ConfigError(
             f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "

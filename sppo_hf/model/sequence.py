@@ -43,6 +43,7 @@ from sppo_hf.model.attend import (
     running_states,
 )
 from sppo_hf.model.recompute import RecomputedFrame
+from sppo_hf.model.sequence_group import SequenceGroup, part_of
 from sppo_hf.model.states import (
     LayerStates,
     Spans,
@@ -154,6 +155,7 @@ class Sequence:
         layers: range | None = None,
         linked: bool = True,
         around_layers: AroundLayers = contextlib.nullcontext,
+        group: SequenceGroup | None = None,
     ) -> None:
         """Prepare empty stores for every layer.
 
@@ -169,6 +171,7 @@ class Sequence:
             linked: Whether autograd itself walks from chunk to chunk. If not, the caller runs each
                 chunk's backward by itself, in reverse.
             around_layers: Is entered around every forward of layers, the first and the second.
+            group: The ranks that share every chunk; None where this one has all tokens.
         """
         self._parts = parts
         self._plan = plan
@@ -181,6 +184,7 @@ class Sequence:
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
+        self._group = group
         attending = parts.attending_layers()
         self._stores: list[KVStore | None] = [
             self._new_store() if layer in attending else None for layer in self._layers
@@ -212,19 +216,28 @@ class Sequence:
             stop_token: Chunks that start at or after this token are left out (only padding).
             on_chunk: Called before each chunk.
         """
-        for chunk, (start, end) in enumerate(self._plan.bounds):
-            if start >= stop_token:
+        for chunk in range(self._plan.num_chunks):
+            if self._plan.bounds[chunk][0] >= stop_token:
                 break
             on_chunk(chunk)
-            yield chunk, self.run_chunk(chunk, slices.chunk(start, end))
+            first, end = self.part(chunk)
+            # See [Note: a rank without tokens] in sequence_group.
+            yield chunk, self.run_chunk(chunk, slices.chunk(first, max(first + 1, end)))
         self.end_forward()
+
+    def part(self, chunk: int) -> tuple[int, int]:
+        """The tokens of a chunk that run here: all, or this rank's part."""
+        start, end = self._plan.bounds[chunk]
+        if self._group is None:
+            return start, end
+        return part_of(start, end, self._group.rank, self._group.size)
 
     def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
         """Run the base model over one chunk; chunks come in order.
 
         Args:
             chunk: Index of the chunk.
-            inputs: Keyword arguments of the base model, as `Slices.chunk` makes them.
+            inputs: Keyword arguments of the base model, as `Slices.chunk` makes them of `part`.
 
         Returns:
             The base model's output.
@@ -233,7 +246,7 @@ class Sequence:
         self._arena = ChunkArena(len(self._layers))
         self._owners = KeyOwners()
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
-            inputs = {**inputs, "past_key_values": PrefixLength(self._plan.bounds[chunk][0])}
+            inputs = {**inputs, "past_key_values": PrefixLength(self.part(chunk)[0])}
         try:
             with attention_taken_over(self._parts.configs), self._around_layers():
                 output = self._parts.base(**self._with_cache(inputs), return_dict=True)
@@ -301,6 +314,7 @@ class Sequence:
             keep=self._arena.keep,
             states=self._begin_states(index, start, end),
             owners=self._owners,
+            group=self._group,
             model_name=self._parts.name,
         )
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None

@@ -10,7 +10,12 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.partition import Bounds, chunk_bounds
-from sppo_hf.planning.stage_plan import pipeline_bounds, shared_budgets, stage_shape
+from sppo_hf.planning.stage_plan import (
+    pipeline_bounds,
+    rank_shape,
+    shared_budgets,
+    stage_shape,
+)
 from tests.planning.shapes import tiny_shape
 
 SHAPE = tiny_shape(num_hidden_layers=4)
@@ -118,3 +123,22 @@ def test_shares_together_fit(device: int, host: int, standing: int, alive: float
     used = max(0, shared.device - standing) * alive
     assert used <= max(0, device - standing) + alive
     assert shared.host * alive <= host + alive
+
+
+def test_a_rank_that_shares_sequences_has_its_share_of_what_tokens_take():
+    whole = tiny_shape(num_attention_heads=4, num_key_value_heads=2)
+    layer, shared = whole.layers[0], rank_shape(whole, 2)
+    one = shared.layers[0]
+    assert 2 * one.skeleton_bytes == layer.skeleton_bytes
+    assert 2 * shared.kv_bytes_per_token() == whole.kv_bytes_per_token()
+    assert 2 * shared.attention_flops_per_key() == whole.attention_flops_per_key()
+    outputs = layer.attention_output_elements * whole.dtype_bytes
+    assert 2 * one.whole_bytes == layer.whole_bytes + outputs, "attention's output is saved twice"
+    assert (shared.weight_bytes, one.total_weights) == (whole.weight_bytes, layer.total_weights)
+
+
+def test_a_head_of_keys_that_several_ranks_need_is_on_each_of_them():
+    whole = tiny_shape(num_attention_heads=8, num_key_value_heads=2)
+    shared = rank_shape(whole, 4)
+    assert (shared.layers[0].num_heads, shared.layers[0].num_kv_heads) == (2, 1)
+    assert 2 * shared.kv_bytes_per_token() == whole.kv_bytes_per_token()

@@ -141,7 +141,7 @@ def hooks_of(model: nn.Module, case: Case, replicas: int) -> GradientHooks:
     With replicas they change what is reduced when, and see one replica's gradient.
     """
     hooks = GradientHooks(model, after_accumulation=replicas == 1)
-    return hooks if replicas == 1 or case.get("hooks") else GradientHooks(nn.Module())
+    return hooks if case.get("hooks", replicas == 1) else GradientHooks(nn.Module())
 
 
 def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
