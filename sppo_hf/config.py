@@ -160,6 +160,11 @@ class SPPOConfig:
         _check_one_way_to_cut(self)
         _check_pipeline(self)
 
+    @property
+    def sharing_ranks(self) -> int:
+        """Ranks that share every batch: those of a pipeline and of its sequences."""
+        return self.pp_size * self.sp_size
+
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "SPPOConfig":
         """Build a config from a mapping of setting names to values; absent ones keep defaults.

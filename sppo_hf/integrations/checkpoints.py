@@ -105,13 +105,13 @@ def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
     return None
 
 
-def tell_sharing_ranks(trainer: Any, pp_size: int) -> None:
+def tell_sharing_ranks(trainer: Any, sharing_ranks: int) -> None:
     """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
 
     Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
     """
-    if pp_size > 1:
-        trainer.__dict__["get_tp_size"] = lambda: pp_size
+    if sharing_ranks > 1:
+        trainer.__dict__["get_tp_size"] = lambda: sharing_ranks
 
 
 class TrainerCheckpoints:

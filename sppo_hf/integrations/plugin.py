@@ -27,9 +27,13 @@ from sppo_hf.integrations.checkpoints import (
     tell_sharing_ranks,
 )
 from sppo_hf.integrations.evaluation import TrainerEvaluation
-from sppo_hf.integrations.limits import refuse_accelerator, refuse_sizes
+from sppo_hf.integrations.limits import (
+    environment_sp_size,
+    refuse_accelerator,
+    refuse_sizes,
+)
 from sppo_hf.integrations.observers import ObserverHub
-from sppo_hf.integrations.pipeline import refuse_for_pipeline
+from sppo_hf.integrations.pipeline import refuse_for_pipeline, refuse_for_shared_sequences
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.model.convert import revert
 from sppo_hf.rules import show
@@ -59,6 +63,7 @@ class SPPOPlugin(ParallelismConfig):
 
     The sizes of `ParallelismConfig` are taken too: `dp_shard_size` and `dp_replicate_size` shape
     FSDP2 and hybrid sharding. Left out, all processes replicate (DDP) or, under FSDP2, all shard.
+    `sp_size` ranks share every sequence beside that: they are among those that replicate or shard.
 
     One plugin may serve several Trainers or Accelerators, one after the other or side by side.
 
@@ -69,7 +74,7 @@ class SPPOPlugin(ParallelismConfig):
 
     Raises:
         ConfigError: A setting is unknown or wrong, a size is no whole number above zero, or a
-            tensor, context or sequence parallel size is above 1.
+            tensor or context parallel size is above 1.
     """
 
     def __init__(
@@ -77,10 +82,16 @@ class SPPOPlugin(ParallelismConfig):
     ) -> None:
         sizes = {name: settings.pop(name) for name in list(settings) if name in _OWN_FIELDS}
         base = config if isinstance(config, SPPOConfig) else SPPOConfig.from_dict(config or {})
+        # Of both: to Accelerate it would mean that DeepSpeed shares sequences.
+        sp_size = sizes.pop("sp_size", None)
+        if sp_size is None and base.sp_size == 1:
+            sp_size = environment_sp_size()
+        if sp_size is not None:
+            settings["sp_size"] = sp_size
         self.config = base.replace(**settings) if settings else base
         refuse_sizes(sizes)
         try:
-            super().__init__(**sizes)
+            super().__init__(**sizes, sp_size=1)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"Accelerate's ParallelismConfig refuses {show(sizes)}: {error}. Allowed: "
@@ -88,7 +99,7 @@ class SPPOPlugin(ParallelismConfig):
             ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
-        if self.config.pp_size > 1:
+        if self.config.sharing_ranks > 1:
             watch_launch_soon(self.config.pp_timeout_seconds)
 
     @classmethod
@@ -134,7 +145,7 @@ class SPPOPlugin(ParallelismConfig):
             ConfigError: The model was converted before, with other settings.
         """
         # Groups of a launch on GPUs talk only there, and the model may not be there yet.
-        device = PartialState().device if self.config.pp_size > 1 else None
+        device = PartialState().device if self.config.sharing_ranks > 1 else None
         convert_once(model, self, device)
         return model
 
@@ -195,7 +206,7 @@ class SPPOPlugin(ParallelismConfig):
 
     def to_json(self) -> dict[str, Any]:
         """Return all settings and sizes in JSON types; the Trainer stores and logs these."""
-        sizes = {f"{name}_size": size for name, size in self._sizes.items()}
+        sizes = {f"{name}_size": size for name, size in self._sizes.items() if name != "sp"}
         return {"plugin": "SPPOPlugin", **self.config.to_dict(), **sizes}
 
     def __repr__(self) -> str:
@@ -254,6 +265,9 @@ class SPPOPlugin(ParallelismConfig):
             self._lay_out_pipeline(accelerator)
             self._attach(accelerator)
             return
+        if self.config.sp_size > 1:
+            self._check_shared_sequences(accelerator)
+            self._set_size("tp", 1)
         if accelerator.is_fsdp2 and self.total_size == 1 and accelerator.num_processes > 1:
             # Accelerate would fall back to plain replication here, which FSDP2 cannot shard over.
             self._set_size("dp_shard", accelerator.num_processes)
@@ -261,6 +275,9 @@ class SPPOPlugin(ParallelismConfig):
             state: Any = accelerator.state
             state.device_mesh = self.get_device_mesh(accelerator.device.type)
         super()._validate_accelerator(accelerator)
+        if self.config.sp_size > 1:
+            # Last: to Accelerate all ranks replicate or shard. See [Note: sizes of a pipeline].
+            self._set_size("tp", self.config.sp_size)
         self._attach(accelerator)
 
     def _attach(self, accelerator: Accelerator) -> None:
@@ -271,7 +288,7 @@ class SPPOPlugin(ParallelismConfig):
         if trainer is None:
             return
         TrainerCheckpoints(trainer).install()
-        tell_sharing_ranks(trainer, self.config.pp_size)
+        tell_sharing_ranks(trainer, self.config.sharing_ranks)
         evaluation = TrainerEvaluation(trainer)
         evaluation.install()
         if callback is not None:
@@ -281,6 +298,17 @@ class SPPOPlugin(ParallelismConfig):
     def tp_enabled(self) -> bool:
         """Whether Accelerate should cut tensors; never, see [Note: sizes of a pipeline]."""
         return False
+
+    def _check_shared_sequences(self, accelerator: Accelerator) -> None:
+        """Refuse launches that do not fit `sp_size`.
+
+        Raises:
+            ConfigError: See above.
+        """
+        sp_size = self.config.sp_size
+        refuse_for_shared_sequences(accelerator, sp_size)
+        check_world(1, accelerator.num_processes, sp_size)
+        launch_watchdog(1, self.config.pp_timeout_seconds, sp_size)
 
     def _lay_out_pipeline(self, accelerator: Accelerator) -> None:
         """Tell Accelerate and the Trainer how many ranks share a batch.

@@ -198,7 +198,12 @@ class SequenceParallelEngine(Engine):
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._guarded(f"in {kind} pass {self._calls}"):
             agree(self.mesh, self._facts(call))
-            return super()._run(call)
+            output = super()._run(call)
+        activity = f"in backward pass {self._calls}"
+        for value in output.values():
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda _grad: self.watchdog.doing(activity))
+        return output
 
     def _facts(self, call: ForwardCall) -> dict[str, int]:
         """Numbers of a call that all ranks must have alike."""
