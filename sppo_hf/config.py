@@ -321,12 +321,6 @@ def _check_pipeline(config: SPPOConfig) -> None:
             "exchange the tokens of one chunk after the other. Allowed: order='auto' or 'by_chunk' "
             "with sp_size above 1. Remedy: drop order, or use sp_size=1."
         )
-    if config.sp_size > 1 and config.pp_size > 1:
-        raise ConfigError(
-            f"sp_size={config.sp_size} with pp_size={config.pp_size}: the stages of a pipeline do "
-            "not share sequences yet. Allowed: one of the two above 1. Remedy: drop sp_size, or "
-            "pp_size; the other processes become data-parallel replicas."
-        )
     if config.pp_size > 1 and config.order == "by_layer":
         raise ConfigError(
             f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "

@@ -321,19 +321,19 @@ class SPPOPlugin(ParallelismConfig):
         Raises:
             ConfigError: The launch does not fit `pp_size`, or other sizes were given.
         """
-        pp_size = self.config.pp_size
+        pp_size, sharing = self.config.pp_size, self.config.sharing_ranks
         refuse_for_pipeline(accelerator, pp_size)
-        check_world(pp_size, accelerator.num_processes)
+        check_world(pp_size, accelerator.num_processes, self.config.sp_size)
         launch_watchdog(pp_size, self.config.pp_timeout_seconds)
         given = {k: v for k, v in self._given_sizes.items() if v > 1}
-        replicas = accelerator.num_processes // pp_size
+        replicas = accelerator.num_processes // sharing
         if given not in ({}, {"dp_replicate": replicas}):
             raise ConfigError(
                 f"pp_size={pp_size} with {', '.join(f'{k}_size={v}' for k, v in given.items())} "
                 f"over {accelerator.num_processes} processes. Allowed: dp_replicate_size={replicas}"
                 " or none. Remedy: drop the other sizes; what pp_size leaves over replicates."
             )
-        self._set_size("tp", pp_size)
+        self._set_size("tp", sharing)
         self._set_size("dp_replicate", replicas)
 
 

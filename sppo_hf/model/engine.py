@@ -333,7 +333,7 @@ class Engine:
             for chunk, hidden_BCD in hidden:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
-                    labels_BC = _labels_of(labels_BT, (start, end), sharing, call.ignore_index)
+                    labels_BC = labels_of(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     for collector in collectors:
                         collector.begin_chunk(labels[group[0] : group[1], start:end])
@@ -556,7 +556,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
 
 
-def _labels_of(
+def labels_of(
     labels_BT: Tensor, bounds: tuple[int, int], group: SequenceGroup | None, ignore_index: int
 ) -> Tensor:
     """Labels of the tokens of a chunk whose hidden states are here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -169,12 +170,7 @@ class PlanBook:
         return plan
 
     def _shared_plan(self, *args: Any, **wanted: Any) -> Plan:
-        """The plan that all ranks run that share the sequence: of the one with least memory."""
-        if self._group is None:
-            return self._make_plan(*args, **wanted)
-        return self._group.decide(
-            lambda: self._make_plan(*args, **wanted), lambda plan: plan.budgets.device or math.inf
-        )
+        return shared_plan(lambda: self._make_plan(*args, **wanted), self._group)
 
     def _least(self, given_bytes: int | None) -> int | None:
         """The least that any rank was given of host memory; None where all got what they need."""
@@ -331,3 +327,13 @@ class PlanBook:
         if not chosen:
             return "none", "no layer of the model has attention"
         return ", ".join(chosen), "\n".join(chosen.values())
+
+
+def shared_plan(make: Callable[[], Plan], group: SequenceGroup | None) -> Plan:
+    """The plan that all ranks run that share a sequence: of the one with the least memory.
+
+    In another mode a rank would exchange tokens at other moments.
+    """
+    if group is None:
+        return make()
+    return group.decide(make, lambda plan: plan.budgets.device or math.inf)

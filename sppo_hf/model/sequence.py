@@ -220,24 +220,28 @@ class Sequence:
             if self._plan.bounds[chunk][0] >= stop_token:
                 break
             on_chunk(chunk)
-            first, end = self.part(chunk)
-            # See [Note: a rank without tokens] in sequence_group.
-            yield chunk, self.run_chunk(chunk, slices.chunk(first, max(first + 1, end)))
+            yield chunk, self.run_chunk(chunk, slices.chunk(*self.run_tokens(chunk)))
         self.end_forward()
 
     def part(self, chunk: int) -> tuple[int, int]:
-        """The tokens of a chunk that run here: all, or this rank's part."""
+        """The tokens of a chunk that are this rank's: all, or its part of them."""
         start, end = self._plan.bounds[chunk]
         if self._group is None:
             return start, end
         return part_of(start, end, self._group.rank, self._group.size)
+
+    def run_tokens(self, chunk: int) -> tuple[int, int]:
+        """`part`, or one token where it has none; see [Note: a rank without tokens]."""
+        start, end = self.part(chunk)
+        return start, max(start + 1, end)
 
     def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
         """Run the base model over one chunk; chunks come in order.
 
         Args:
             chunk: Index of the chunk.
-            inputs: Keyword arguments of the base model, as `Slices.chunk` makes them of `part`.
+            inputs: Keyword arguments of the base model, as `Slices.chunk` makes them of
+                `run_tokens`.
 
         Returns:
             The base model's output.

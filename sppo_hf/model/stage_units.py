@@ -184,7 +184,7 @@ class StageUnits:
         self, stage: int, running: _MicroBatch, chunk: int, received: Tensor | None
     ) -> tuple[Tensor, Inlet | None]:
         """Run the stage's layers over a chunk; `[B, C, D]` and where its input's gradient comes."""
-        inputs = running.slices.chunk(*self._bounds[chunk])
+        inputs = running.slices.chunk(*running.sequence.run_tokens(chunk))
         inlet = None
         if received is not None:
             for name in ("input_ids", "inputs_embeds"):
@@ -298,7 +298,7 @@ class StageUnits:
         assert unit.inlet is not None, "and chunks are slices of that"
         if running.embedded_grad is None:
             running.embedded_grad = torch.zeros_like(running.embedded)
-        start, end = self._bounds[chunk]
+        start, end = running.sequence.run_tokens(chunk)
         if unit.inlet.grad is not None:
             running.embedded_grad[:, start:end] = unit.inlet.grad
         if chunk == 0:

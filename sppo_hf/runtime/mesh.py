@@ -47,7 +47,7 @@ class PipelineMesh:
     control: Any = field(repr=False)
     """All ranks that share this one's batches, for a few numbers on the CPU."""
     storage: Any = field(repr=False)
-    """The same again, for what waits for slow disks."""
+    """This pipeline's again, for what waits for slow disks; None where it has one rank."""
     replicas: Any = field(repr=False)
     """The ranks that hold the same stages; None where this one is alone."""
     replicas_control: Any = field(repr=False)
@@ -61,6 +61,8 @@ class PipelineMesh:
     sp_rank: int = 0
     sequence: Any = field(default=None, repr=False)
     """The ranks that share a sequence and hold the same stages; None where there is one."""
+    sequence_control: Any = field(default=None, repr=False)
+    """The same, for a few numbers on the CPU."""
 
     @property
     def sharing_ranks(self) -> range:
@@ -81,7 +83,7 @@ class PipelineMesh:
     def allow_seconds(self, seconds: float) -> None:
         """Let operations from now on wait for so long, in all groups but the one for storage."""
         groups = (self.pipeline, self.control, self.replicas, self.replicas_control, self.ends)
-        for group in (*groups, self.sequence, *self.links.values()):
+        for group in (*groups, self.sequence, self.sequence_control, *self.links.values()):
             if group is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -98,7 +100,9 @@ def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
     """
     size = pp_size * sp_size
     if world_size % size:
-        names = "sp_size" if pp_size == 1 else "pp_size"
+        names = " x ".join(
+            name for name, one in (("pp_size", pp_size), ("sp_size", sp_size)) if one > 1
+        )
         what = "share one sequence" if pp_size == 1 else "make one pipeline"
         raise ConfigError(
             f"{names}={size}, but {world_size} process{'es were' if world_size > 1 else ' was'} "
@@ -152,6 +156,7 @@ def make_mesh(
         replicas=None if alone else _group(tensors, fast, "dp", "sp"),
         replicas_control=None if alone else _group(numbers, "gloo", "dp", "sp"),
         sequence=None if sp_size == 1 else _group(tensors, fast, "sp"),
+        sequence_control=None if sp_size == 1 else _group(numbers, "gloo", "sp"),
         ends=ends,
         links=links,
     )
@@ -181,14 +186,14 @@ def _hand_made(
     mine: dict[str, Any] = {}
     for replica in range(dp_size):
         first = replica * pp_size * sp_size
-        sharing = range(first, first + pp_size * sp_size)
-        storage = dist.new_group(
-            list(sharing), timeout=max(timeout, STORAGE_TIMEOUT), backend="gloo"
-        )
-        if replica == dp_rank:
-            mine["storage"] = storage
         for part in range(sp_size if pp_size > 1 else 0):
-            ranks, here = sharing[part::sp_size], (replica, part) == (dp_rank, sp_rank)
+            ranks = range(first + part, first + pp_size * sp_size, sp_size)
+            here = (replica, part) == (dp_rank, sp_rank)
+            storage = dist.new_group(
+                list(ranks), timeout=max(timeout, STORAGE_TIMEOUT), backend="gloo"
+            )
+            if here:
+                mine["storage"] = storage
             ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
             if here and pp_rank in (0, pp_size - 1):
                 mine["ends"] = ends
@@ -200,7 +205,7 @@ def _hand_made(
                     )
                     if here and pp_rank in (source, target):
                         links[source, target] = group
-    return links, mine.get("ends"), mine["storage"]
+    return links, mine.get("ends"), mine.get("storage")
 
 
 def link_options(device: torch.device, timeout: timedelta) -> Any:

@@ -26,6 +26,7 @@ from sppo_hf.model.structure import ModelParts, find_parts
 from sppo_hf.planning.flops import layer_costs
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stages import split_layers
+from sppo_hf.runtime.exchange import refuse_unshareable
 from sppo_hf.runtime.mesh import PipelineMesh, check_world, make_mesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 from sppo_hf.runtime.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
@@ -129,7 +130,9 @@ def convert_to_stages(
     parts = find_parts(model)
     check_family(parts)
     device = next(parts.causal_lm.parameters()).device if device is None else device
-    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds)
+    if config.sp_size > 1:
+        refuse_unshareable(parts, config.sp_size)
+    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
     staged = staged_model(parts, config, mesh.pp_rank)
     make_engine = functools.partial(
         PipelineEngine,
@@ -180,8 +183,8 @@ def load_model_stages(
         UnsupportedModelError: The model cannot be cut.
     """
     launch_watchdog(config.pp_size, config.pp_timeout_seconds)
-    check_world(config.pp_size, dist.get_world_size())
-    pp_rank = dist.get_rank() % config.pp_size
+    check_world(config.pp_size, dist.get_world_size(), config.sp_size)
+    pp_rank = dist.get_rank() // config.sp_size % config.pp_size
     return load_stages(
         model_class, name_or_path, lambda parts: choose_cut(parts, config, pp_rank), **kwargs
     )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sppo_hf.model.facts import device_facts, dtype_name, leave_to_driver
+from sppo_hf.model.plans import shared_plan
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan, make_plan
-from sppo_hf.planning.stage_plan import pipeline_bounds, stage_shape
+from sppo_hf.planning.stage_plan import pipeline_bounds, rank_shape, stage_shape
 from sppo_hf.runtime.agreement import first_rank_says
 from sppo_hf.runtime.schedules import schedule_name, step_schedule
 
@@ -94,7 +96,7 @@ class StagePlans:
     def _holds_gradients_twice(self) -> bool:
         """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
         parameters = self._engine.parts.causal_lm.parameters()
-        return self._engine.mesh.dp_size > 1 or any(p.grad is not None for p in parameters)
+        return self._engine.mesh.replicas is not None or any(p.grad is not None for p in parameters)
 
     def _make(
         self,
@@ -115,9 +117,13 @@ class StagePlans:
             leave_to_driver(device, CONTEXT_BYTES["cuda"])
         plans = {}
         for stage in cut.own:
-            plans[stage] = make_plan(
+            shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
+            if engine.group is not None:
+                shape = rank_shape(shape, engine.group.size)
+            make = partial(
+                make_plan,
                 config,
-                stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1),
+                shape,
                 device=facts,
                 backend_name=backend,
                 backend_reason=reason,
@@ -129,6 +135,7 @@ class StagePlans:
                 alive=alive * len(cut.own),
                 accumulates=training and self._accumulates,
             )
+            plans[stage] = shared_plan(make, engine.group)
             self._announce(stage, plans[stage])
             # Each plan has a share of the budgets, and one pool serves them all.
             pool = replace(plans[stage], budgets=read_budgets(config, facts))

@@ -17,6 +17,7 @@ from tests.runtime.test_pipeline_engine import make
 NEAR = 1e-4
 PIPELINE = {"pp_size": 2, "num_chunks": 3}
 SHARED = {"sp_size": 2, "num_chunks": 3}
+BOTH = {**PIPELINE, **SHARED}
 
 
 def _series(result: dict, name: str) -> list[float]:
@@ -92,9 +93,23 @@ def test_fifty_steps_on_shared_sequences_and_thirty_of_them_on_other_layouts(tmp
         ("four", SHARED, 2, 4),
         ("one", {"num_chunks": 3}, 4, 1),
         ("pipeline", PIPELINE, 4, 2),
+        ("both", BOTH, 4, 4),
     ):
         resumed = run_job({**job, "settings": settings, "rows": rows}, ranks, tmp_path / name)
         _assert_same_run(resumed, plain, names)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(360)
+def test_fifty_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
+    """On two stages of two ranks; from their checkpoint at 20 in one process."""
+    names = ("loss", "grad_norm", "epoch", "eval_loss")
+    four = run_job({**FIFTY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
+    _assert_same_run(four, plain, names)
+    job = {**FIFTY, "resume": str(tmp_path / "four" / "checkpoint-20")}
+    one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
+    _assert_same_run(one, plain, names)
 
 
 @pytest.mark.slow

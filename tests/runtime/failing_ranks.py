@@ -1,9 +1,10 @@
 """A job of test_failures.py: train by hand until one rank fails.
 
-Training runs through a pipeline or, with `sp_size`, on shared sequences. In the third forward, in the backward of chunk 1, rank `rank` throws, hangs, or leaves by
-`os._exit`; with "refuse" it alone finds no plan for the second batch, with "config" it has another
-number of chunks from the start. What is refused is tried once more and given up, so that a later
-failure (`then`) must be told in its own words.
+Training runs through a pipeline, or with `sp_size` on shared sequences. In the third forward, in
+the backward of chunk 1, rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone
+finds no plan for the second batch, with "config" it has another number of chunks from the start.
+What is refused is tried once more and given up, so that a later failure (`then`) must be told in
+its own words.
 """
 
 from __future__ import annotations

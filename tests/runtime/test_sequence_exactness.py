@@ -14,6 +14,7 @@ from sppo_hf.model.guard import PROVED
 from sppo_hf.model.tiny_families import FAMILIES
 from tests.integrations.launch import run_ranks
 from tests.runtime.pipeline_cases import UNEVEN, Case
+from tests.runtime.test_pipeline_exactness import assert_exact
 
 pytestmark = pytest.mark.process
 
@@ -63,6 +64,36 @@ MODELS = [
     case_of("a loss of the routers", "mixtral-router-loss", padding=[0, 9]),
     case_of("shared keys", "gemma3n_text"),
 ]
+ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
+IN_PIPELINES = [
+    case_of("one-token tail, late weights", settings={"chunk_lengths": UNEVEN, **ZB}),
+    case_of("tied, padding", "llama-bias-tied", padding=[0, 9, 20], rows=3),
+    case_of("accumulation", steps=[HELD, {"scale": 2.0}, {"evaluate": True}], items=True),
+    case_of("packed", packed=[9, 6, 8], settings={"num_chunks": 4, "recompute": "full"}),
+    case_of("LoRA", lora=True, settings={"num_chunks": 3, **ZB}),
+    case_of(
+        "several stages a rank",
+        layers=5,
+        settings={"num_chunks": 4, "pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2},
+    ),
+    case_of(
+        "all leaves",
+        settings={
+            "chunk_lengths": UNEVEN,
+            "min_offload_size": 1,
+            "offload": "full",
+            "offload_kv": "full",
+            "recompute": "full",
+        },
+    ),
+    case_of("a solved plan", settings={"num_chunks": 4, "hardware": "h100"}),
+    case_of("changed scale", steps=[{**HELD, "scale": 2.0}, {"scale": 0.5}]),
+    case_of("experts, late weights", "mixtral", settings={"num_chunks": 4, **ZB}),
+    case_of("windows and sinks", "gpt_oss"),
+    case_of("MLA, experts", "deepseek_v3"),
+    case_of("few labels, soft caps", "gemma2", labels=[11, 13]),
+]
+
 FAST = (
     *("uneven, one-token tail", "padding", "packed", "labels in one token", "accumulation"),
     *("a loss of the caller's", "full, full, full", "a solved plan", "LoRA", "windows and sinks"),
@@ -89,6 +120,13 @@ def launch(
     ]
     assert not wrong, "\n".join(map(str, wrong))
     return result
+
+
+def launch_pipelines(cases: list[Case], folder: Path, *, ranks: int) -> None:
+    out = folder / "result.json"
+    job = {"cases": cases, "pp_size": 2, "sp_size": 2, "out": str(out)}
+    run_ranks("tests.runtime.pipeline_ranks", job, ranks, folder, timeout_seconds=400)
+    assert_exact(json.loads(out.read_text()), cases)
 
 
 def assert_attended_once(result: dict[str, Any], cases: list[Case]) -> None:
@@ -137,6 +175,17 @@ def test_heads_that_three_ranks_cannot_divide_are_refused(tmp_path: Path) -> Non
 def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
     cases = [BATCHES[1], case_of("LoRA", lora=True, steps=[{}, {}]), MODELS[4]]
     launch(cases, tmp_path, sp_size=2, ranks=4)
+
+
+def test_a_pipeline_of_stages_that_share_sequences_is_exact(tmp_path: Path) -> None:
+    launch_pipelines(IN_PIPELINES[:3], tmp_path, ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) -> None:
+    launch_pipelines(IN_PIPELINES[3:], tmp_path / "four", ranks=4)
+    launch_pipelines(IN_PIPELINES[:3], tmp_path / "eight", ranks=8)
 
 
 @pytest.mark.slow
