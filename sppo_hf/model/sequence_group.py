@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -76,6 +77,22 @@ class SequenceGroup(Protocol):
             PipelineError: It raised on another rank.
         """
         ...
+
+
+@contextmanager
+def own_random_numbers(group: SequenceGroup | None, device: torch.device) -> Iterator[None]:
+    """Let dropout draw otherwise on each rank that shares a sequence; afterwards all are alike.
+
+    Trainers give all ranks one seed, by which tokens of different ranks would be dropped alike.
+    Recomputation in backward restores what held in forward, wherever that came from.
+    """
+    if group is None or not torch.is_grad_enabled():
+        yield
+        return
+    seed = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + group.rank)
+        yield
 
 
 def part_of(start: int, end: int, rank: int, size: int) -> tuple[int, int]:

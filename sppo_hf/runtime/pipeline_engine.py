@@ -30,7 +30,7 @@ from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.parameter_hooks import hooks_set_aside
 from sppo_hf.model.sequence import Sequence
-from sppo_hf.model.sequence_group import part_of
+from sppo_hf.model.sequence_group import own_random_numbers, part_of
 from sppo_hf.model.stage_units import AddLoss, StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
 from sppo_hf.model.structure import ModelParts, check_trainable
@@ -255,7 +255,7 @@ class PipelineEngine(Engine):
         parameters = list(self.parts.causal_lm.parameters())
         gradients = StepGradients(parameters) if training else None
         try:
-            with hooks_set_aside(parameters):
+            with hooks_set_aside(parameters), own_random_numbers(self.group, call.device):
                 self._execute(prepared, units, gradients, scale)
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)

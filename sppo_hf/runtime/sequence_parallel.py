@@ -22,6 +22,7 @@ from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.convert import convert, get_engine
 from sppo_hf.model.engine import Engine
 from sppo_hf.model.observer import StepObserver
+from sppo_hf.model.sequence_group import own_random_numbers
 from sppo_hf.model.structure import ModelParts, find_parts
 from sppo_hf.runtime.agreement import agree, settings_number
 from sppo_hf.runtime.exchange import SequenceRanks, refuse_unshareable
@@ -74,7 +75,8 @@ class SequenceParallelEngine(Engine):
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._guarded(f"in {kind} pass {self._calls}"):
             agree(self.mesh, self._facts(call))
-            output = super()._run(call)
+            with own_random_numbers(self.group, call.device):
+                output = super()._run(call)
         activity = f"in backward pass {self._calls}"
         for value in output.values():
             if isinstance(value, Tensor) and value.requires_grad:
