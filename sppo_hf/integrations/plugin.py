@@ -288,7 +288,7 @@ class SPPOPlugin(ParallelismConfig):
         if trainer is None:
             return
         TrainerCheckpoints(trainer).install()
-        tell_sharing_ranks(trainer, self.config.sharing_ranks)
+        tell_sharing_ranks(trainer, self.config)
         evaluation = TrainerEvaluation(trainer)
         evaluation.install()
         if callback is not None:
