@@ -32,13 +32,6 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
             "checkpoint without SPPO; in the Trainer set prediction_loss_only=True, and leave "
             "label_smoothing_factor and compute_loss_func out."
         )
-    if call.head_arguments and config.sp_size > 1:
-        raise ConfigError(
-            f"{name} is asked for numbers per token, as TRL's losses do (head arguments), with "
-            f"pp_size={config.pp_size} and sp_size={config.sp_size}. Allowed: one of the two above "
-            "1. Remedy: drop sp_size, or pp_size; the other processes become data-parallel "
-            "replicas."
-        )
     standard = parts.causal_lm.loss_function is ForCausalLMLoss
     if not call.head_arguments and not standard:
         raise UnsupportedModelError(

@@ -92,6 +92,21 @@ IN_PIPELINES = [
     case_of("windows and sinks", "gpt_oss"),
     case_of("MLA, experts", "deepseek_v3"),
     case_of("few labels, soft caps", "gemma2", labels=[11, 13]),
+    *(
+        case_of(
+            f"losses of the caller's: {name}",
+            settings={"chunk_lengths": UNEVEN},
+            steps=[
+                {"loss": "mean", "scale": 3.0, **HELD},
+                {"loss": "weighed", **HELD},
+                {"loss": "weighed", "evaluate": True, **HELD},
+                {"loss": "mean", "scale": 0.5, **HELD},
+                {"loss": "mean"},
+            ],
+            **batch,
+        )
+        for name, batch in {"packed": {"packed": [9, 6, 8]}, "LoRA": {"lora": True}}.items()
+    ),
 ]
 
 FAST = (
