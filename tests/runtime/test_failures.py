@@ -80,7 +80,8 @@ def test_a_rank_that_shares_a_sequence_and_leaves_is_lost(tmp_path):
     ended = run("leave", 1, tmp_path, sp_size=2, ranks=4)
     # The other replica, which needs nobody here, is told by its watchdog.
     assert ended.seconds < 2 * TIMEOUT_SECONDS
-    assert "RankLostError: lost rank 1, last seen in backward pass 3" in ended.logs[0]
+    # Last heard of a moment before, by whichever rank was the first to notice.
+    assert "RankLostError: lost rank 1, last seen " in ended.logs[0]
 
 
 def test_a_rank_that_hangs_ends_all_that_share_its_sequence(tmp_path):
