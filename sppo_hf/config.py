@@ -102,6 +102,10 @@ class SPPOConfig:
     """Rows of the batch that go through the chunks together; None takes all rows at once, and in a
     pipeline one row each."""
 
+    sp_size: int = 1
+    """Ranks that share every sequence: each has a part of every chunk's tokens, and in attention a
+    part of the heads."""
+
     pp_size: int = 1
     """Ranks of a pipeline that the model's layers are spread over; 1 keeps the model whole."""
 
@@ -166,6 +170,11 @@ class SPPOConfig:
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         _check_one_way_to_cut(self)
         _check_pipeline(self)
+
+    @property
+    def sharing_ranks(self) -> int:
+        """Ranks that share every batch: those of a pipeline and of its sequences."""
+        return self.pp_size * self.sp_size
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "SPPOConfig":
@@ -292,6 +301,7 @@ _RULES: dict[str, Rule] = {
     "layer_kernels": choice("auto", "none"),
     "compile": flag,
     "micro_batch_size": integer(1, None),
+    "sp_size": count(1),
     "pp_size": count(1),
     "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
     "pp_virtual_stages": count(1),
@@ -338,6 +348,12 @@ def _check_one_way_to_cut(config: SPPOConfig) -> None:
 
 def _check_pipeline(config: SPPOConfig) -> None:
     """Refuse pipeline settings that need others."""
+    if config.sp_size > 1 and config.order == "by_layer":
+        raise ConfigError(
+            f"order='by_layer' contradicts sp_size={config.sp_size}: ranks that share a sequence "
+            "exchange the tokens of one chunk after the other. Allowed: order='auto' or 'by_chunk' "
+            "with sp_size above 1. Remedy: drop order, or use sp_size=1."
+        )
     if config.pp_size > 1 and config.order == "by_layer":
         raise ConfigError(
             f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "

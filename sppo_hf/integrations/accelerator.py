@@ -7,6 +7,7 @@ switches activation checkpointing on in the model, which the engine must own alo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from functools import cache
@@ -39,6 +40,7 @@ from sppo_hf.runtime.affinity import bind_to_device
 from sppo_hf.runtime.checkpoint_weights import gather_weights, save_weights
 from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.pipeline import convert_to_stages, shared_mesh
+from sppo_hf.runtime.sequence_parallel import convert_to_shared_sequences
 from sppo_hf.runtime.watchdog import explaining
 
 if TYPE_CHECKING:
@@ -64,9 +66,14 @@ class SPPOAccelerator(Accelerator):
         return self.sppo_plugin.config.pp_size > 1
 
     @property
+    def _shares_batches(self) -> bool:
+        return self.sppo_plugin.config.sharing_ranks > 1
+
+    @property
     def _mesh(self) -> PipelineMesh:
         config = self.sppo_plugin.config
-        return shared_mesh(config.pp_size, self.device, config.pp_timeout_seconds)
+        seconds = config.pp_timeout_seconds
+        return shared_mesh(config.pp_size, self.device, seconds, config.sp_size)
 
     @explaining("preparing")
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,13 +133,19 @@ class SPPOAccelerator(Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare a data loader; the ranks of a pipeline get the same batches."""
+        """Prepare a data loader; ranks that share batches get the same ones."""
         prepared = getattr(data_loader, "_is_accelerate_prepared", False)
-        if prepared or not self._in_pipeline:
+        if prepared or not self._shares_batches:
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         loader = prepare_loader(self, self._mesh, data_loader, device_placement)
         self._dataloaders.append(loader)
         return loader
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward; where ranks share a sequence, they exchange tokens in it."""
+        # A pipeline's backward says more itself.
+        with contextlib.nullcontext() if self._in_pipeline else explaining("in backward"):
+            super().backward(loss, **kwargs)
 
     @explaining("clipping gradients")
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
@@ -152,14 +165,14 @@ class SPPOAccelerator(Accelerator):
 
     @explaining()
     def gather(self, tensor: Any) -> Any:
-        """Gather over all ranks; while metrics are gathered, one rank's part per pipeline."""
+        """Gather over all ranks; while metrics are gathered, one's of those that share batches."""
         gathered = super().gather(tensor)
         return once_per_pipeline(self._mesh, gathered) if self._gathers_metrics else gathered
 
     @explaining("gathering metrics")
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather for metrics: every row of the dataset once, also in a pipeline."""
-        if not self._in_pipeline:
+        """Gather for metrics: every row of the dataset once, also where ranks share batches."""
+        if not self._shares_batches:
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object or not only_tensors(input_data):
             return self._gather_objects(input_data)
@@ -305,6 +318,10 @@ def convert_once(
         if plugin.config.pp_size > 1:
             convert_to_stages(model, plugin.config, device=device, observer=plugin.observer)
             refuse_partial_save(model)
+        elif plugin.config.sp_size > 1:
+            convert_to_shared_sequences(
+                model, plugin.config, device=device, observer=plugin.observer
+            )
         else:
             convert(model, plugin.config, observer=plugin.observer)
         return

@@ -28,7 +28,7 @@ from transformers import (
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import own_recomputation
-from sppo_hf.integrations.limits import refuse_arguments, refuse_for_pipeline_arguments
+from sppo_hf.integrations.limits import refuse_arguments, refuse_for_sharing_ranks
 from sppo_hf.integrations.metrics import StepMeter, summary
 from sppo_hf.model.convert import is_converted
 from sppo_hf.planning.flops import peak_flops
@@ -87,8 +87,8 @@ class SPPOCallback(TrainerCallback):
         self._active = asked_for is self._plugin or asked_for == self._plugin
         if self._active:
             refuse_arguments(args)
-            if self._plugin.config.pp_size > 1:
-                refuse_for_pipeline_arguments(args, self._plugin.config.pp_size)
+            if self._plugin.config.sharing_ranks > 1:
+                refuse_for_sharing_ranks(args, self._plugin.config)
             self._plugin.progress.bars_wanted = not args.disable_tqdm
             self._shorten_console()
 

@@ -32,6 +32,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.model.convert import get_engine
 from sppo_hf.model.stages import staged_model_of
@@ -105,13 +106,19 @@ def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
     return None
 
 
-def tell_sharing_ranks(trainer: Any, pp_size: int) -> None:
+def tell_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
     """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
 
     Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
     """
-    if pp_size > 1:
-        trainer.__dict__["get_tp_size"] = lambda: pp_size
+    if config.sharing_ranks > 1:
+        trainer.__dict__["get_tp_size"] = lambda: config.sharing_ranks
+    if config.sp_size > 1:
+        # Each counts those of all tokens; the Trainer sums over the ranks.
+        count = type(trainer).floating_point_ops
+        trainer.__dict__["floating_point_ops"] = lambda inputs: (
+            count(trainer, inputs) // config.sp_size
+        )
 
 
 class TrainerCheckpoints:

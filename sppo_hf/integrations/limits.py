@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _FORBIDDEN_SIZES = {
     "tp": "tensor parallelism",
     "cp": "context parallelism",
-    "sp": "sequence parallelism",
 }
 _ALLOWED_TYPES = (
     DistributedType.NO,
@@ -47,8 +46,8 @@ def refuse_sizes(given: Mapping[str, object]) -> None:
             takes the environment's.
 
     Raises:
-        ConfigError: A size is no whole number of at least 1, or a tensor, context or sequence
-            parallel size is above 1.
+        ConfigError: A size is no whole number of at least 1, or a tensor or context parallel size
+            is above 1.
     """
     for axis in ("dp_replicate", "dp_shard", *_FORBIDDEN_SIZES):
         field, variable = f"{axis}_size", f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
@@ -61,11 +60,17 @@ def refuse_sizes(given: Mapping[str, object]) -> None:
         if axis in _FORBIDDEN_SIZES and isinstance(size, int) and size > 1:
             raise ConfigError(
                 f"{field}={show(size)} asks for {_FORBIDDEN_SIZES[axis]}, which SPPO does not "
-                "combine with: it cuts the sequence into chunks on each rank itself. Allowed: "
-                f"dp_shard_size and dp_replicate_size. Remedy: drop {axis}_size (also "
+                "combine with: it cuts sequences and layers itself. Allowed: dp_shard_size and "
+                f"dp_replicate_size, sp_size and pp_size. Remedy: drop {axis}_size (also "
                 f"{variable} in the environment)."
             )
         count(1)(field, size)
+
+
+def environment_sp_size() -> int | str:
+    """The size that an accelerate launch gives in the environment; 1 where none is."""
+    text = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
+    return int(text) if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) else text
 
 
 def refuse_accelerator(accelerator: Accelerator) -> None:
@@ -166,32 +171,34 @@ def refuse_arguments(args: TrainingArguments) -> None:
         )
 
 
-def refuse_for_pipeline_arguments(args: TrainingArguments, pp_size: int) -> None:
-    """Refuse what the Trainer cannot do over the ranks of a pipeline.
+def refuse_for_sharing_ranks(args: TrainingArguments, config: SPPOConfig) -> None:
+    """Refuse what the Trainer cannot do over ranks that share batches.
 
     Raises:
         ConfigError: Batch sizes are to be searched, tokens counted by gathering over all ranks, or
             TRL is to generate or to read logits.
     """
+    name = "pp_size" if config.pp_size > 1 else "sp_size"
+    size = config.pp_size * config.sp_size
     trl = [kind.__name__ for kind in type(args).__mro__ if kind.__module__.startswith("trl.")]
     if trl and not any(f"{name}Config" in trl for name in _TRL_IN_PIPELINE):
         trainer = trl[0].removesuffix("Config") + "Trainer"
         raise ConfigError(
             f"TRL's {trainer} generates text or reads logits of whole sequences while it trains, "
-            f"which a pipeline (pp_size={pp_size}) cannot do. Allowed with pp_size > 1: "
-            f"{', '.join(f'{name}Trainer' for name in _TRL_IN_PIPELINE)}. Remedy: {trainer} with "
-            "pp_size=1."
+            f"which ranks that share batches ({name}={size}) cannot do. Allowed with {name} > 1: "
+            f"{', '.join(f'{trl}Trainer' for trl in _TRL_IN_PIPELINE)}. Remedy: {trainer} with "
+            f"{name}=1."
         )
     if args.auto_find_batch_size:
         raise ConfigError(
-            f"auto_find_batch_size=True with pp_size={pp_size}: one rank that runs out of memory "
+            f"auto_find_batch_size=True with {name}={size}: one rank that runs out of memory "
             "ends the others, so nothing can be tried again. Allowed: False. Remedy: `sppo plan "
             "MODEL --gpus N` says what fits; set per_device_train_batch_size."
         )
     if args.include_num_input_tokens_seen not in (False, None, "no"):
         raise ConfigError(
-            f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} with pp_size="
-            f"{pp_size} would count every token {pp_size} times. Allowed: 'no'. Remedy: drop it; "
+            f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} with {name}="
+            f"{size} would count every token {size} times. Allowed: 'no'. Remedy: drop it; "
             "sppo/tokens_per_second counts each once."
         )
 

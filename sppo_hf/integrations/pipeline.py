@@ -48,8 +48,24 @@ def refuse_for_pipeline(accelerator: Accelerator, pp_size: int) -> None:
         )
 
 
+def refuse_for_shared_sequences(accelerator: Accelerator, sp_size: int) -> None:
+    """Refuse launches in which no ranks can share a sequence.
+
+    Raises:
+        ConfigError: One process.
+    """
+    kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        raise ConfigError(
+            f"sp_size={sp_size} and the Accelerator runs a single process. Allowed: sp_size "
+            "processes or a multiple, with DDP or FSDP2. Remedy: accelerate launch --multi_gpu "
+            f"--num_processes {sp_size}; on CPUs torchrun --nproc_per_node {sp_size} and "
+            "use_cpu=True in TrainingArguments."
+        )
+
+
 def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, place: Any) -> Any:
-    """Prepare a data loader so that ranks of a pipeline get the same rows, replicas other ones.
+    """Prepare a data loader so that ranks that share batches get the same rows, replicas others.
 
     Args:
         accelerator: Its settings hold.
@@ -62,9 +78,10 @@ def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, pl
     """
     if accelerator.dispatch_batches:
         raise ConfigError(
-            "dispatch_batches=True hands every process other rows, but the ranks of a pipeline "
-            f"(pp_size={mesh.pp_size}) need the same ones. Allowed: dispatch_batches=False or "
-            "None. Remedy: drop dispatch_batches; every rank then reads the dataset itself."
+            "dispatch_batches=True hands every process other rows, but ranks that share batches "
+            f"(pp_size={mesh.pp_size}, sp_size={mesh.sp_size}) need the same ones. Allowed: "
+            "dispatch_batches=False or None. Remedy: drop dispatch_batches; every rank then reads "
+            "the dataset itself."
         )
     if mesh.dp_size == 1:
         _shuffle_alike(loader, mesh)
@@ -234,20 +251,21 @@ def only_tensors(nest: Any) -> bool:
 
 
 def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:
-    """Of what was gathered from all ranks, keep one rank's part of each pipeline.
+    """Of what was gathered from all ranks, keep one's part of those that share batches.
 
     Args:
         mesh: Sizes.
         gathered: Tensors `[ranks * n, ...]`, or a nest of them; lists of `ranks * n` objects.
     """
     if isinstance(gathered, Tensor):
-        parts = gathered.chunk(mesh.dp_size * mesh.pp_size)
-        return torch.cat(parts[:: mesh.pp_size])
+        parts = gathered.chunk(mesh.dp_size * len(mesh.sharing_ranks))
+        return torch.cat(parts[:: len(mesh.sharing_ranks)])
     if isinstance(gathered, dict):
         return type(gathered)({k: once_per_pipeline(mesh, v) for k, v in gathered.items()})
     if isinstance(gathered, list) and not any(isinstance(x, Tensor) for x in gathered):
-        size = len(gathered) // (mesh.dp_size * mesh.pp_size)
-        runs = range(0, len(gathered), size * mesh.pp_size) if size else ()
+        sharing = len(mesh.sharing_ranks)
+        size = len(gathered) // (mesh.dp_size * sharing)
+        runs = range(0, len(gathered), size * sharing) if size else ()
         return [x for start in runs for x in gathered[start : start + size]]
     if isinstance(gathered, list | tuple):
         return type(gathered)(once_per_pipeline(mesh, x) for x in gathered)

@@ -27,9 +27,14 @@ from sppo_hf.integrations.checkpoints import (
     tell_sharing_ranks,
 )
 from sppo_hf.integrations.evaluation import TrainerEvaluation
-from sppo_hf.integrations.limits import refuse_accelerator, refuse_host_weights, refuse_sizes
+from sppo_hf.integrations.limits import (
+    environment_sp_size,
+    refuse_accelerator,
+    refuse_host_weights,
+    refuse_sizes,
+)
 from sppo_hf.integrations.observers import ObserverHub
-from sppo_hf.integrations.pipeline import refuse_for_pipeline
+from sppo_hf.integrations.pipeline import refuse_for_pipeline, refuse_for_shared_sequences
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.model.convert import revert
@@ -61,6 +66,7 @@ class SPPOPlugin(ParallelismConfig):
 
     The sizes of `ParallelismConfig` are taken too: `dp_shard_size` and `dp_replicate_size` shape
     FSDP2 and hybrid sharding. Left out, all processes replicate (DDP) or, under FSDP2, all shard.
+    `sp_size` ranks share every sequence beside that: they are among those that replicate or shard.
 
     One plugin may serve several Trainers or Accelerators, one after the other or side by side.
 
@@ -71,7 +77,7 @@ class SPPOPlugin(ParallelismConfig):
 
     Raises:
         ConfigError: A setting is unknown or wrong, a size is no whole number above zero, or a
-            tensor, context or sequence parallel size is above 1.
+            tensor or context parallel size is above 1.
     """
 
     def __init__(
@@ -79,10 +85,16 @@ class SPPOPlugin(ParallelismConfig):
     ) -> None:
         sizes = {name: settings.pop(name) for name in list(settings) if name in _OWN_FIELDS}
         base = config if isinstance(config, SPPOConfig) else SPPOConfig.from_dict(config or {})
+        # Of both: to Accelerate it would mean that DeepSpeed shares sequences.
+        sp_size = sizes.pop("sp_size", None)
+        if sp_size is None and base.sp_size == 1:
+            sp_size = environment_sp_size()
+        if sp_size is not None:
+            settings["sp_size"] = sp_size
         self.config = base.replace(**settings) if settings else base
         refuse_sizes(sizes)
         try:
-            super().__init__(**sizes)
+            super().__init__(**sizes, sp_size=1)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"Accelerate's ParallelismConfig refuses {show(sizes)}: {error}. Allowed: "
@@ -90,7 +102,7 @@ class SPPOPlugin(ParallelismConfig):
             ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
-        if self.config.pp_size > 1:
+        if self.config.sharing_ranks > 1:
             watch_launch_soon(self.config.pp_timeout_seconds)
 
     @classmethod
@@ -136,7 +148,7 @@ class SPPOPlugin(ParallelismConfig):
             ConfigError: The model was converted before, with other settings.
         """
         # Groups of a launch on GPUs talk only there, and the model may not be there yet.
-        device = PartialState().device if self.config.pp_size > 1 else None
+        device = PartialState().device if self.config.sharing_ranks > 1 else None
         convert_once(model, self, device)
         return model
 
@@ -197,7 +209,7 @@ class SPPOPlugin(ParallelismConfig):
 
     def to_json(self) -> dict[str, Any]:
         """Return all settings and sizes in JSON types; the Trainer stores and logs these."""
-        sizes = {f"{name}_size": size for name, size in self._sizes.items()}
+        sizes = {f"{name}_size": size for name, size in self._sizes.items() if name != "sp"}
         return {"plugin": "SPPOPlugin", **self.config.to_dict(), **sizes}
 
     def __repr__(self) -> str:
@@ -257,6 +269,9 @@ class SPPOPlugin(ParallelismConfig):
             self._lay_out_pipeline(accelerator)
             self._attach(accelerator)
             return
+        if self.config.sp_size > 1:
+            self._check_shared_sequences(accelerator)
+            self._set_size("tp", 1)
         if accelerator.is_fsdp2 and self.total_size == 1 and accelerator.num_processes > 1:
             # Accelerate would fall back to plain replication here, which FSDP2 cannot shard over.
             self._set_size("dp_shard", accelerator.num_processes)
@@ -264,6 +279,9 @@ class SPPOPlugin(ParallelismConfig):
             state: Any = accelerator.state
             state.device_mesh = self.get_device_mesh(accelerator.device.type)
         super()._validate_accelerator(accelerator)
+        if self.config.sp_size > 1:
+            # Last: to Accelerate all ranks replicate or shard. See [Note: sizes of a pipeline].
+            self._set_size("tp", self.config.sp_size)
         self._attach(accelerator)
 
     def _attach(self, accelerator: Accelerator) -> None:
@@ -277,7 +295,7 @@ class SPPOPlugin(ParallelismConfig):
             # What rests on the host need not fit on the device, not even once.
             trainer._move_model_to_device = lambda model, device: None
         TrainerCheckpoints(trainer).install()
-        tell_sharing_ranks(trainer, self.config.pp_size)
+        tell_sharing_ranks(trainer, self.config)
         evaluation = TrainerEvaluation(trainer)
         evaluation.install()
         TrainerStep(trainer).install()
@@ -288,6 +306,17 @@ class SPPOPlugin(ParallelismConfig):
     def tp_enabled(self) -> bool:
         """Whether Accelerate should cut tensors; never, see [Note: sizes of a pipeline]."""
         return False
+
+    def _check_shared_sequences(self, accelerator: Accelerator) -> None:
+        """Refuse launches that do not fit `sp_size`.
+
+        Raises:
+            ConfigError: See above.
+        """
+        sp_size = self.config.sp_size
+        refuse_for_shared_sequences(accelerator, sp_size)
+        check_world(1, accelerator.num_processes, sp_size)
+        launch_watchdog(1, self.config.pp_timeout_seconds, sp_size)
 
     def _lay_out_pipeline(self, accelerator: Accelerator) -> None:
         """Tell Accelerate and the Trainer how many ranks share a batch.
@@ -300,19 +329,19 @@ class SPPOPlugin(ParallelismConfig):
         Raises:
             ConfigError: The launch does not fit `pp_size`, or other sizes were given.
         """
-        pp_size = self.config.pp_size
+        pp_size, sharing = self.config.pp_size, self.config.sharing_ranks
         refuse_for_pipeline(accelerator, pp_size)
-        check_world(pp_size, accelerator.num_processes)
+        check_world(pp_size, accelerator.num_processes, self.config.sp_size)
         launch_watchdog(pp_size, self.config.pp_timeout_seconds)
         given = {k: v for k, v in self._given_sizes.items() if v > 1}
-        replicas = accelerator.num_processes // pp_size
+        replicas = accelerator.num_processes // sharing
         if given not in ({}, {"dp_replicate": replicas}):
             raise ConfigError(
                 f"pp_size={pp_size} with {', '.join(f'{k}_size={v}' for k, v in given.items())} "
                 f"over {accelerator.num_processes} processes. Allowed: dp_replicate_size={replicas}"
                 " or none. Remedy: drop the other sizes; what pp_size leaves over replicates."
             )
-        self._set_size("tp", pp_size)
+        self._set_size("tp", sharing)
         self._set_size("dp_replicate", replicas)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig
 
 from sppo_hf.attention.backends.base import Backend, Requirement
@@ -27,6 +28,13 @@ from sppo_hf.attention.kv import Keep, KVStore
 from sppo_hf.attention.pieces import RowSpans, chunk_pieces
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.mask import IMPLEMENTATION, MaskMeaning
+from sppo_hf.model.sequence_group import (
+    SequenceGroup,
+    check_heads,
+    key_heads,
+    key_heads_of,
+    part_of,
+)
 from sppo_hf.model.states import LayerStates
 
 ChooseBackend = Callable[[Requirement], Backend]
@@ -77,6 +85,8 @@ class LayerCall:
     """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
     owners: KeyOwners | None = None
     """Who has stored which keys in this chunk; None while a layer runs again."""
+    group: SequenceGroup | None = None
+    """The ranks that share the chunk; None where this one has all of it."""
     model_name: str = field(default="this model")
 
 
@@ -136,9 +146,9 @@ def attention_forward(
 
     Args:
         module: The attention module; only named in errors.
-        query: `[B, N, C, H]`, positions encoded.
-        key: `[B, K, C, H]`, positions encoded.
-        value: `[B, K, C, Hv]`.
+        query: `[B, N, C, H]`, positions encoded; of a shared chunk, the tokens of this rank.
+        key: `[B, K, C, H]`, positions encoded; likewise.
+        value: `[B, K, C, Hv]`; likewise.
         attention_mask: The `MaskMeaning` that stands for the mask while chunks run.
         scaling: Factor of the logits; `H ** -0.5` if None.
         dropout: Must be zero.
@@ -152,6 +162,7 @@ def attention_forward(
 
     Raises:
         UnsupportedModelError: If the call asks for what chunked attention cannot do exactly.
+        ConfigError: If the ranks that share the chunk cannot share its heads.
     """
     call = _running.call
     if call is None and _running.taken_over:
@@ -173,6 +184,11 @@ def attention_forward(
         if call.owners is not None:
             call.owners.add(key, value, store)
     query, key, value = (_autocast(x) for x in (query, key, value))
+    own_tokens = query.shape[2]
+    if call.group is not None:
+        query, key, value, s_aux = _own_heads(
+            call, call.group, query, key, value, s_aux, needs_keys=not borrowed
+        )
     if call.take_keys is not None:
         call.take_keys(key.detach(), value.detach())
     requirement = Requirement(
@@ -208,7 +224,50 @@ def attention_forward(
             counters=call.counters,
         ),
     )
+    if call.group is not None:
+        out = call.group.heads_to_tokens(out)
+        if out.shape[1] < own_tokens:  # see [Note: a rank without tokens] in sequence_group
+            out = F.pad(out, (0, 0, 0, 0, 0, own_tokens - out.shape[1]))
     return out.contiguous(), None
+
+
+def _own_heads(
+    call: LayerCall,
+    group: SequenceGroup,
+    q_BNcH: Tensor,
+    k_BKcH: Tensor,
+    v_BKcH: Tensor,
+    sinks_N: Tensor | None,
+    *,
+    needs_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """This rank's heads of all tokens of a shared chunk: queries, keys, values and sinks.
+
+    Nobody reads the keys and values of a layer that runs again or that borrows another's: those
+    are not sent.
+    """
+    num_heads, tokens = q_BNcH.shape[1], call.end - call.start
+    check_heads(num_heads, group.size, f"layer {call.layer} of {call.model_name}")
+    own = num_heads // group.size
+    first, end = part_of(call.start, call.end, group.rank, group.size)
+    if first == end:
+        q_BNcH, k_BKcH, v_BKcH = (x[:, :, :0] for x in (q_BNcH, k_BKcH, v_BKcH))
+    heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
+    q_BNCH = group.tokens_to_heads(q_BNcH, tokens)
+    k_BKcH, v_BKcH = key_heads_of(k_BKcH, heads), key_heads_of(v_BKcH, heads)
+    if needs_keys and call.owners is not None:
+        k_BKCH, v_BKCH = (group.tokens_to_heads(x, tokens) for x in (k_BKcH, v_BKcH))
+    else:
+        k_BKCH, v_BKCH = (_unsent(x, group.size, tokens) for x in (k_BKcH, v_BKcH))
+    if sinks_N is not None:
+        sinks_N = sinks_N[group.rank * own : (group.rank + 1) * own]
+    return q_BNCH, k_BKCH, v_BKCH, sinks_N
+
+
+def _unsent(x_BKcH: Tensor, size: int, tokens: int) -> Tensor:
+    rows, num_heads, _, head_size = x_BKcH.shape
+    empty = x_BKcH.detach().new_empty(rows, num_heads // size, tokens, head_size)
+    return empty.requires_grad_(x_BKcH.requires_grad and torch.is_grad_enabled())
 
 
 _CHANGE_THE_RESULT = ("position_bias", "indices", "block_indices", "sinks")

@@ -41,6 +41,7 @@ from sppo_hf.model.plans import PlanBook
 from sppo_hf.model.room import OffloadRoom
 from sppo_hf.model.router_loss import RouterLoss
 from sppo_hf.model.sequence import Sequence, Slices
+from sppo_hf.model.sequence_group import SequenceGroup, part_of
 from sppo_hf.model.structure import ModelParts, check_trainable
 from sppo_hf.model.watch import ForwardWatch, let_go_of_failed
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier
@@ -62,12 +63,23 @@ class Engine:
         config: SPPOConfig,
         observer: StepObserver,
         original_forward: Callable[..., Any],
+        *,
+        group: SequenceGroup | None = None,
     ) -> None:
-        """Prepare to run `parts` under `config`; touches nothing yet."""
+        """Prepare to run `parts` under `config`; touches nothing yet.
+
+        Args:
+            parts: The model.
+            config: The settings.
+            observer: Is told about plans, units and records.
+            original_forward: The model's own.
+            group: The ranks that share every sequence; None where this one has whole sequences.
+        """
         self.parts = parts
         self.config = config
         self.observer = observer
         self.original_forward = original_forward
+        self.group = group
         self.enabled = True
         self.counters: dict[str, int] = {}
         self.running: Sequence | None = None
@@ -77,7 +89,7 @@ class Engine:
         """Who computes the loss from logits, as a script names it; "" where nobody said."""
         self.head = ModelHead(parts, original_forward)
         self.room = OffloadRoom(config)
-        self.plans = PlanBook(parts, config, self.room)
+        self.plans = PlanBook(parts, config, self.room, group)
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
         """Keeps what the last step did, where the settings ask for it."""
         self._log: ActionLog | None = None
@@ -229,8 +241,10 @@ class Engine:
 
     def _plan_with_less(self, plan: Plan, error: RuntimeError, direction: Direction) -> bool:
         """Whether what raised `error` is worth a second try with less memory."""
-        # Sharded weights are gathered by all ranks together, so one cannot begin again by itself.
-        if not ran_out_of_memory(error) or self.parts.is_sharded():
+        # Sharded weights are gathered by all ranks together, and tokens of a shared sequence are
+        # exchanged, so one cannot begin again by itself.
+        together = self.parts.is_sharded() or self.group is not None
+        if not ran_out_of_memory(error) or together:
             return False
         before, after = plan.budgets.device, self.plans.shrink(plan)
         if before is None or after is None:
@@ -260,6 +274,7 @@ class Engine:
             took=self.take_stats,
             began_seconds=began_seconds,
             on_step=self._step_done,
+            share=(0, 1) if self.group is None else (self.group.rank, self.group.size),
         )
         if self.traces is not None:
             self.traces.poll()
@@ -277,7 +292,10 @@ class Engine:
                 output = self._whole_head(call, layout, plan, watch)
             elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
                 output = self._loss(call, layout, plan, watch, logits, router_loss)
-                output = output if router_loss is None else router_loss.added_to(output)
+                if router_loss is not None:
+                    if self.group is not None:
+                        router_loss.sum_over_ranks(self.group)
+                    output = router_loss.added_to(output)
             else:
                 self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
                 output = self._whole_head(call, layout, plan, watch)
@@ -322,6 +340,8 @@ class Engine:
             for collector in collectors:
                 collector.add(logits_MV, tile)
 
+        # Logits that somebody collects are those of whole rows, on every rank.
+        sharing = None if collectors else self.group
         head_in_backward = self.parts.is_sharded() or self.parts.head_is_hooked()
         loss = ChunkedLoss(
             self.head.logits,
@@ -349,16 +369,19 @@ class Engine:
                 watch,
                 group,
                 backward_next=backward_next,
+                whole_chunks=sharing is None,
                 router_loss=router_loss,
             )
             for chunk, hidden_BCD in hidden:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
+                    labels_BC = labels_of(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     for collector in collectors:
                         collector.begin_chunk(labels[group[0] : group[1], start:end])
-                    totals.append(loss.add(hidden_BCD, labels_BT[:, start:end], last=final))
+                    totals.append(loss.add(hidden_BCD, labels_BC, last=final))
         total = torch.stack(totals).sum()
+        total = total if sharing is None else sharing.sum_over_ranks(total)
         count = (call.shift_labels != call.ignore_index).sum().to(total.device)
         value = divide_loss(total, count, call.divisor(count))
         if reduced is not None:
@@ -379,7 +402,9 @@ class Engine:
         """Chunked layers, then the head (and loss) that is there over the whole sequence."""
         rows = []
         for group in call.row_groups(self.config):
-            chunks = self._hidden(call, layout, plan, watch, group, skip_padding=False)
+            chunks = self._hidden(
+                call, layout, plan, watch, group, skip_padding=False, whole_chunks=True
+            )
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
         return self.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
 
@@ -412,9 +437,13 @@ class Engine:
         *,
         skip_padding: bool = True,
         backward_next: bool = False,
+        whole_chunks: bool = False,
         router_loss: RouterLoss | None = None,
     ) -> Any:
-        """Yield (chunk, hidden states `[B, C, D]`) of a group of rows."""
+        """Yield (chunk, hidden states `[B, C, D]`) of a group of rows.
+
+        Of chunks that ranks share they are those of this rank's tokens, unless `whole_chunks`.
+        """
         positions = call.positions()
         sequence = Sequence(
             self.parts,
@@ -427,6 +456,7 @@ class Engine:
             log=self._log,
             first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(self.config)),
             weights=self.weights,
+            group=self.group,
         )
         constants = dict(call.constants)
         if router_loss is not None:
@@ -448,10 +478,15 @@ class Engine:
             self.head.output_class = type(output)
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
-                mask, bounds = call.attention_mask, plan.bounds[chunk]
-                mask_BC = None if mask is None else mask[slice(*group), slice(*bounds)]
+                mask, part = call.attention_mask, sequence.part(chunk)
+                mask_BC = None if mask is None else mask[slice(*group), slice(*part)]
+                if part[0] == part[1]:
+                    mask_BC = hidden_BCD.new_zeros(hidden_BCD.shape[:2])
                 router_loss.add(output.router_logits, mask_BC)
             watch.watch_backward(chunk, hidden_BCD)
+            if whole_chunks and self.group is not None:
+                start, end = plan.bounds[chunk]
+                hidden_BCD = self.group.gather_tokens(hidden_BCD, end - start)
             yield chunk, hidden_BCD
 
     def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
@@ -557,13 +592,14 @@ class Engine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""
-        fresh = memo[id(self)] = Engine.__new__(Engine)  # first: the layers' hooks refer to us
+        fresh = memo[id(self)] = Engine.__new__(type(self))  # first: the layers' hooks refer to us
         Engine.__init__(
             fresh,
             copy.deepcopy(self.parts, memo),
             self.config,
             self.observer,
             copy.deepcopy(self.original_forward, memo),
+            group=self.group,
         )
         fresh.enabled = self.enabled
         return fresh
@@ -650,6 +686,16 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """
     said = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
+
+
+def labels_of(
+    labels_BT: Tensor, bounds: tuple[int, int], group: SequenceGroup | None, ignore_index: int
+) -> Tensor:
+    """Labels of the tokens of a chunk whose hidden states are here."""
+    start, end = bounds if group is None else part_of(*bounds, group.rank, group.size)
+    if start == end:  # see [Note: a rank without tokens] in sequence_group
+        return labels_BT.new_full((len(labels_BT), 1), ignore_index)
+    return labels_BT[:, start:end]
 
 
 def labelled_chunks(layout: BatchLayout, bounds: Bounds) -> set[int]:

@@ -27,7 +27,8 @@ class StepRecord:
     """
 
     tokens: int
-    """Tokens processed: ``batch_rows * total_tokens``, padding included."""
+    """Tokens processed here: ``batch_rows * total_tokens``, padding included, or this rank's share
+    of them where ranks share a batch."""
 
     batch_rows: int
     """Rows of the batch."""

@@ -7,7 +7,9 @@ backend) and keeps the offload engine as large as the plans want it. Runs nothin
 from __future__ import annotations
 
 import logging
+import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +29,13 @@ from sppo_hf.model.facts import (
 from sppo_hf.model.lessons import Teacher
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.room import OffloadRoom
+from sppo_hf.model.sequence_group import SequenceGroup
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.watch import ForwardWatch
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.stage_plan import rank_shape
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,17 +53,26 @@ _FEW_GRADIENTS = 0.01
 class PlanBook:
     """Plans by batch shape."""
 
-    def __init__(self, parts: ModelParts, config: SPPOConfig, room: OffloadRoom) -> None:
+    def __init__(
+        self,
+        parts: ModelParts,
+        config: SPPOConfig,
+        room: OffloadRoom,
+        group: SequenceGroup | None = None,
+    ) -> None:
         """Hold none yet.
 
         Args:
             parts: The model.
             config: Its settings.
             room: Is prepared for every plan.
+            group: The ranks that share every sequence, which must all run the same plan.
         """
         self._parts = parts
-        self._config = config
+        # Ranks that share a sequence exchange the tokens of one chunk after the other.
+        self._config = config if group is None else config.replace(order="by_chunk")
         self._room = room
+        self._group = group
         self._plans: dict[tuple[int, int, bool, torch.device, bool], Plan] = {}
         self._selections: dict[tuple[Requirement, int], Selection] = {}
         self._lengths: set[int] = set()
@@ -147,10 +160,10 @@ class PlanBook:
         key = (batch_rows, total_tokens, training, device, return_logits)
         if key not in self._plans:
             wanted = {"training": training, "return_logits": return_logits}
-            plan = self._make_plan(device, batch_rows, total_tokens, **wanted)
+            plan = self._shared_plan(device, batch_rows, total_tokens, **wanted)
             if self._config.device_memory is None:
                 leave_to_driver(device, CONTEXT_BYTES["cuda"])
-            given_bytes = self._room.prepare(device, plan)
+            given_bytes = self._least(self._room.prepare(device, plan))
             if given_bytes is not None:
                 plan = self._plan_within(given_bytes, plan, device, **wanted)
             for warning in plan.warnings:
@@ -171,9 +184,20 @@ class PlanBook:
             format_bytes(host_bytes),
         )
         self._config = self._config.replace(host_memory=host_bytes)
-        plan = self._make_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
+        plan = self._shared_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
         self._room.prepare(device, plan)
         return plan
+
+    def _shared_plan(self, *args: Any, **wanted: Any) -> Plan:
+        return shared_plan(lambda: self._make_plan(*args, **wanted), self._group)
+
+    def _least(self, given_bytes: int | None) -> int | None:
+        """The least that any rank was given of host memory; None where all got what they need."""
+        if self._group is None:
+            return given_bytes
+        return self._group.decide(
+            lambda: given_bytes, lambda given: math.inf if given is None else given
+        )
 
     def _notice_accumulation(self, training: bool) -> None:
         """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.
@@ -201,6 +225,8 @@ class PlanBook:
         **learned: Any,
     ) -> Plan:
         shape = self.shape()
+        if self._group is not None:
+            shape = rank_shape(shape, self._group.size)
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
         return make_plan(
@@ -247,7 +273,8 @@ class PlanBook:
 
     def correct(self, observer: StepObserver) -> None:
         """Plan anew, once, what the first steps have shown to run at other speeds."""
-        if not self._config.correct_plan:
+        # Speeds that one rank has measured would make its plan another one than the others'.
+        if not self._config.correct_plan or self._group is not None:
             return
         for lesson in self._teacher.lessons():
             before = lesson.plan
@@ -321,3 +348,13 @@ class PlanBook:
         if not chosen:
             return "none", "no layer of the model has attention"
         return ", ".join(chosen), "\n".join(chosen.values())
+
+
+def shared_plan(make: Callable[[], Plan], group: SequenceGroup | None) -> Plan:
+    """The plan that all ranks run that share a sequence: of the one with the least memory.
+
+    In another mode a rank would exchange tokens at other moments.
+    """
+    if group is None:
+        return make()
+    return group.decide(make, lambda plan: plan.budgets.device or math.inf)

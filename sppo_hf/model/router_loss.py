@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.model.sequence_group import SequenceGroup
 from sppo_hf.model.structure import ModelParts
 
 # B batch rows, C tokens of a chunk, E experts.
@@ -95,6 +96,15 @@ class RouterLoss:
             ones_E.scatter_add_(0, chosen.reshape(-1), counts.reshape(-1))
             self._chosen_E = self._chosen_E + ones_E
             self._probability_E = self._probability_E + probability
+
+    def sum_over_ranks(self, group: SequenceGroup) -> None:
+        """Add up the sums of the ranks that share the sequence; after the last chunk."""
+        if self._chosen_E is None or self._probability_E is None:
+            return
+        tokens = torch.as_tensor(self._tokens, device=self._chosen_E.device)
+        self._chosen_E = group.sum_over_ranks(self._chosen_E)
+        self._probability_E = group.sum_over_ranks(self._probability_E)
+        self._tokens = group.sum_over_ranks(tokens)
 
     def value(self) -> Tensor | None:
         """The loss without its coefficient, shape `[]`; None where no layer has a router."""

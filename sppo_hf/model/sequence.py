@@ -60,6 +60,7 @@ from sppo_hf.model.by_layer import (
     put_next_to_forward,
 )
 from sppo_hf.model.recompute import RecomputedFrame
+from sppo_hf.model.sequence_group import SequenceGroup, part_of
 from sppo_hf.model.states import (
     LayerStates,
     Spans,
@@ -151,6 +152,7 @@ class Sequence:
         log: ActionLog | None = None,
         first_unit: int = 0,
         weights: HostWeights | None = None,
+        group: SequenceGroup | None = None,
     ) -> None:
         """Prepare empty stores for every layer.
 
@@ -169,6 +171,7 @@ class Sequence:
             log: Is told what each layer does; None where nobody asks, or whole units are noted.
             first_unit: How the log counts this sequence's first chunk.
             weights: What rests on the host and comes for each layer; None where nothing does.
+            group: The ranks that share every chunk; None where this one has all tokens.
         """
         self._parts = parts
         self._plan = plan
@@ -191,6 +194,7 @@ class Sequence:
         self._linked = linked
         self._around_layers = around_layers
         self._weights = weights
+        self._group = group
         attending = parts.attending_layers()
         self._stores: list[KVStore | None] = [
             self._new_store() if layer in attending else None for layer in self._layers
@@ -243,14 +247,27 @@ class Sequence:
                 self._log.end_head()  # the loss is done when the next chunk is asked for
         self.end_forward()
 
+    def part(self, chunk: int) -> tuple[int, int]:
+        """The tokens of a chunk that are this rank's: all, or its part of them."""
+        start, end = self._plan.bounds[chunk]
+        if self._group is None:
+            return start, end
+        return part_of(start, end, self._group.rank, self._group.size)
+
+    def run_tokens(self, chunk: int) -> tuple[int, int]:
+        """`part`, or one token where it has none; see [Note: a rank without tokens]."""
+        start, end = self.part(chunk)
+        return start, max(start + 1, end)
+
     def _run_by_chunk(
         self, slices: Slices, chunks: range, watch: ForwardWatch
     ) -> Iterator[tuple[int, Any]]:
         for chunk in chunks:
             watch.forward_unit(chunk)
-            yield chunk, self.run_chunk(chunk, slices.chunk(*self._plan.bounds[chunk]))
+            yield chunk, self.run_chunk(chunk, slices.chunk(*self.run_tokens(chunk)))
 
     def _run_by_layer(self, slices: Slices, chunks: range) -> Iterator[tuple[int, Any]]:
+        assert self._group is None, "ranks that share a sequence go chunk by chunk"
         bounds = self._plan.bounds[: chunks.stop]
         for module in (*self._parts.layers, self._parts.final_norm()):
             if module is not None:
@@ -279,7 +296,8 @@ class Sequence:
 
         Args:
             chunk: Index of the chunk.
-            inputs: Keyword arguments of the base model, as `Slices.chunk` makes them.
+            inputs: Keyword arguments of the base model, as `Slices.chunk` makes them of
+                `run_tokens`.
 
         Returns:
             The base model's output.
@@ -294,7 +312,7 @@ class Sequence:
         self._owners = KeyOwners()
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
-            inputs = {**inputs, "past_key_values": PrefixLength(start)}
+            inputs = {**inputs, "past_key_values": PrefixLength(self.part(chunks.start)[0])}
         try:
             with attention_taken_over(self._parts.configs), self._around_layers():
                 inputs = self._with_cache(inputs, start, end)
@@ -444,6 +462,7 @@ class Sequence:
             keep=self._arena.keep,
             states=self._begin_states(index, start, end),
             owners=self._owners,
+            group=self._group,
             model_name=self._parts.name,
         )
         frame = self._frame(layer, call) if torch.is_grad_enabled() else None

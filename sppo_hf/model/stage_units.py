@@ -195,7 +195,7 @@ class StageUnits:
             What goes to the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`; and
             where the gradient of what the stage was given will be.
         """
-        inputs = running.slices.chunk(*self._bounds[chunk])
+        inputs = running.slices.chunk(*running.sequence.run_tokens(chunk))
         inlet = None
         if received is not None:
             for name in ("input_ids", "inputs_embeds"):
@@ -345,7 +345,7 @@ class StageUnits:
         assert unit.inlet is not None, "and chunks are slices of that"
         if running.embedded_grad is None:
             running.embedded_grad = torch.zeros_like(running.embedded)
-        start, end = self._bounds[chunk]
+        start, end = running.sequence.run_tokens(chunk)
         if unit.inlet.grad is not None:
             running.embedded_grad[:, start:end] = unit.inlet.grad
         if chunk == 0:

@@ -21,7 +21,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -697,6 +697,10 @@ class _Size:
         return ()
 
     def take(self) -> Tensor:
+        """Nothing is played back."""
+        raise AssertionError("a traced layer is not recomputed")
+
+    def borrow(self) -> NoReturn:
         """Nothing is played back."""
         raise AssertionError("a traced layer is not recomputed")
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.model.arena import return_free_heap
 from sppo_hf.model.observer import Direction, StepObserver, StepRecord
+from sppo_hf.model.sequence_group import part_of
 from sppo_hf.model.stopwatch import Stopwatch
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.planning.flops import forward_flops, step_flops
@@ -77,6 +78,7 @@ class ForwardWatch:
         took: Callable[[], OffloadStats],
         began_seconds: float,
         on_step: Callable[[ForwardWatch], None],
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Start watching.
 
@@ -88,6 +90,8 @@ class ForwardWatch:
             took: Returns what was moved since it was last asked.
             began_seconds: `time.perf_counter()` when the call came in.
             on_step: Is told when a training step has been recorded.
+            share: This rank's number among the ranks that share the sequence, and how many they
+                are. Sums of tokens and FLOPs over the ranks count each once.
         """
         self._observer = observer
         self._plan = plan
@@ -98,6 +102,7 @@ class ForwardWatch:
         self._backward_began: float | None = None
         self._backward_ended = False
         self._on_step = on_step
+        self._share = share
         self._stopwatch = Stopwatch(device)
         self._label = UnitLabel()
         self._stats = OffloadStats()
@@ -181,14 +186,15 @@ class ForwardWatch:
     def _record(self, *, training: bool, backward_seconds: float) -> None:
         rows, tokens = self._plan.batch_rows, self._plan.total_tokens
         flops = step_flops if training else forward_flops
+        start, end = part_of(0, rows * tokens, *self._share)
         self._stats = self._take_stats()
         prediction = self._plan.prediction
         self._observer.on_record(
             StepRecord(
-                tokens=rows * tokens,
+                tokens=end - start,
                 batch_rows=rows,
                 total_tokens=tokens,
-                model_flops=float(flops(self._shape, rows, tokens)),
+                model_flops=flops(self._shape, rows, tokens) / self._share[1],
                 forward_seconds=self._forward_seconds,
                 backward_seconds=backward_seconds,
                 offload=self._stats,

@@ -90,7 +90,9 @@ def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
 
 def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     """Returns the modes and tiers that the config allows on this kind of device."""
-    saved = SAVED if config.recompute == "auto" else (SAVED_BY_RECOMPUTE[config.recompute],)
+    saved: tuple[Saved, ...] = (
+        SAVED if config.recompute == "auto" else (SAVED_BY_RECOMPUTE[config.recompute],)
+    )
     if config.compile:
         # What sees products is a dispatch mode, beside which compiled code does not run.
         saved = tuple(one for one in saved if one != "products")

@@ -8,7 +8,7 @@ nothing of torch; tests hold the names against what Transformers says of its cla
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.reader import family, find_int, text_config
@@ -115,10 +115,10 @@ def check_config(config: object) -> None:
         ConfigError: a size is no number of anything.
     """
     for name in _SIZES:
-        size: object = getattr(text_config(config), name, None)
+        size: Any = getattr(text_config(config), name, None)
         # Gemma 3n has an MLP of another width in every layer.
-        each = size if name == "intermediate_size" and isinstance(size, list) else [size]
-        for one in cast("list[object]", each):
+        each: list[Any] = size if isinstance(size, list) and name == "intermediate_size" else [size]
+        for one in each:
             find_int(SimpleNamespace(**{name: one}), name)
     reason = _reason(config)
     if reason is not None:

@@ -248,7 +248,8 @@ def _mixed(
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
-            farthest: KVMode = next((m for m in kv_modes if m in _AWAY), "device")
+            leaving = [mode for mode in kv_modes if mode in _AWAY]
+            farthest: KVMode = leaving[0] if leaving else "device"
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
         shaped = looking_ahead(cost, shaped, ahead)
         tight, bound = budgets, float("inf")

@@ -1,4 +1,4 @@
-"""Agreement: the ranks of a pipeline see that they are about to run the same step.
+"""Agreement: ranks that share a batch see that they are about to run the same step.
 
 Ranks that run different steps would wait for messages that never come. A few numbers on the CPU, a
 fraction of a millisecond, turn that into an error that says what differs.
@@ -20,19 +20,19 @@ from sppo_hf.runtime.mesh import PipelineMesh
 
 _SHARED_SETTINGS = (
     *("num_chunks", "chunk_lengths", "chunk_tokens", "partition", "micro_batch_size"),
-    *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers"),
+    *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers", "sp_size"),
 )
 
 
 def settings_number(config: SPPOConfig) -> int:
-    """A number for the settings that all ranks of a pipeline must share."""
+    """A number for the settings that all ranks that share a batch must have alike."""
     settings = config.to_dict()
     text = json.dumps([settings[name] for name in _SHARED_SETTINGS])
     return zlib.crc32(text.encode())
 
 
 def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
-    """Compare numbers over the ranks of a pipeline; every rank calls this before every step.
+    """Compare numbers over the ranks that share a batch; each calls this before every step.
 
     Args:
         mesh: The ranks.
@@ -42,19 +42,18 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
         PipelineError: They differ; names the facts, the ranks and their numbers.
     """
     mine = torch.tensor(list(facts.values()))
-    others = [torch.empty_like(mine) for _ in range(mesh.pp_size)]
+    others = [torch.empty_like(mine) for _ in mesh.sharing_ranks]
     dist.all_gather(others, mine, group=mesh.control)
-    for rank, other in enumerate(others):
+    for rank, other in zip(mesh.sharing_ranks, others, strict=True):
         differ = [
-            f"{name} ({theirs} on rank {mesh.world_rank(rank)}, "
-            f"{ours} on rank {mesh.world_rank(mesh.pp_rank)})"
+            f"{name} ({theirs} on rank {rank}, {ours} on rank {mesh.rank})"
             for (name, ours), theirs in zip(facts.items(), other.tolist(), strict=True)
             if ours != theirs
         ]
         if differ:
             raise PipelineError(
-                f"ranks of the pipeline are about to run different steps: {', '.join(differ)}. All "
-                "ranks of a pipeline must get the same batches and settings. Remedy: prepare the "
+                f"ranks that share a batch are about to run different steps: {', '.join(differ)}. "
+                "All of them must get the same batches and settings. Remedy: prepare the "
                 "data loader by the Accelerator, shuffle with the same seed, and start all ranks "
                 "with the same settings file."
             )
@@ -79,8 +78,7 @@ def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: boo
         return []
     said: list[str] = []
     if refusal is not None:
-        rank = mesh.world_rank(mesh.pp_rank)
-        said = [f"rank {rank} refuses it: {type(refusal).__name__}: {refusal}"]
+        said = [f"rank {mesh.rank} refuses it: {type(refusal).__name__}: {refusal}"]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, said, group=group)
@@ -92,7 +90,7 @@ ValueT = TypeVar("ValueT")
 
 
 def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
-    """What the pipeline's first rank has for a value that all ranks must have alike.
+    """What the first rank that shares a batch has for a value that all ranks must have alike.
 
     Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
     some stages only, say, would balance chunks differently.
@@ -102,7 +100,7 @@ def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
         value: Can be pickled; that of the first rank counts.
     """
     box: list[ValueT] = [value]
-    dist.broadcast_object_list(box, mesh.world_rank(0), group=mesh.control)
+    dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control)
     return box[0]
 
 
@@ -113,6 +111,6 @@ def all_say(mesh: PipelineMesh, value: ValueT) -> list[ValueT]:
         mesh: The ranks.
         value: This rank's; can be pickled.
     """
-    said: list[Any] = [None] * mesh.pp_size
+    said: list[Any] = [None] * len(mesh.sharing_ranks)
     dist.all_gather_object(said, value, group=mesh.control)
     return said

@@ -76,11 +76,12 @@ def place_of(model: nn.Module) -> Place:
 
 def place_in(mesh: PipelineMesh) -> Place:
     """Where this process stands in saves and loads of a pipeline run."""
+    # Ranks that share a sequence hold the same stages, as replicas do.
     return Place(
         mesh.pp_rank,
-        mesh.dp_rank,
+        mesh.dp_rank * mesh.sp_size + mesh.sp_rank,
         mesh.pp_size,
-        mesh.dp_size,
+        mesh.dp_size * mesh.sp_size,
         everyone=_all_processes(dist.group.WORLD),
         pipeline=mesh.storage,
     )

@@ -1,7 +1,8 @@
-"""Which rank is which: stages beside replicas, and the process groups that they talk in.
+"""Which rank is which, and the process groups that they talk in: one mesh (dp, pp, sp).
 
-Ranks of one pipeline are neighbours (rank = replica * pp_size + stage), so that a pipeline lies
-within a node where it fits there. Knows nothing of models or schedules.
+Ranks that share a sequence are neighbours, and so are those of one pipeline (rank = (replica *
+pp_size + stage) * sp_size + part), so that they lie within a node where they fit there: the
+exchange of tokens for heads wants the fastest link, messages between stages the next.
 
 [Note: one group per direction] NCCL carries out what one group sends and receives in the order in
 which each rank asks for it. Two ranks that send to each other through one group would each wait for
@@ -17,12 +18,16 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sppo_hf.errors import ConfigError
 
 STORAGE_TIMEOUT = timedelta(hours=2)
 """How much later than another a rank may be done with writing its files."""
 
+
+DIMS = ("dp", "pp", "sp")
+"""Of the mesh: replicas, stages, parts of a sequence."""
 
 MOST_CTAS = 4
 """Thread blocks, of a multiprocessor each, that NCCL may use for a link."""
@@ -40,11 +45,11 @@ class PipelineMesh:
     pipeline: Any = field(repr=False)
     """All ranks of this pipeline."""
     control: Any = field(repr=False)
-    """The same, for a few numbers on the CPU."""
+    """All ranks that share this one's batches, for a few numbers on the CPU."""
     storage: Any = field(repr=False)
-    """The same again, for what waits for slow disks."""
+    """This pipeline's again, for what waits for slow disks; None where it has one rank."""
     replicas: Any = field(repr=False)
-    """The ranks that hold the same stages; None where there is one pipeline."""
+    """The ranks that hold the same stages; None where this one is alone."""
     replicas_control: Any = field(repr=False)
     """The same, for a few numbers on the CPU."""
     ends: Any = field(repr=False)
@@ -52,6 +57,23 @@ class PipelineMesh:
     links: dict[tuple[int, int], Any] = field(repr=False)
     """By (from, to), as ranks of the pipeline, one of them this: the group of messages that go that
     way."""
+    sp_size: int = 1
+    sp_rank: int = 0
+    sequence: Any = field(default=None, repr=False)
+    """The ranks that share a sequence and hold the same stages; None where there is one."""
+    sequence_control: Any = field(default=None, repr=False)
+    """The same, for a few numbers on the CPU."""
+
+    @property
+    def sharing_ranks(self) -> range:
+        """The ranks, of all, that share this one's batches."""
+        size = self.pp_size * self.sp_size
+        return range(self.dp_rank * size, (self.dp_rank + 1) * size)
+
+    @property
+    def rank(self) -> int:
+        """This rank, of all."""
+        return self.world_rank(self.pp_rank)
 
     @property
     def is_first(self) -> bool:
@@ -61,31 +83,38 @@ class PipelineMesh:
     def allow_seconds(self, seconds: float) -> None:
         """Let operations from now on wait for so long, in all groups but the one for storage."""
         groups = (self.pipeline, self.control, self.replicas, self.replicas_control, self.ends)
-        for group in (*groups, *self.links.values()):
+        for group in (*groups, self.sequence, self.sequence_control, *self.links.values()):
             if group is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def world_rank(self, pp_rank: int) -> int:
         """The rank, of all, of a rank of this pipeline."""
-        return self.dp_rank * self.pp_size + pp_rank
+        return (self.dp_rank * self.pp_size + pp_rank) * self.sp_size + self.sp_rank
 
 
-def check_world(pp_size: int, world_size: int) -> None:
-    """Refuse a number of processes that is no multiple of the pipeline's ranks.
+def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
+    """Refuse a number of processes that is no multiple of the ranks that share a batch.
 
     Raises:
         ConfigError: Naming both numbers.
     """
-    if world_size % pp_size:
+    size = pp_size * sp_size
+    if world_size % size:
+        names = " x ".join(
+            name for name, one in (("pp_size", pp_size), ("sp_size", sp_size)) if one > 1
+        )
+        what = "share one sequence" if pp_size == 1 else "make one pipeline"
         raise ConfigError(
-            f"pp_size={pp_size}, but {world_size} process{'es were' if world_size > 1 else ' was'} "
-            f"started. Allowed: a multiple of pp_size (each {pp_size} make one pipeline, the rest "
+            f"{names}={size}, but {world_size} process{'es were' if world_size > 1 else ' was'} "
+            f"started. Allowed: a multiple of {names} (each {size} {what}, the rest "
             "are data-parallel replicas). Remedy: accelerate launch --num_processes "
-            f"{max(1, world_size // pp_size) * pp_size}, or another pp_size."
+            f"{max(1, world_size // size) * size}, or another {names}."
         )
 
 
-def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> PipelineMesh:
+def make_mesh(
+    pp_size: int, device: torch.device, *, timeout_seconds: int, sp_size: int = 1
+) -> PipelineMesh:
     """Form the groups; every process of the launch calls this, in the same order.
 
     Args:
@@ -93,58 +122,90 @@ def make_mesh(pp_size: int, device: torch.device, *, timeout_seconds: int) -> Pi
         device: Of this rank.
         timeout_seconds: After which an operation without an answer fails. The watchdog's should be
             shorter: it knows which rank does not answer.
+        sp_size: Ranks that share a sequence.
 
     Raises:
-        ConfigError: The number of processes is no multiple of `pp_size`.
+        ConfigError: The number of processes is no multiple of `pp_size * sp_size`.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    check_world(pp_size, world)
-    dp_size, rank = world // pp_size, dist.get_rank()
-    dp_rank, pp_rank = divmod(rank, pp_size)
-    timeout = timedelta(seconds=timeout_seconds)
-    mine: dict[str, Any] = {"replicas": None, "replicas_control": None, "ends": None}
-    links: dict[tuple[int, int], Any] = {}
-    for replica in range(dp_size):
-        ranks = [replica * pp_size + stage for stage in range(pp_size)]
-        here = replica == dp_rank
-        made = {
-            "pipeline": dist.new_group(ranks, timeout=timeout),
-            "control": dist.new_group(ranks, timeout=timeout, backend="gloo"),
-            "storage": dist.new_group(ranks, timeout=max(timeout, STORAGE_TIMEOUT), backend="gloo"),
-            "ends": dist.new_group(sorted({ranks[0], ranks[-1]}), timeout=timeout),
-        }
-        if here:
-            mine |= made
-        for source in range(pp_size):
-            for target in sorted({(source + 1) % pp_size, (source - 1) % pp_size}):
-                pair = sorted((ranks[source], ranks[target]))
-                group = dist.new_group(
-                    pair, timeout=timeout, pg_options=link_options(device, timeout)
-                )
-                if here and pp_rank in (source, target):
-                    links[source, target] = group
-    if dp_size > 1:
-        for stage in range(pp_size):
-            ranks = [replica * pp_size + stage for replica in range(dp_size)]
-            made = {
-                "replicas": dist.new_group(ranks, timeout=timeout),
-                "replicas_control": dist.new_group(ranks, timeout=timeout, backend="gloo"),
-            }
-            if stage == pp_rank:
-                mine |= made
-    if pp_rank not in (0, pp_size - 1):
-        mine["ends"] = None
+    check_world(pp_size, world, sp_size)
+    dp_size = world // (pp_size * sp_size)
+    shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
+    # Named backends give every dim groups of its own, apart from the launch's.
+    fast = "nccl" if device.type == "cuda" else "gloo"
+    tensors, numbers = (
+        init_device_mesh(
+            kind, shape, mesh_dim_names=DIMS, backend_override=dict.fromkeys(DIMS, backend)
+        )
+        for kind, backend in ((device.type, fast), ("cpu", "gloo"))
+    )
+    dp_rank, pp_rank, sp_rank = tensors.get_coordinate() or (0, 0, 0)
+    links, ends, storage = _hand_made(shape, (dp_rank, pp_rank, sp_rank), device, timeout)
+    alone = dp_size * sp_size == 1
     mesh = PipelineMesh(
         pp_size=pp_size,
         dp_size=dp_size,
+        sp_size=sp_size,
         pp_rank=pp_rank,
         dp_rank=dp_rank,
+        sp_rank=sp_rank,
         device=device,
+        pipeline=_group(tensors, fast, "pp"),
+        control=_group(numbers, "gloo", "pp", "sp"),
+        storage=storage,
+        replicas=None if alone else _group(tensors, fast, "dp", "sp"),
+        replicas_control=None if alone else _group(numbers, "gloo", "dp", "sp"),
+        sequence=None if sp_size == 1 else _group(tensors, fast, "sp"),
+        sequence_control=None if sp_size == 1 else _group(numbers, "gloo", "sp"),
+        ends=ends,
         links=links,
-        **mine,
     )
+    mesh.allow_seconds(timeout_seconds)
     _try_groups(mesh)
     return mesh
+
+
+def _group(mesh: DeviceMesh, backend: str, *dims: str) -> Any:
+    """The group of this rank along some dims of a mesh."""
+    long = [dim for dim in dims if mesh[dim].size() > 1]
+    if len(long) < 2:
+        return mesh[long[0] if long else dims[0]].get_group()
+    return mesh[tuple(long)]._flatten("_".join(long), backend_override=backend).get_group()
+
+
+def _hand_made(
+    shape: tuple[int, int, int],
+    place: tuple[int, int, int],
+    device: torch.device,
+    timeout: timedelta,
+) -> tuple[dict[tuple[int, int], Any], Any, Any]:
+    """Groups of this rank that are no dim of a mesh: links, both ends, and the one for storage."""
+    dp_size, pp_size, sp_size = shape
+    dp_rank, pp_rank, sp_rank = place
+    links: dict[tuple[int, int], Any] = {}
+    mine: dict[str, Any] = {}
+    for replica in range(dp_size):
+        first = replica * pp_size * sp_size
+        for part in range(sp_size if pp_size > 1 else 0):
+            ranks = range(first + part, first + pp_size * sp_size, sp_size)
+            here = (replica, part) == (dp_rank, sp_rank)
+            storage = dist.new_group(
+                list(ranks), timeout=max(timeout, STORAGE_TIMEOUT), backend="gloo"
+            )
+            if here:
+                mine["storage"] = storage
+            ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
+            if here and pp_rank in (0, pp_size - 1):
+                mine["ends"] = ends
+            for source in range(pp_size):
+                for target in sorted({(source + 1) % pp_size, (source - 1) % pp_size}):
+                    pair = sorted((ranks[source], ranks[target]))
+                    group = dist.new_group(
+                        pair, timeout=timeout, pg_options=link_options(device, timeout)
+                    )
+                    if here and pp_rank in (source, target):
+                        links[source, target] = group
+    return links, mine.get("ends"), mine.get("storage")
 
 
 def link_options(device: torch.device, timeout: timedelta) -> Any:
@@ -168,7 +229,7 @@ def _try_groups(mesh: PipelineMesh) -> None:
     NCCL sets a group up when it is first used, and its ranks wait for each other then; within a
     schedule that would stall the first step, and here one that does not work is found at once.
     """
-    for group in (mesh.pipeline, mesh.ends, mesh.replicas):
+    for group in (mesh.pipeline, mesh.ends, mesh.sequence, mesh.replicas):
         if group is not None:
             dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
     for source, target in sorted(mesh.links):

@@ -27,6 +27,7 @@ from sppo_hf.model.structure import ModelParts, find_parts
 from sppo_hf.planning.flops import layer_costs
 from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.stages import split_layers
+from sppo_hf.runtime.exchange import refuse_unshareable
 from sppo_hf.runtime.mesh import PipelineMesh, check_world, make_mesh
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
 from sppo_hf.runtime.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
@@ -37,40 +38,45 @@ BALANCE_TOKENS = 32_768
 """Length of the sequences that stages are balanced for; the longer, the less the head weighs."""
 
 
-def shared_mesh(pp_size: int, device: torch.device, timeout_seconds: int) -> PipelineMesh:
+def shared_mesh(
+    pp_size: int, device: torch.device, timeout_seconds: int, sp_size: int = 1
+) -> PipelineMesh:
     """The mesh of this process, formed once: groups are a launch's, not a model's.
 
     Raises:
-        ConfigError: There is no launch, or its size is no multiple of `pp_size`.
+        ConfigError: There is no launch, or its size is no multiple of `pp_size * sp_size`.
     """
     # Groups end with the launch's own, which a process may leave and form anew.
-    watchdog = launch_watchdog(pp_size, timeout_seconds)
+    watchdog = launch_watchdog(pp_size, timeout_seconds, sp_size)
     with watchdog.explaining("forming groups of ranks"):
-        return _mesh(pp_size, device, timeout_seconds, dist.group.WORLD)
+        return _mesh(pp_size, sp_size, device, timeout_seconds, dist.group.WORLD)
 
 
-def launch_watchdog(pp_size: int, timeout_seconds: int) -> Watchdog:
+def launch_watchdog(pp_size: int, timeout_seconds: int, sp_size: int = 1) -> Watchdog:
     """The watchdog of this process, started if it is not running.
 
     Raises:
         ConfigError: There is no launch.
     """
-    _check_launch(pp_size)
+    _check_launch(*(("pp_size", pp_size) if sp_size == 1 else ("sp_size", sp_size)))
     return watch_launch(timeout_seconds)
 
 
-def _check_launch(pp_size: int) -> None:
+def _check_launch(name: str, size: int) -> None:
     if not dist.is_initialized():
         raise ConfigError(
-            f"pp_size={pp_size} needs {pp_size} processes, and this is a single one. Allowed: a "
-            "launch of pp_size processes or a multiple. Remedy: accelerate launch "
-            f"--num_processes {pp_size} script.py (or torchrun --nproc_per_node {pp_size})."
+            f"{name}={size} needs {size} processes, and this is a single one. Allowed: a "
+            f"launch of {name} processes or a multiple. Remedy: accelerate launch "
+            f"--num_processes {size} script.py (or torchrun --nproc_per_node {size})."
         )
 
 
 @functools.cache
-def _mesh(pp_size: int, device: torch.device, timeout_seconds: int, _: Any) -> PipelineMesh:
-    return make_mesh(pp_size, device, timeout_seconds=timeout_seconds + GROUP_MARGIN_SECONDS)
+def _mesh(
+    pp_size: int, sp_size: int, device: torch.device, timeout_seconds: int, _: Any
+) -> PipelineMesh:
+    seconds = timeout_seconds + GROUP_MARGIN_SECONDS
+    return make_mesh(pp_size, device, timeout_seconds=seconds, sp_size=sp_size)
 
 
 def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
@@ -135,7 +141,9 @@ def convert_to_stages(
     parts = find_parts(model)
     check_family(parts)
     device = next(parts.causal_lm.parameters()).device if device is None else device
-    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds)
+    if config.sp_size > 1:
+        refuse_unshareable(parts, config.sp_size)
+    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
     staged = staged_model(parts, config, mesh.pp_rank)
     make_engine = functools.partial(
         PipelineEngine,
@@ -186,8 +194,8 @@ def load_model_stages(
         UnsupportedModelError: The model cannot be cut.
     """
     launch_watchdog(config.pp_size, config.pp_timeout_seconds)
-    check_world(config.pp_size, dist.get_world_size())
-    pp_rank = dist.get_rank() % config.pp_size
+    check_world(config.pp_size, dist.get_world_size(), config.sp_size)
+    pp_rank = dist.get_rank() // config.sp_size % config.pp_size
     return load_stages(
         model_class, name_or_path, lambda parts: choose_cut(parts, config, pp_rank), **kwargs
     )

@@ -23,13 +23,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall, read_call
-from sppo_hf.model.engine import Engine, labelled_chunks
+from sppo_hf.model.engine import Engine, labelled_chunks, labels_of
 from sppo_hf.model.fused import fused_tile
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.loss import ChunkedLoss, divide_loss
 from sppo_hf.model.observer import StepObserver
 from sppo_hf.model.parameter_hooks import hooks_set_aside
 from sppo_hf.model.sequence import Sequence
+from sppo_hf.model.sequence_group import own_random_numbers, part_of
 from sppo_hf.model.stage_message import MessageLayout
 from sppo_hf.model.stage_units import AddLoss, StageUnits, first_layer_hook, last_layer_hook
 from sppo_hf.model.stages import StagedModel
@@ -40,6 +41,7 @@ from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.plan import Plan
 from sppo_hf.runtime.agreement import agree, refused, settings_number
 from sppo_hf.runtime.call_limits import refuse_call
+from sppo_hf.runtime.exchange import SequenceRanks
 from sppo_hf.runtime.executor import Done, Executor, UnitMarks
 from sppo_hf.runtime.gradients import (
     PipelineLoss,
@@ -128,7 +130,8 @@ class PipelineEngine(Engine):
             mesh: Its place among the ranks.
             watchdog: Is told what this rank does.
         """
-        super().__init__(parts, config, observer, original_forward)
+        group = SequenceRanks(mesh) if mesh.sp_size > 1 else None
+        super().__init__(parts, config, observer, original_forward, group=group)
         self.staged = staged
         self.mesh = mesh
         self.watchdog = watchdog
@@ -276,7 +279,7 @@ class PipelineEngine(Engine):
         parameters = list(self.parts.causal_lm.parameters())
         gradients = StepGradients(parameters) if training else None
         try:
-            with hooks_set_aside(parameters):
+            with hooks_set_aside(parameters), own_random_numbers(self.group, call.device):
                 self._execute(prepared, units, gradients, scale)
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)
@@ -408,6 +411,7 @@ class PipelineEngine(Engine):
                 offload=self.offload,
                 layers=cut.layers[stage],
                 linked=False,
+                group=self.group,
                 **varying,
             )
 
@@ -443,7 +447,8 @@ class PipelineEngine(Engine):
 
         def add(hidden_BCD: Tensor, rows: slice, tokens: slice) -> Tensor:
             assert call.shift_labels is not None, "calls without labels were refused"
-            labels_BC = call.shift_labels[rows, tokens]
+            bounds_of = (tokens.start, tokens.stop)
+            labels_BC = labels_of(call.shift_labels[rows], bounds_of, self.group, call.ignore_index)
             return loss.add(hidden_BCD, labels_BC, last=tokens.start == last_start)
 
         return add
@@ -468,7 +473,9 @@ class PipelineEngine(Engine):
         def shape(unit: int, stage: int) -> tuple[int, ...]:
             micro_batch, chunk = divmod(unit, len(bounds))
             (row, row_end), (start, end) = rows[micro_batch], bounds[chunk]
-            return row_end - row, end - start, messages.width(layers[stage].start)
+            if self.group is not None:  # one token where it has none of its own
+                start, end = part_of(start, end, self.group.rank, self.group.size)
+            return row_end - row, max(1, end - start), messages.width(layers[stage].start)
 
         def reduce(stage: int) -> None:
             assert gradients is not None, "only a training step reduces"
@@ -521,9 +528,12 @@ class PipelineEngine(Engine):
         return count, call.divisor(count)
 
     def _gradient_of_sum(self, call: ForwardCall) -> Tensor:
-        """What the schedule takes for the gradient of the loss's sum: as the last time, `[]`."""
+        """What the schedule takes for the gradient of the loss's sum: as the last time, `[]`.
+
+        Times the ranks that share the sequence, over which gradients are averaged.
+        """
         count, divisor = self._count_and_divisor(call)
-        scale = self._expected_gradient().to(divisor.device) / divisor
+        scale = self.mesh.sp_size * self._expected_gradient().to(divisor.device) / divisor
         return torch.where(count > 0, scale, torch.zeros_like(scale))
 
     def _expected_gradient(self) -> Tensor:
@@ -546,7 +556,7 @@ class PipelineEngine(Engine):
 
     def reduces_replicas(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
-        return self.mesh.dp_size > 1 and self.reduces()
+        return self.mesh.replicas is not None and self.reduces()
 
     def agreed(self, value: bool) -> bool:
         """Whether all ranks of all replicas say so; all of them ask at the same moments."""
@@ -573,6 +583,8 @@ class PipelineEngine(Engine):
             total = torch.stack(units.losses).sum().to(wide)
         last = self.mesh.world_rank(self.mesh.pp_size - 1)
         dist.broadcast(total, last, group=self.mesh.pipeline)
+        if self.mesh.sequence is not None:
+            dist.all_reduce(total, group=self.mesh.sequence)
         loss = divide_loss(total, *self._count_and_divisor(call))
         if gradients is None:
             return loss

@@ -14,6 +14,7 @@ import torch
 from sppo_hf.errors import BudgetError
 from sppo_hf.model.facts import device_facts, dtype_name, leave_to_driver, whole_shape
 from sppo_hf.model.lessons import STEP_MEASURED
+from sppo_hf.model.plans import shared_plan
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import Correction
@@ -31,7 +32,7 @@ from sppo_hf.planning.pipeline_choice import (
     stage_seconds,
 )
 from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
-from sppo_hf.planning.stage_plan import stage_shape
+from sppo_hf.planning.stage_plan import rank_shape, stage_shape
 from sppo_hf.runtime.agreement import all_say, first_rank_says
 from sppo_hf.runtime.schedules import step_schedule
 
@@ -302,7 +303,7 @@ class StagePlans:
     def _holds_gradients_twice(self) -> bool:
         """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
         parameters = self._engine.parts.causal_lm.parameters()
-        return self._engine.mesh.dp_size > 1 or any(p.grad is not None for p in parameters)
+        return self._engine.mesh.replicas is not None or any(p.grad is not None for p in parameters)
 
     def _make(
         self,
@@ -324,10 +325,13 @@ class StagePlans:
             leave_to_driver(device, CONTEXT_BYTES["cuda"])
         plans = {}
         for stage in cut.own:
+            shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
+            if engine.group is not None:
+                shape = rank_shape(shape, engine.group.size)
             make = functools.partial(
                 make_plan,
                 config,
-                stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1),
+                shape,
                 device=facts,
                 backend_name=backend,
                 backend_reason=reason,
@@ -341,7 +345,9 @@ class StagePlans:
                 accumulates=training and self._accumulates,
             )
             try:
-                plans[stage] = make(correction=learned.get(stage))
+                correction = learned.get(stage)
+                planned = functools.partial(make, correction=correction)
+                plans[stage] = shared_plan(planned, engine.group)
             except BudgetError as error:
                 if stage not in learned:
                     raise BudgetError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sppo_hf.model.calls import ForwardCall
 from sppo_hf.model.observer import StepRecord
+from sppo_hf.model.sequence_group import part_of
 from sppo_hf.planning.flops import forward_flops, step_flops
 from sppo_hf.runtime.schedules import StepSchedule
 from sppo_hf.schedule.actions import Action
@@ -70,19 +71,20 @@ class StepWatch:
         """
         engine, call = self._engine, self._call
         mesh = engine.mesh
-        tokens = call.batch_rows * call.total_tokens
+        sharing = len(mesh.sharing_ranks)
+        start, end = part_of(
+            0, call.batch_rows * call.total_tokens, mesh.rank - mesh.sharing_ranks[0], sharing
+        )
         flops = step_flops if training else forward_flops
         forwards = [done for done in executed if done.action.kind == "F"]
         forward = sum(done.end_seconds - done.start_seconds for done in forwards)
         stats = engine.take_stats()
         engine.observer.on_record(
             StepRecord(
-                tokens=tokens * (mesh.pp_rank + 1) // mesh.pp_size
-                - tokens * mesh.pp_rank // mesh.pp_size,
+                tokens=end - start,
                 batch_rows=call.batch_rows,
                 total_tokens=call.total_tokens,
-                model_flops=flops(engine.shape(), call.batch_rows, call.total_tokens)
-                / mesh.pp_size,
+                model_flops=flops(engine.shape(), call.batch_rows, call.total_tokens) / sharing,
                 forward_seconds=forward,
                 backward_seconds=time.perf_counter() - self._began - forward,
                 offload=stats,

@@ -31,9 +31,10 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.model.calls import ForwardCall
-from sppo_hf.model.head import ModelHead
+from sppo_hf.model.engine import labels_of
 from sppo_hf.model.layout import BatchLayout
 from sppo_hf.model.recompute import RunContext
+from sppo_hf.model.sequence_group import part_of
 from sppo_hf.model.versions import ReadTensors
 from sppo_hf.runtime.gradients import StepGradients, average_after_backward
 
@@ -53,28 +54,31 @@ class HeadOutputs:
     """
 
     def __init__(
-        self, head: ModelHead, call: ForwardCall, gradients: dict[str, Tensor] | None = None
+        self, engine: PipelineEngine, call: ForwardCall, gradients: dict[str, Tensor] | None = None
     ) -> None:
         """Gather nothing yet.
 
         Args:
-            head: Runs the model's own head.
+            engine: Runs the model's own head.
             call: The batch, and what the head is to be asked for.
             gradients: `[B, T]` by name, for the outputs' backward; None where there is none.
         """
-        self._head = head
+        self._head, self._group = engine.head, engine.group
         self._call = call
         self._gradients = gradients or {}
         self.kind: type[Any] = ModelOutput
         """The class of what the head returned."""
         self.whole: dict[str, Tensor] = {}
-        """`[B, T]` by name."""
+        """`[B, T]` by name; zero for tokens of other ranks that share the sequence."""
 
     def add(self, hidden_BCD: Tensor, rows: slice, tokens: slice) -> Tensor:
         """Run the head over a chunk; a number whose gradient is the given ones, shape `[]`."""
         labels = self._call.shift_labels
         assert labels is not None, "a pipeline runs with labels"
-        labels_BC = labels[rows, tokens]
+        part = bounds = (tokens.start, tokens.stop)
+        if self._group is not None:
+            part = part_of(*bounds, self._group.rank, self._group.size)
+        labels_BC = labels_of(labels[rows], bounds, self._group, self._call.ignore_index)
         output = self._head.run(hidden_BCD, shift_labels=labels_BC, **self._call.head_arguments)
         self.kind = type(output)
         total = torch.zeros((), device=hidden_BCD.device)
@@ -83,9 +87,11 @@ class HeadOutputs:
                 continue
             if name not in self.whole:
                 self.whole[name] = value.new_zeros(labels.shape)
-            self.whole[name][rows, tokens] = value.detach()
+            if part[0] == part[1]:
+                continue
+            self.whole[name][rows, slice(*part)] = value.detach()
             if name in self._gradients and value.requires_grad:
-                total = total + (value * self._gradients[name][rows, tokens]).sum()
+                total = total + (value * self._gradients[name][rows, slice(*part)]).sum()
         return total
 
 
@@ -115,13 +121,13 @@ class TokenCall:
         if training and engine.uniform:
             self._ran_with = self._guess()
             gradients = {_LOG_PROBS: self._full(self._ran_with)}
-        outputs = HeadOutputs(engine.head, self._call, gradients)
+        outputs = HeadOutputs(engine, self._call, gradients)
         with torch.set_grad_enabled(gradients is not None):
             self._gradients, _ = engine.run_schedule(
                 self._call,
                 self._layout,
                 lambda _: outputs.add,
-                scale=torch.ones((), device=self._call.device),
+                scale=self._scale(),
                 records=not training or gradients is not None,
             )
         whole = self._share(outputs)
@@ -136,12 +142,12 @@ class TokenCall:
     # -- what the caller gets ----------------------------------------------------------------
 
     def _share(self, outputs: HeadOutputs) -> dict[str, Tensor]:
-        """Hand the last rank's numbers to all ranks of the pipeline, `[B, T]` by name."""
+        """Hand the last stage's numbers to all ranks that share the batch, `[B, T]` by name."""
         mesh = self._engine.mesh
         last = mesh.world_rank(mesh.pp_size - 1)
         dtypes = {name: value.dtype for name, value in outputs.whole.items()}
         box: list[Any] = [(outputs.kind, dtypes)]
-        dist.broadcast_object_list(box, last, group=mesh.control)
+        dist.broadcast_object_list(box, mesh.sharing_ranks[-1], group=mesh.control)
         outputs.kind, dtypes = box[0]
         if not dtypes:
             raise UnsupportedModelError(
@@ -159,6 +165,8 @@ class TokenCall:
             # Flags travel as bytes: not every backend sends truth values.
             sent = value.view(torch.uint8) if dtype == torch.bool else value
             dist.broadcast(sent, last, group=mesh.pipeline)
+            if mesh.sequence is not None:
+                dist.all_reduce(sent, group=mesh.sequence)
             whole[name] = value
         return whole
 
@@ -194,13 +202,13 @@ class TokenCall:
             if engine.reduces_replicas():
                 average_after_backward(self._parameters, engine.replicas)
             return self._handed_out(speculated, grad / self._ran_with)
-        outputs = HeadOutputs(engine.head, self._call, grads)
+        outputs = HeadOutputs(engine, self._call, grads)
         with self._context.restored(), torch.enable_grad():
             gradients, _ = engine.run_schedule(
                 self._call,
                 self._layout,
                 lambda _: outputs.add,
-                scale=torch.ones((), device=self._call.device),
+                scale=self._scale(),
                 reduces=engine.reduces_replicas(),
                 # What was computed for nothing has been counted.
                 records=speculated is None,
@@ -227,6 +235,10 @@ class TokenCall:
     def _counts(self) -> Tensor:
         assert self._call.shift_labels is not None, "a pipeline runs with labels"
         return self._call.shift_labels != self._call.ignore_index
+
+    def _scale(self) -> Tensor:
+        """As `PipelineEngine._gradient_of_sum` says, `[]`."""
+        return torch.full((), float(self._engine.mesh.sp_size), device=self._call.device)
 
     def _guess(self) -> float:
         """The gradient to run with: a power of two, so that scaling by it loses nothing."""

@@ -249,8 +249,8 @@ def generate(name: str, size: Size) -> Schedule:
     """
     if name not in ALL_SCHEDULES:
         raise ScheduleError(
-            f"There is no schedule {name!r}. Allowed: {', '.join(ALL_SCHEDULES)}. Remedy: name one of "
-            "these."
+            f"There is no schedule {name!r}. Allowed: {', '.join(ALL_SCHEDULES)}. Remedy: name one "
+            "of these."
         )
     if size.chunks and name in EVEN:
         raise ScheduleError(

@@ -92,3 +92,15 @@ def test_predictions_of_rows_of_other_lengths_on_each_rank(tmp_path: Path):
         ours, plain = seen[f"{name} ours"], seen[f"{name} plain"]
         assert [shape for shape, _ in ours] == [shape for shape, _ in plain]
         assert [total for _, total in ours] == pytest.approx([t for _, t in plain], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_predictions_of_ranks_that_share_sequences(tmp_path: Path):
+    job = {"kind": "predictions", "settings": {**SETTINGS, "loss_tile_tokens": 5}}
+    plain = run_job(job, 1, tmp_path / "one")
+    shared = {**job, "settings": {**job["settings"], "sp_size": 2}}
+    seen = run_job(shared, 2, tmp_path / "two")
+    for name in ("token_wise", "whole"):
+        for ours, theirs in zip(seen[f"{name} ours"], plain[f"{name} plain"], strict=True):
+            assert ours[0] == theirs[0]
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-5)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from accelerate.utils import DistributedType, DynamoBackend
 
-from sppo_hf import ConfigError
+from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.integrations.limits import (
     refuse_accelerator,
     refuse_arguments,
-    refuse_for_pipeline_arguments,
+    refuse_for_sharing_ranks,
     refuse_sizes,
 )
 
@@ -101,7 +101,7 @@ def test_trainers_of_trl_that_a_pipeline_cannot_run_are_refused_by_name(name, fi
     theirs = type(f"{name}Config", (), {"__module__": "trl.trainer", **settings})
     args = type("MyArguments", (theirs,), {})()  # a script may add fields of its own
     if fits:
-        refuse_for_pipeline_arguments(args, 2)
+        refuse_for_sharing_ranks(args, SPPOConfig(pp_size=2))
         return
     with pytest.raises(ConfigError, match=rf"TRL's {name}Trainer.*SFTTrainer.*pp_size=1"):
-        refuse_for_pipeline_arguments(args, 2)
+        refuse_for_sharing_ranks(args, SPPOConfig(pp_size=2))

@@ -1,4 +1,4 @@
-"""Pipelines through the standard Trainer and a raw Accelerate loop see what one process sees."""
+"""Ranks that share batches, by the standard Trainer and a raw loop, see what one process sees."""
 
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from tests.runtime.test_pipeline_engine import make
 
 NEAR = 1e-4
 PIPELINE = {"pp_size": 2, "num_chunks": 3}
+SHARED = {"sp_size": 2, "num_chunks": 3}
+BOTH = {**PIPELINE, **SHARED}
 
 
 def _series(result: dict, name: str) -> list[float]:
@@ -27,8 +29,8 @@ def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
         expected = _series(plain, name)
         assert expected
         assert _series(ours, name) == pytest.approx(expected, abs=NEAR, rel=NEAR), name
-    # Rank 0 holds the first stage only.
-    assert 0 < len(ours["weights"]) < len(plain["weights"])
+    # Of a pipeline, rank 0 holds the first stage only.
+    assert 0 < len(ours["weights"]) <= len(plain["weights"])
     for name, value in ours["weights"].items():
         assert value == pytest.approx(plain["weights"][name], rel=1e-3), name
 
@@ -75,6 +77,71 @@ def test_fifty_steps_by_the_trainer_and_thirty_of_them_on_another_layout(tmp_pat
 def test_fifty_steps_on_two_replicas(tmp_path: Path, plain):
     four = run_job({**FIFTY, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
     _assert_same_run(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(360)
+def test_fifty_steps_on_shared_sequences_and_thirty_of_them_on_other_layouts(tmp_path: Path, plain):
+    """On two ranks; from their checkpoint at 20 on four, in one process and in a pipeline."""
+    names = ("loss", "grad_norm", "epoch", "eval_loss")
+    two = run_job({**FIFTY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
+    assert two["wrapper"] == "DistributedDataParallel"
+    _assert_same_run(two, plain, names)
+    job = {**FIFTY, "resume": str(tmp_path / "two" / "checkpoint-20")}
+    for name, settings, rows, ranks in (
+        ("four", SHARED, 2, 4),
+        ("one", {"num_chunks": 3}, 4, 1),
+        ("pipeline", PIPELINE, 4, 2),
+        ("both", BOTH, 4, 4),
+    ):
+        resumed = run_job({**job, "settings": settings, "rows": rows}, ranks, tmp_path / name)
+        _assert_same_run(resumed, plain, names)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(360)
+def test_fifty_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
+    """On two stages of two ranks; from their checkpoint at 20 in one process."""
+    names = ("loss", "grad_norm", "epoch", "eval_loss")
+    four = run_job({**FIFTY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
+    _assert_same_run(four, plain, names)
+    job = {**FIFTY, "resume": str(tmp_path / "four" / "checkpoint-20")}
+    one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
+    _assert_same_run(one, plain, names)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "lora"),
+    [({"gradient_accumulation_steps": 2}, False), ({"max_grad_norm": 0.1}, True)],
+    ids=["accumulation", "lora"],
+)
+def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
+    job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 4}
+    ours = run_job({**job, "settings": SHARED}, 2, tmp_path / "two")
+    plain = run_job(job, 1, tmp_path / "one")
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
+    entry = next(entry for entry in ours["history"] if "loss" in entry)
+    # Each rank counts its share of the tokens, so that the sum counts every token once.
+    one = entry["sppo/tokens_per_second_per_device"]
+    assert entry["sppo/tokens_per_second"] == pytest.approx(2 * one)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shared_sequences_of_a_model_that_fsdp2_shards(tmp_path: Path, ranks):
+    """Over the ranks that share a sequence, and over those of two sequences."""
+    job = {"kind": "fsdp2", "tied": True}
+    settings = {**SHARED, "recompute": "full"}
+    ours = run_job({**job, "settings": settings, "rows": 8 // ranks}, ranks, tmp_path / "ours")
+    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    assert ours["wrapper"].startswith("FSDP")
+    assert ours["mesh"] == ["dp_shard"]
+    _assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @pytest.mark.slow
@@ -170,11 +237,25 @@ def test_stages_agree_on_an_overflow(tmp_path: Path):
     assert result["losses"][1] == result["losses"][2] < result["losses"][0]
 
 
-def test_one_process_is_told_how_to_launch():
+@pytest.mark.parametrize("name", ["pp_size", "sp_size"])
+def test_one_process_is_told_how_to_launch(name: str):
     from accelerate import Accelerator
 
-    with pytest.raises(ConfigError, match="num_processes 2"):
-        Accelerator(cpu=True, parallelism_config=SPPOPlugin(pp_size=2))
+    with pytest.raises(ConfigError, match=f"{name}=2 .*num_processes 2"):
+        Accelerator(cpu=True, parallelism_config=SPPOPlugin(**{name: 2}))
+
+
+def test_sizes_of_shared_sequences_come_from_arguments_files_and_launchers(monkeypatch):
+    given = SPPOPlugin(sp_size=2)
+    # Accelerate's own field would mean DeepSpeed's.
+    assert (given.config.sp_size, given.sp_size, given.to_json()["sp_size"]) == (2, 1, 2)
+    assert SPPOPlugin({"sp_size": 2}) == given != SPPOPlugin()
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    assert SPPOPlugin() == given
+    assert SPPOPlugin({"sp_size": 4}).config.sp_size == 4
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "x")
+    with pytest.raises(ConfigError, match="sp_size is 'x'"):
+        SPPOPlugin()
 
 
 def test_foreign_parameters_leave_the_optimizer_and_groups_stay():

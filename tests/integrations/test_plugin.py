@@ -46,7 +46,7 @@ def test_sizes_of_parallelism_config_are_taken():
     assert plugin.to_json()["dp_shard_size"] == 2
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
+@pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_sizes_that_cut_the_sequence_or_layers_are_refused(axis):
     with pytest.raises(ConfigError, match=f"{axis}_size=2"):
         SPPOPlugin(**{f"{axis}_size": 2})

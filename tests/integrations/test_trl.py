@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,29 +185,40 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def in_pipeline(tmp_path_factory) -> list[dict]:
-    """What two ranks made of all runs, in one launch."""
-    folder = tmp_path_factory.mktemp("trl")
-    runs = [
-        {**run, "settings": {**PIPELINE, **run.get("settings", {})}}
-        for run in (*TRAINED.values(), *OTHERS)
-    ]
+def _on_two_ranks(runs: list[dict], folder: Path) -> list[dict]:
     out = folder / "result.json"
     job = {"runs": runs, "out": str(out)}
     run_ranks("tests.integrations.trl_ranks", job, 2, folder, timeout_seconds=180)
     return json.loads(out.read_text())
 
 
+@pytest.fixture(scope="module")
+def in_pipeline(tmp_path_factory) -> list[dict]:
+    """What two stages made of all runs, in one launch."""
+    runs = [
+        {**run, "settings": {**PIPELINE, **run.get("settings", {})}}
+        for run in (*TRAINED.values(), *OTHERS)
+    ]
+    return _on_two_ranks(runs, tmp_path_factory.mktemp("trl"))
+
+
+@pytest.fixture(scope="module")
+def on_shared_sequences(tmp_path_factory) -> list[dict]:
+    """What two ranks that share sequences made of those that train."""
+    runs = [{**run, "settings": {"sp_size": 2, "num_chunks": 3}} for run in TRAINED.values()]
+    return _on_two_ranks(runs, tmp_path_factory.mktemp("trl"))
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(200)  # the first of them waits for the launch
+@pytest.mark.parametrize("ranks", ["in_pipeline", "on_shared_sequences"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_pipeline_trains_as_one_process_does(in_pipeline, tmp_path, name):
+def test_two_ranks_train_as_one_process_does(request, tmp_path, name, ranks):
     from tests.integrations.trl_ranks import train
 
     plain = train({**TRAINED[name]}, str(tmp_path), None)
-    ours = in_pipeline[list(TRAINED).index(name)]
+    ours = request.getfixturevalue(ranks)[list(TRAINED).index(name)]
     assert len(ours["history"]) == len(plain["history"]) >= 6
     compared = 0
     for mine, theirs in zip(ours["history"], plain["history"], strict=True):
@@ -219,7 +231,7 @@ def test_a_pipeline_trains_as_one_process_does(in_pipeline, tmp_path, name):
                 assert mine[key] == pytest.approx(expected, rel=rel, abs=1e-6), key
                 compared += key in ("loss", "grad_norm", "entropy", "num_tokens", "eval_loss")
     assert compared >= 4 * 5
-    assert 0 < len(ours["weights"]) < len(plain["weights"])
+    assert 0 < len(ours["weights"]) <= len(plain["weights"])
     for key, norm in ours["weights"].items():
         assert norm == pytest.approx(plain["weights"][key], rel=1e-5), key
 

@@ -102,8 +102,8 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     model, optimizer = accelerator.prepare(model, optimizer)
     rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
     history, gathered = [], _note_all_gathers()
-    # Ranks of a pipeline see the same rows.
-    shares = 1 if plugin is None else plugin.config.pp_size
+    # Ranks of a pipeline, and of a shared sequence, see the same rows.
+    shares = 1 if plugin is None else plugin.config.sharing_ranks
     rank, ranks = rank // shares, ranks // shares
     for step in range(4):
         start = (step * ranks + rank) * job["rows"]

@@ -60,6 +60,7 @@ class Stage:
             pp_size=2,
             pp_rank=rank,
             dp_size=1,
+            sp_size=1,
             dp_rank=0,
             ends=None,
             replicas=None,

@@ -15,13 +15,14 @@ import pytest
 import yaml
 
 from sppo_hf.config import SPPOConfig
-from tests.integrations.launch import free_port, run_ranks
+from tests.integrations.launch import free_port, run_job, run_ranks
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
-PAIRS = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "1_gpu_hybrid", "2_nodes", "8_gpus_fsdp2")
+LAUNCHED = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "2_gpus_sp", "4_gpus_pp_sp")
+PAIRS = (*LAUNCHED, "8_gpus_fsdp2", "8_gpus_fsdp_sp", "1_gpu_hybrid", "2_nodes")
 ROWS = 4
 
 
@@ -75,7 +76,7 @@ def test_every_pair_is_tested_and_valid():
     for name in PAIRS:
         config = SPPOConfig.from_yaml(CONFIGS / name / "sppo.yaml")
         launch = yaml.safe_load((CONFIGS / name / "accelerate.yaml").read_text())
-        assert launch["num_processes"] % config.pp_size == 0
+        assert launch["num_processes"] % config.sharing_ranks == 0
         assert str(launch["num_processes"] // launch["num_machines"]) == {"2_nodes": "8"}.get(
             name, name.split("_")[0]
         )
@@ -94,6 +95,17 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
         "1_gpu": {"num_processes": 1, "distributed_type": "NO"},
         "4_gpus": {"num_processes": 4},
         "8_gpus": {"num_processes": 8},
+        "2_gpus_sp": {},
+        "4_gpus_pp_sp": {"num_processes": 4},
+        "8_gpus_fsdp_sp": {
+            "num_processes": 8,
+            "distributed_type": "FSDP",
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            },
+        },
     }.items():
         launch = yaml.safe_load((CONFIGS / name / "accelerate.yaml").read_text())
         assert launch == {**two, **changes}
@@ -101,11 +113,11 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", PAIRS[:4])
+@pytest.mark.parametrize("name", LAUNCHED)
 def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
     accelerate, sppo = CONFIGS / name / "accelerate.yaml", CONFIGS / name / "sppo.yaml"
     processes = yaml.safe_load(accelerate.read_text())["num_processes"]
-    replicas = processes // SPPOConfig.from_yaml(sppo).pp_size
+    replicas = processes // SPPOConfig.from_yaml(sppo).sharing_ranks
     launch = ("--config_file", str(accelerate), "--mixed_precision", "no")
     if name == "2_gpus":
         _finish(_start(tmp_path, ROWS // replicas, *launch, sppo=sppo))
@@ -113,6 +125,18 @@ def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
         _fork(tmp_path, ROWS // replicas, processes, "--config", str(sppo))
     for ours, theirs in zip(_history(tmp_path), plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_shared_sequences_of_a_sharded_model_train_as_one_process_does(tmp_path):
+    """Without GPUs Accelerate takes up no FSDP of a launch, so that a raw loop asks for it."""
+    settings = SPPOConfig.from_yaml(CONFIGS / "8_gpus_fsdp_sp" / "sppo.yaml").to_dict()
+    ours = run_job({"kind": "fsdp2", "rows": 2, "settings": settings}, 8, tmp_path / "eight")
+    plain = run_job({"kind": "fsdp2", "rows": 4}, 1, tmp_path / "one")
+    assert ours["wrapper"].startswith("FSDP")
+    for one, other in zip(ours["history"], plain["history"], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""A job of test_failures.py: train through a pipeline by hand until one rank fails.
+"""A job of test_failures.py: train by hand until one rank fails.
 
-In the third forward, in the backward of chunk 1, rank `rank` throws, hangs, or leaves by
-`os._exit`; with "refuse" it alone finds no plan for the second batch, with "config" it has another
-number of chunks from the start. What is refused is tried once more and given up, so that a later
-failure (`then`) must be told in its own words.
+Training runs through a pipeline, or with `sp_size` on shared sequences. In the third forward, in
+the backward of chunk 1, rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone
+finds no plan for the second batch, with "config" it has another number of chunks from the start.
+What is refused is tried once more and given up, so that a later failure (`then`) must be told in
+its own words.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sppo_hf.model.tiny import build_tiny_model, make_batch
 from sppo_hf.runtime import pipeline
 from sppo_hf.runtime.pipeline import convert_to_stages
 from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.runtime.sequence_parallel import convert_to_shared_sequences
 
 
 class Saboteur(StepObserver):
@@ -50,21 +52,24 @@ def main(job: dict[str, Any]) -> None:
     """Train until something breaks."""
     dist.init_process_group("gloo")
     mine = dist.get_rank() == job["rank"]
+    sp_size = job.get("sp_size", 1)
     config = SPPOConfig(
         pp_size=job["pp_size"],
+        sp_size=sp_size,
         num_chunks=5 if mine and job["how"] == "config" else 4,
         pp_timeout_seconds=job["timeout"],
     )
     # A message between ranks that live times out by itself, so much later than a silent rank.
     pipeline.GROUP_MARGIN_SECONDS = 3
     model = build_tiny_model("llama", num_hidden_layers=4, dtype=torch.float32)
-    convert_to_stages(model, config, observer=Saboteur(job) if mine else StepObserver())
+    change = convert_to_stages if sp_size == 1 else convert_to_shared_sequences
+    change(model, config, observer=Saboteur(job) if mine else StepObserver())
     engine = get_engine(model)
-    assert isinstance(engine, PipelineEngine)
     for step in range(50):
-        rows = 2 if dist.get_rank() < job["pp_size"] else 3
+        rows = 2 if dist.get_rank() < config.sharing_ranks else 3
         batch = make_batch(rows=rows, tokens=23, seed=step)
         if job["how"] == "refuse" and step == 1:
+            assert isinstance(engine, PipelineEngine)
             _refuse_once(engine, model, batch, mine=mine, rank=job["rank"])
         model(**batch).loss.backward()
         model.zero_grad()

@@ -1,6 +1,7 @@
 """A job for each rank: tiny models as pipelines against one unmodified process.
 
-The job holds `cases` (see `pipeline_cases`), `pp_size` and `out`; rank 0 writes what was found.
+The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size`, and `out`; rank 0 writes
+what was found.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def hooks_of(model: nn.Module, case: Case, replicas: int) -> GradientHooks:
     With replicas they change what is reduced when, and see one replica's gradient.
     """
     hooks = GradientHooks(model, after_accumulation=replicas == 1)
-    return hooks if replicas == 1 or case.get("hooks") else GradientHooks(nn.Module())
+    return hooks if case.get("hooks", replicas == 1) else GradientHooks(nn.Module())
 
 
 def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
@@ -209,9 +210,9 @@ def norm_of(grads: Named) -> float:
     return math.sqrt(sum(g.square().sum().item() for g in grads.values() if g is not None))
 
 
-def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[str, Any]:
-    """What rank 0 finds out about a case from what all ranks have."""
-    replicas = len(everyone) // pp_size
+def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[str, Any]:
+    """What rank 0 finds out about a case from what all ranks have; `sharing` share a batch."""
+    replicas = len(everyone) // sharing
     wanted = reference(case, replicas)
     losses, theirs = wanted.losses, wanted.grads
     loss_error = 0.0
@@ -226,10 +227,12 @@ def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[st
     missing: set[str] = set()
     for replica in range(replicas):
         ranks = [one for one in everyone if one["dp_rank"] == replica]
+        ranks.sort(key=lambda one: one["sp_rank"])
         whole: Named = {}
         for one in ranks:
             # A copy that two ranks hold is compared on both.
-            twice |= whole.keys() & one["grads"].keys()
+            if one["sp_rank"] == 0:
+                twice |= whole.keys() & one["grads"].keys()
             whole |= one["grads"]
             miscounted |= {
                 name
@@ -255,25 +258,24 @@ def compare(case: Case, everyone: list[dict[str, Any]], pp_size: int) -> dict[st
     }
 
 
-def run_case(case: Case, pp_size: int) -> dict[str, Any] | None:
+def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     """Run one case on this rank; rank 0 returns what came of it."""
     settings = {"num_chunks": 4, **case.get("settings", {})}
     if "chunk_lengths" in settings:
         del settings["num_chunks"]
     model = build(case)
-    config = SPPOConfig(pp_size=pp_size, show_plan=False, **settings)
+    config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, show_plan=False, **settings)
     convert_to_stages(model, config)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
-    replicas = dist.get_world_size() // pp_size
-    ran = run_steps(model, case, engine.mesh.dp_rank, replicas)
+    ran = run_steps(model, case, engine.mesh.dp_rank, engine.mesh.dp_size)
     mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls}
-    mine["dp_rank"] = engine.mesh.dp_rank
+    mine |= {"dp_rank": engine.mesh.dp_rank, "sp_rank": engine.mesh.sp_rank}
     mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()
     revert(model)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
-    return compare(case, everyone, pp_size) if dist.get_rank() == 0 else None
+    return compare(case, everyone, config.sharing_ranks) if dist.get_rank() == 0 else None
 
 
 def order_of_actions(pp_size: int) -> dict[str, list[str]]:
@@ -358,15 +360,16 @@ def main(job: dict[str, Any]) -> None:
     for case in job["cases"]:
         start = time.perf_counter()
         try:
-            found = run_case(case, job["pp_size"])
+            found = run_case(case, job["pp_size"], job.get("sp_size", 1))
         except Exception as error:
             error.add_note(f"in the case {case['name']!r}")
             raise
         if found is not None:
             result["cases"].append({**found, "seconds": time.perf_counter() - start})
-    result["order"] = gathered(order_of_actions(job["pp_size"]))
-    result["changed"] = gathered(change_between(job["pp_size"]))
-    result["places"] = gathered(place(job["pp_size"]))
+    if "sp_size" not in job:
+        result["order"] = gathered(order_of_actions(job["pp_size"]))
+        result["changed"] = gathered(change_between(job["pp_size"]))
+        result["places"] = gathered(place(job["pp_size"]))
     result["seconds"] = time.perf_counter() - began
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))

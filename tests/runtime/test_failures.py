@@ -1,4 +1,4 @@
-"""A rank that throws, hangs, leaves or refuses ends all ranks of its pipeline, with its reason.
+"""A rank that throws, hangs, leaves or refuses ends all that share its batches, with its reason.
 
 Ranks that are killed or stopped, in every phase of training: tests/attacks/ranks.py.
 """
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 TIMEOUT_SECONDS = 6
 
 
-def run(how: str, rank: int, folder: Path, *, pp_size: int, ranks: int) -> Ended:
-    job = {"pp_size": pp_size, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS}
+def run(how: str, rank: int, folder: Path, *, ranks: int, **sizes: int) -> Ended:
+    job = {"pp_size": 1, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS, **sizes}
     module = "tests.runtime.failing_ranks"
     ended = shared_nursery().launch(module, job, ranks=ranks, folder=folder)
     assert all(code not in (None, 0) for r, code in enumerate(ended.codes) if r != rank), ended
@@ -66,3 +66,31 @@ def test_what_one_rank_refuses_all_do_and_it_leaves_no_trace(tmp_path, rank):
         assert f"rank {rank} failed in forward pass 4, action " in log
         assert "ValueError: sabotage" in log
         assert "no room" not in log
+
+
+def test_a_rank_that_throws_ends_all_that_share_its_sequence(tmp_path):
+    ended = run("throw", 1, tmp_path, sp_size=2, ranks=2)
+    assert ended.seconds < TIMEOUT_SECONDS
+    words = "RankLostError: rank 1 failed in backward pass 3: ValueError: sabotage"
+    assert words in ended.logs[0]
+    assert "ValueError: sabotage" in ended.logs[1]
+
+
+def test_a_rank_that_shares_a_sequence_and_leaves_is_lost(tmp_path):
+    ended = run("leave", 1, tmp_path, sp_size=2, ranks=4)
+    # The other replica, which needs nobody here, is told by its watchdog.
+    assert ended.seconds < 2 * TIMEOUT_SECONDS
+    # Last heard of a moment before, by whichever rank was the first to notice.
+    assert "RankLostError: lost rank 1, last seen " in ended.logs[0]
+
+
+def test_a_rank_that_hangs_ends_all_that_share_its_sequence(tmp_path):
+    ended = run("hang", 1, tmp_path, sp_size=2, ranks=2)
+    assert ended.seconds < TIMEOUT_SECONDS + 20
+    assert "no rank has reported an error" in ended.logs[0]
+    assert "rank 1 is in backward pass 3" in ended.logs[0]
+
+
+def test_ranks_that_share_a_sequence_and_disagree_say_so(tmp_path):
+    ended = run("config", 1, tmp_path, sp_size=2, ranks=2)
+    assert all("about to run different steps" in log for log in ended.logs)

@@ -33,6 +33,8 @@ def test_others_are_refused_with_the_nearest_number(pp_size: int, world: int, re
     said = str(caught.value)
     assert f"pp_size={pp_size}, but {world} {was} started" in said
     assert f"--num_processes {remedy}," in said
+    with pytest.raises(ConfigError, match=rf"sp_size={pp_size}, but .*--num_processes {remedy},"):
+        check_world(1, world, pp_size)
 
 
 def test_one_process_without_a_launch_is_told_how_to_start() -> None:
@@ -47,6 +49,16 @@ def test_ranks_of_a_pipeline_are_neighbours() -> None:
     mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=cpu, links={}, **groups)
     assert [mesh.world_rank(rank) for rank in range(3)] == [3, 4, 5]
     assert not mesh.is_first
+
+
+def test_ranks_that_share_a_sequence_are_neighbours() -> None:
+    names = ("pipeline", "control", "storage", "replicas", "replicas_control", "ends")
+    groups = dict.fromkeys(names)
+    place = {"pp_rank": 0, "dp_rank": 1, "sp_rank": 1}
+    sizes = {"pp_size": 2, "dp_size": 2, "sp_size": 3}
+    mesh = PipelineMesh(**sizes, **place, device=torch.device("cpu"), links={}, **groups)
+    assert (mesh.rank, list(mesh.sharing_ranks)) == (7, [6, 7, 8, 9, 10, 11])
+    assert [mesh.world_rank(rank) for rank in range(2)] == [7, 10]
 
 
 def test_messages_may_wait_for_a_step_that_takes_longer_than_the_setting(

@@ -29,7 +29,14 @@ def make(**settings: Any) -> Any:
     config = SPPOConfig(pp_size=2, show_plan=False, **settings)
     model = build_tiny_model("llama")
     mesh = SimpleNamespace(
-        pp_size=2, pp_rank=0, dp_size=1, dp_rank=0, ends=None, replicas=None, replicas_control=None
+        pp_size=2,
+        sp_size=1,
+        pp_rank=0,
+        dp_size=1,
+        dp_rank=0,
+        ends=None,
+        replicas=None,
+        replicas_control=None,
     )
     make_engine = functools.partial(
         PipelineEngine,
