@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.modes import SAVED, SAVED_BY_RECOMPUTE, Tier
+from sppo_hf.planning.modes import SAVED, SAVED_BY_RECOMPUTE, Saved, Tier
 from sppo_hf.planning.moments import Budgets
 from sppo_hf.planning.solve import Choices
 

@@ -248,7 +248,7 @@ def _mixed(
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
-            leaving = [mode for mode in kv_modes if mode in _AWAY]
+            leaving: list[KVMode] = [mode for mode in kv_modes if mode in _AWAY]
             farthest: KVMode = leaving[0] if leaving else "device"
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
         shaped = looking_ahead(cost, shaped, ahead)
@@ -284,7 +284,7 @@ def _mode_sets(
     What leaves needs room for its look-ahead. That of whole frames is ten times a skeleton's, and
     that of a layer's K/V grows with the sequence.
     """
-    stays = tuple(mode for mode in kv_modes if mode not in _AWAY)
+    stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if mode not in _AWAY)
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):
             for skipped in range(len(choices.saved)):
