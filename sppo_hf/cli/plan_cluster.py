@@ -26,8 +26,8 @@ _COLUMNS = (
     *("schedule", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
     *("device", "host"),
 )
-_MOST_ACTIONS = 300_000
-"""Simulated for one answer; at about ten microseconds each that is about three seconds."""
+_MOST_ACTIONS = 240_000
+"""Simulated for one answer; at about ten microseconds each that is two to three seconds."""
 
 _OFFLOADED = {"full": "offloaded", "sppo": "partly offloaded"}
 
