@@ -117,8 +117,8 @@ def check_config(config: object) -> None:
     for name in _SIZES:
         size: Any = getattr(text_config(config), name, None)
         # Gemma 3n has an MLP of another width in every layer.
-        each: list[Any] = size if isinstance(size, list) and name == "intermediate_size" else [size]
-        for one in each:
+        widths = cast("list[object]", size) if isinstance(size, list) else None
+        for one in [size] if widths is None or name != "intermediate_size" else widths:
             find_int(SimpleNamespace(**{name: one}), name)
     reason = _reason(config)
     if reason is not None:
