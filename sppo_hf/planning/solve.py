@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_AWAY: frozenset[KVMode] = frozenset(AWAY_TIERS)
 _ATTEMPTS = 4
 # Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
 _FRAMES_AHEAD = 2
@@ -247,7 +246,7 @@ def _mixed(
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
-            farthest: KVMode = next((m for m in kv_modes if m in _AWAY), "device")
+            farthest: KVMode = next(filter(_leaves, kv_modes), "device")
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
         shaped = looking_ahead(cost, shaped, ahead)
         tight, bound = budgets, float("inf")
@@ -282,7 +281,7 @@ def _mode_sets(
     What leaves needs room for its look-ahead. That of whole frames is ten times a skeleton's, and
     that of a layer's K/V grows with the sequence.
     """
-    stays = tuple(mode for mode in kv_modes if mode not in _AWAY)
+    stays = tuple(mode for mode in kv_modes if not _leaves(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):
             for skipped in range(len(choices.saved)):
@@ -291,6 +290,10 @@ def _mode_sets(
                 yield tuple(modes), keys
         if "device" in choices.tiers:
             yield tuple(m for m in choices.modes if not m.offload), keys
+
+
+def _leaves(mode: KVMode) -> bool:
+    return mode in AWAY_TIERS
 
 
 def _rounded(
