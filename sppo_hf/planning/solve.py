@@ -246,7 +246,8 @@ def _mixed(
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
-            farthest: KVMode = next(filter(_leaves, kv_modes), "device")
+            away_modes = [mode for mode in kv_modes if _leaves(mode)]
+            farthest: KVMode = away_modes[0] if away_modes else "device"
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
         shaped = looking_ahead(cost, shaped, ahead)
         tight, bound = budgets, float("inf")
@@ -281,7 +282,7 @@ def _mode_sets(
     What leaves needs room for its look-ahead. That of whole frames is ten times a skeleton's, and
     that of a layer's K/V grows with the sequence.
     """
-    stays = tuple(mode for mode in kv_modes if not _leaves(mode))
+    stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _leaves(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):
             for skipped in range(len(choices.saved)):
