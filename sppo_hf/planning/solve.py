@@ -246,7 +246,7 @@ def _mixed(
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
-            away_modes = [mode for mode in kv_modes if _leaves(mode)]
+            away_modes: list[KVMode] = [mode for mode in kv_modes if _leaves(mode)]
             farthest: KVMode = away_modes[0] if away_modes else "device"
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
         shaped = looking_ahead(cost, shaped, ahead)
