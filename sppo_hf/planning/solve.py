@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_AWAY: frozenset[KVMode] = frozenset(AWAY_TIERS)
 _ATTEMPTS = 4
 # Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
 _FRAMES_AHEAD = 2
@@ -248,8 +247,8 @@ def _mixed(
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
-            leaving: list[KVMode] = [mode for mode in kv_modes if mode in _AWAY]
-            farthest: KVMode = leaving[0] if leaving else "device"
+            away_modes: list[KVMode] = [mode for mode in kv_modes if _leaves(mode)]
+            farthest: KVMode = away_modes[0] if away_modes else "device"
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
         shaped = looking_ahead(cost, shaped, ahead)
         tight, bound = budgets, float("inf")
@@ -284,7 +283,7 @@ def _mode_sets(
     What leaves needs room for its look-ahead. That of whole frames is ten times a skeleton's, and
     that of a layer's K/V grows with the sequence.
     """
-    stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if mode not in _AWAY)
+    stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _leaves(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):
             for skipped in range(len(choices.saved)):
@@ -293,6 +292,10 @@ def _mode_sets(
                 yield tuple(modes), keys
         if "device" in choices.tiers:
             yield tuple(m for m in choices.modes if not m.offload), keys
+
+
+def _leaves(mode: KVMode) -> bool:
+    return mode in AWAY_TIERS
 
 
 def _rounded(
