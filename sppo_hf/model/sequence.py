@@ -186,11 +186,14 @@ class Sequence:
         # Without links the caller says when the frames of a chunk are to come.
         away = plan.training and any(mode.offload for row in plan.layer_modes for mode in row)
         asked = plan.program().lowest_asked if away and linked else []
-        self._tape = offload.new_tape(
-            leave_bytes=plan.leave_bytes, asked=asked, on_prefetch=self._prefetched
-        )
         self._stream = kv_stream(plan, offload, rows=rows, leave_bytes=plan.leave_bytes)
         self._log = None if log is None else _LayerLog(log, plan, self._stream, first_unit)
+        self._tape = offload.new_tape(
+            leave_bytes=plan.leave_bytes,
+            asked=asked,
+            # Frames hold the tape: what it calls must not hold a sequence either.
+            on_prefetch=None if self._log is None else self._log.prefetched,
+        )
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
@@ -311,10 +314,6 @@ class Sequence:
     def _number(self, chunk: int, layer: int) -> int:
         """A frame's number: its place in the order of forward; `layer` counts from the first."""
         return chunk * len(self._layers) + layer
-
-    def _prefetched(self, number: int) -> None:
-        if self._log is not None:
-            self._log.prefetched(*divmod(number, len(self._layers)))
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -532,8 +531,9 @@ class _LayerLog:
         """A chunk's loss is done."""
         self._log.end()
 
-    def prefetched(self, chunk: int, layer: int) -> None:
+    def prefetched(self, number: int) -> None:
         """A frame is on its way back."""
+        chunk, layer = divmod(number, self._plan.num_layers)
         if (chunk, layer) in self._away:
             if self._plan.mode(layer, chunk).tier == "disk":
                 self._log.note(self._action("L", chunk, layer))
