@@ -21,6 +21,7 @@ from sppo_hf.planning.modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.partition import Bounds
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.stage_plan import rank_shape
 from sppo_hf.reading import write_yaml
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
@@ -140,7 +141,10 @@ def launch_of_plan(arguments: PlanningArguments, question: Question, plan: Plan)
         )
     return Launch(
         config=config.replace(
-            **_given(arguments, config), **_cut(plan.bounds), num_chunks="auto", partition="auto"
+            **{"host_memory": None, **_given(arguments, config)},
+            **_cut(plan.bounds),
+            num_chunks="auto",
+            partition="auto",
         ),
         title=f"{arguments.title}, {question.total_tokens:,} tokens, one device",
         batch_rows=question.batch_rows,
@@ -178,7 +182,9 @@ def launch_of_layout(
             "pp_virtual_stages": layout.virtual,
             "pp_layers": [len(held) for held in plan.layers],
         }
-    processes = layout.stages * layout.replicas
+    if layout.sp > 1:
+        settings["sp_size"] = layout.sp
+    processes = layout.stages * layout.replicas * layout.sp
     rows = question.rows // layout.replicas
     return Launch(
         config=SPPOConfig.from_dict(settings),
@@ -195,7 +201,7 @@ def launch_of_layout(
 def actions_of_layout(
     question: ClusterQuestion, single: Question, launch: Launch, plan: ClusterPlan
 ) -> list[list[str]] | None:
-    """Returns what every rank of one pipeline does, all rows of it; replicas do the same.
+    """Returns what every rank of one replica does, all rows of it; the others do the same.
 
     A single stage is a device of its own, whose program lists single layers and one row. None where
     there are more actions than are worth listing.
@@ -208,9 +214,11 @@ def actions_of_layout(
     """
     layout = plan.layout
     if layout.stages == 1:
+        shared = layout.sp > 1
         made = make_plan(
-            launch.config,
-            single.shape,
+            # As `sppo_hf.model.plans` does for ranks that share sequences.
+            launch.config.replace(order="by_chunk") if shared else launch.config,
+            rank_shape(single.shape, layout.sp) if shared else single.shape,
             device=single.device,
             backend_name="",
             backend_reason="",
@@ -220,7 +228,7 @@ def actions_of_layout(
             dtype_name=single.dtype_name,
             accumulates=launch.accumulated > 1,
         )
-        return [[str(action) for action in made.program().actions]]
+        return [[str(action) for action in made.program().actions] for _ in range(layout.sp)]
     rows = question.rows // layout.replicas
     if _KINDS * rows * layout.num_chunks * layout.stages * layout.virtual > _MOST_ACTIONS:
         return None
@@ -235,14 +243,16 @@ def actions_of_layout(
         offload=layout.offload,
         kv_tier=layout.kv_tier,
     )
-    return lower(schedule, leaves=costs.leaves, reduce=layout.replicas > 1).texts()
+    listed = lower(schedule, leaves=costs.leaves, reduce=layout.replicas > 1).texts()
+    return [texts for texts in listed for _ in range(layout.sp)]
 
 
 def _given(arguments: PlanningArguments, config: SPPOConfig) -> Mapping[str, Any]:
     """Machine and budgets of the command line, where they were named."""
     given: dict[str, Any] = {
         "device_memory": config.device_memory,
-        "host_memory": config.host_memory,
+        # What was assumed of a machine is not a setting of it.
+        "host_memory": None if arguments.host_memory is None else config.host_memory,
         "hardware": arguments.hardware,
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -51,14 +51,16 @@ def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
     answer = json.loads(out)
     best = answer["plans"][0]
     launch, config = written(tmp_path)
-    assert launch["num_processes"] == best["stages"] * best["replicas"]
+    sharing = best["stages"] * best["sp"]
+    assert launch["num_processes"] == sharing * best["replicas"]
+    assert (config.pp_size, config.sp_size) == (best["stages"], best["sp"])
     assert launch["num_machines"] == -(-launch["num_processes"] // 8)
     assert list(config.chunk_lengths or ()) == best["chunk_lengths"]
     assert list(config.pp_layers or ()) == [end - start for start, end in best["layers"]]
-    assert (config.pp_size, config.pp_schedule) == (best["stages"], best["schedule"])
+    assert config.pp_schedule == best["schedule"]
     assert config.recompute != "auto"
     assert config.offload == best["offload"]
-    assert len(answer["actions"]) == best["stages"]
+    assert len(answer["actions"]) == sharing
     assert ("--machine_rank" in answer["launch"]) == (launch["num_machines"] > 1)
 
 

@@ -56,13 +56,15 @@ def _launch(folder: Path, model: str, answer: dict[str, Any]) -> list[list[str]]
 
 def test_the_fastest_layout(tmp_path: Path) -> None:
     model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "1")
-    assert answer["plans"][0]["stages"] == 2
+    best = answer["plans"][0]
+    assert best["stages"] * best["sp"] == 2
     assert _launch(tmp_path, model, answer) == answer["actions"]
 
 
 _PIPELINES = {
     "selective, K/V on the host": ("zb_seq1f1b", 2, 1, 1, 4, "flops", "products", "full", "host"),
     "the paper's rule": ("seq1f1b", 2, 1, 1, 4, "flops", "whole", "sppo", "device"),
+    "shared by two": ("seq1f1b", 1, 1, 1, 4, "even", "skeleton", "full", "device", 2),
     "interleaved, bounded": (
         *("interleaved_seq1f1b", 2, 1, 2, 4, "bounded", "skeleton", "full", "device"),
     ),
