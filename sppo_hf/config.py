@@ -202,6 +202,15 @@ class SPPOConfig:
                 settings[name] = list(settings[name])
         return settings
 
+    @property
+    def rests(self) -> tuple[bool, bool]:
+        """Whether layers' frozen weights, and trained ones with their optimizer, rest on the host.
+
+        "auto" of the optimizer follows the weights: it works where they rest.
+        """
+        frozen = self.weights == "host"
+        return frozen, self.optimizer == "host" or (frozen and self.optimizer == "auto")
+
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> "SPPOConfig":
         """Read a config from a YAML file of `name: value` lines; an empty file is all defaults.

@@ -627,13 +627,8 @@ Rests = Callable[[torch.nn.Parameter], bool]
 
 
 def rests_on_host(config: SPPOConfig) -> Rests | None:
-    """Which parameters of layers rest on the host; None where none do.
-
-    "auto" of one setting follows the other where that is "host": an optimizer works where its
-    weights rest.
-    """
-    frozen = config.weights == "host"
-    trained = config.optimizer == "host" or (frozen and config.optimizer == "auto")
+    """Which parameters of layers rest on the host; None where none do."""
+    frozen, trained = config.rests
     if not frozen and not trained:
         return None
     return lambda parameter: trained if parameter.requires_grad else frozen

@@ -28,7 +28,7 @@ from sppo_hf.model.facts import (
 )
 from sppo_hf.model.lessons import Teacher
 from sppo_hf.model.observer import StepObserver
-from sppo_hf.model.room import OffloadRoom
+from sppo_hf.model.room import OffloadRoom, offloaded_bytes
 from sppo_hf.model.sequence_group import SequenceGroup
 from sppo_hf.model.structure import ModelParts
 from sppo_hf.model.watch import ForwardWatch
@@ -180,7 +180,7 @@ class PlanBook:
         """The same batch planned with the host memory that the system really gives."""
         logger.warning(
             "%s of host memory were planned with, and the system gave %s; planning with those",
-            format_bytes(plan.estimate.host.held),
+            format_bytes(offloaded_bytes(plan)),
             format_bytes(host_bytes),
         )
         self._config = self._config.replace(host_memory=host_bytes)

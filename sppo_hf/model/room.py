@@ -10,7 +10,15 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.model.facts import new_offload_engine
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
+
+
+def offloaded_bytes(plan: Plan) -> int:
+    """Host bytes that a plan's offload engine holds: all but weights and what is kept with them."""
+    host = plan.estimate.host
+    others = (Cause.WEIGHTS, Cause.OPTIMIZER, Cause.GRADIENTS)
+    return host.held - sum(host[cause] for cause in others)
 
 
 class OffloadRoom:
@@ -47,7 +55,7 @@ class OffloadRoom:
         if self._engine is None:
             self._engine = new_offload_engine(self._config, device, plan)
             self._staging_bytes = plan.staging_bytes
-        return self._engine.reserve(batches * plan.estimate.host.held)
+        return self._engine.reserve(batches * offloaded_bytes(plan))
 
     @property
     def engine(self) -> OffloadEngine:

@@ -120,6 +120,8 @@ def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ..
     # A stage of a pipeline passes each chunk on before it begins the next.
     if not by_layer or config.pp_size > 1 or config.order == "by_chunk":
         return ("by_chunk",)
+    if config.weights == "host":
+        return ("by_layer",)  # by chunk all weights would come once for every chunk
     return ("by_layer",) if config.order == "by_layer" else ("by_layer", "by_chunk")
 
 

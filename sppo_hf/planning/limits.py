@@ -116,6 +116,17 @@ def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
     )
 
 
+def resting_warnings(shape: ModelShape) -> tuple[str, ...]:
+    """Says what a prediction leaves out where weights or the optimizer rest on the host."""
+    if shape.resting is None:
+        return ()
+    copied = format_bytes(shape.resting.weight_bytes)
+    return (
+        f"{copied} of weights rest on the host; the seconds of their copies (and of the "
+        "optimizer's step there) are not in the prediction",
+    )
+
+
 def hole_warnings(
     config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
 ) -> Iterator[str]:

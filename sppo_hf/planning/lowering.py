@@ -310,6 +310,7 @@ class StepProgram:
         standing["device"] = dict(tables.standing)
         to_disk = self.away_bytes[self.modes // len(SAVED) == TIERS.index("disk")]
         host = standing["host"]
+        host.update(tables.resting)
         if what.kv_tier == "disk" or to_disk.any() or self.kv_bytes("disk").any():
             # A region through which bytes pass on their way to the disk and back.
             host[Cause.COPIES] = what.staging_bytes

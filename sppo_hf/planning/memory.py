@@ -297,12 +297,27 @@ class ByteTables:
     def standing(self) -> dict[Cause, int]:
         """What the device holds from step to step, but gradients."""
         shape = self.shape
-        states = OPTIMIZER_BYTES_PER_PARAMETER * shape.trainable_parameters if self.training else 0
-        lora = shape.lora_bytes
+        away = 0 if shape.resting is None else shape.resting.optimizer_parameters
+        states = OPTIMIZER_BYTES_PER_PARAMETER * (shape.trainable_parameters - away)
+        states *= self.training
+        lora = min(shape.lora_bytes, shape.weight_bytes)
         return {
             Cause.WEIGHTS: shape.weight_bytes - lora,
             Cause.LORA: lora,
             Cause.OPTIMIZER: states,
+        }
+
+    @cached_property
+    def resting(self) -> dict[Cause, int]:
+        """The same of the host, where weights or the optimizer are there."""
+        resting = self.shape.resting
+        if resting is None:
+            return {}
+        states = OPTIMIZER_BYTES_PER_PARAMETER * resting.optimizer_parameters
+        return {
+            Cause.WEIGHTS: resting.weight_bytes,
+            Cause.OPTIMIZER: states * self.training,
+            Cause.GRADIENTS: resting.gradient_bytes * self.training,
         }
 
     @cached_property
@@ -316,6 +331,9 @@ class ByteTables:
         if not self.training:
             return 0, 0
         head = self.vocabulary_gradient_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
+        if shape.resting is not None and shape.resting.gradient_bytes:
+            # They leave as they come; those of earlier batches are on the host.
+            return head, shape.gradient_bytes
         earlier = shape.gradient_bytes if self.accumulates else 0
         return earlier + head, shape.gradient_bytes - head
 

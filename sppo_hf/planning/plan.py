@@ -31,6 +31,7 @@ from sppo_hf.planning.limits import (
     hole_warnings,
     limit_text,
     limit_warnings,
+    resting_warnings,
 )
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.modes import KEEP, SAVED_BY_RECOMPUTE, FrameMode, Saved, Tier, mode_of
@@ -207,6 +208,9 @@ def make_plan(
         ConfigError: the settings do not fit this length.
         BudgetError: a budget that the user named cannot hold what it must.
     """
+    weights_rest, optimizer_rests = config.rests
+    if device.kind == "cuda":  # on a CPU all of it is in the same memory
+        shape = shape.resting_on_host(weights=weights_rest, optimizer=optimizer_rests)
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     budgets = read_budgets(config, device)
@@ -262,6 +266,7 @@ def make_plan(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
             *hole_warnings(config, device, predicted, budgets),
             *estimate_warnings(shape),
+            *resting_warnings(shape),
             *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
         ),
     )

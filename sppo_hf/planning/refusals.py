@@ -8,7 +8,7 @@ nothing of torch; tests hold the names against what Transformers says of its cla
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.reader import family, find_int, text_config
@@ -115,10 +115,12 @@ def check_config(config: object) -> None:
         ConfigError: a size is no number of anything.
     """
     for name in _SIZES:
-        size: Any = getattr(text_config(config), name, None)
-        # Gemma 3n has an MLP of another width in every layer.
-        widths = cast("list[object]", size) if isinstance(size, list) else None
-        for one in [size] if widths is None or name != "intermediate_size" else widths:
+        size = cast("object", getattr(text_config(config), name, None))
+        sizes: list[object] = [size]
+        if isinstance(size, list) and name == "intermediate_size":
+            # Gemma 3n has an MLP of another width in every layer.
+            sizes = cast("list[object]", size)
+        for one in sizes:
             find_int(SimpleNamespace(**{name: one}), name)
     reason = _reason(config)
     if reason is not None:

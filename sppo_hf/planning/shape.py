@@ -21,6 +21,20 @@ _MOSTLY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resting:
+    """What rests in host memory (`sppo_hf.offload.weights`), in bytes of the host."""
+
+    weight_bytes: int
+    """Weights that come to the device while they are used."""
+
+    gradient_bytes: int
+    """Gradients that leave as they are complete."""
+
+    optimizer_parameters: int
+    """Parameters whose optimizer states are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The numbers of a causal language model that costs and memory follow from."""
 
@@ -57,6 +71,10 @@ class ModelShape:
     parameter_bytes: int | None = None
     """Bytes of one weight where they are not `dtype_bytes`: 4 for a float32 model under autocast.
     The residual stream and norms then stay as wide as the weights."""
+
+    resting: Resting | None = None
+    """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
+    of each in a step. None where nothing does."""
 
     @classmethod
     def from_profile(
@@ -106,6 +124,45 @@ class ModelShape:
             max_positions_tokens=profile.max_positions_tokens,
             lora=lora,
             parameter_bytes=size,
+        )
+
+    def resting_on_host(self, *, weights: bool, optimizer: bool) -> ModelShape:
+        """Returns the shape of a model of which a part rests in host memory.
+
+        Args:
+            weights: Layers' weights come for their forward and backward, two layers at a time;
+                where the optimizer is on the device, trained ones stay with it.
+            optimizer: Trained weights rest there with optimizer states and gradients; without
+                `weights` all of them are on the device for a whole step.
+        """
+        if self.resting is not None or not (weights or optimizer):
+            return self
+        size = self._parameter_bytes
+        trained = optimizer or self.lora is not None
+        frozen = [layer.total_weights * size for layer in self.layers]
+        own = 0 if self.lora is None else self.lora.dtype_bytes
+        adapters = [layer.adapter_weights * own for layer in self.layers]
+        away = [
+            (base if trained else 0) + (more if optimizer else 0)
+            for base, more in zip(frozen, adapters, strict=True)
+        ]
+        # The layer in use and the next one.
+        coming = min(sum(away), 2 * max(away))
+        inside = adapters if self.lora is not None else frozen
+        leaving = min(self.gradient_bytes, 2 * max(inside))
+        rests = self.gradient_bytes
+        if weights:
+            ends = self.gradient_bytes - sum(frozen) if optimizer and self.lora is None else 0
+            rests = sum(away) + max(0, ends)
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes - (sum(away) - coming if weights else 0),
+            gradient_bytes=leaving if optimizer else self.gradient_bytes,
+            resting=Resting(
+                weight_bytes=rests,
+                gradient_bytes=self.gradient_bytes if optimizer else 0,
+                optimizer_parameters=self.trainable_parameters if optimizer else 0,
+            ),
         )
 
     @property

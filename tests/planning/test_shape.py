@@ -3,6 +3,7 @@
 import pytest
 
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.shape import Resting
 from tests.planning.shapes import llama_config, shape_of, tiny_shape
 
 
@@ -57,3 +58,24 @@ def test_trainable_share_and_measured_bytes() -> None:
 def test_float64_keeps_float64_accumulators() -> None:
     shape = shape_of(llama_config(), dtype_bytes=8)
     assert shape.dkv_bytes_per_token(0) == shape.kv_bytes_per_token(0)
+
+
+@pytest.mark.parametrize("lora", [None, 16])
+def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
+    whole = shape_of(llama_config(), lora=None if lora is None else LoraShape(rank=lora))
+    layer = whole.layers[0].total_weights * 2
+    rests = whole.resting_on_host(weights=True, optimizer=lora is None)
+    assert rests.resting is not None
+    assert whole.weight_bytes - rests.weight_bytes == (len(whole.layers) - 2) * layer
+    assert rests.resting_on_host(weights=True, optimizer=True) is rests
+    if lora is None:
+        assert rests.gradient_bytes == 2 * layer
+        assert rests.resting == Resting(
+            weight_bytes=whole.gradient_bytes,
+            gradient_bytes=whole.gradient_bytes,
+            optimizer_parameters=whole.trainable_parameters,
+        )
+    else:
+        assert rests.gradient_bytes == whole.gradient_bytes
+        assert rests.resting.weight_bytes == len(whole.layers) * layer
+    assert whole.resting_on_host(weights=False, optimizer=False) is whole
