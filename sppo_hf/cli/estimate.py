@@ -33,6 +33,8 @@ def estimate(
     num_chunks: given.NumChunks = "auto",
     recompute: given.Recompute = None,
     offload_kv: given.OffloadKv = given.Mode.auto,
+    weights: given.Weights = given.Place.auto,
+    optimizer: given.Optimizer = given.Place.auto,
     as_json: given.AsJson = False,
 ) -> None:
     """Say whether training MODEL at a length fits a machine, how fast, and what breaks first.
@@ -56,6 +58,8 @@ def estimate(
         num_chunks=num_chunks,
         recompute=recompute,
         offload_kv=offload_kv,
+        weights=weights,
+        optimizer=optimizer,
     )
     with given.bad_input(as_json):
         question = arguments.question()

@@ -46,6 +46,8 @@ def plan(
     num_chunks: given.NumChunks = "auto",
     recompute: given.Recompute = None,
     offload_kv: given.OffloadKv = given.Mode.auto,
+    weights: given.Weights = given.Place.auto,
+    optimizer: given.Optimizer = given.Place.auto,
     policy: Annotated[
         str,
         typer.Option(
@@ -109,6 +111,8 @@ def plan(
         num_chunks=num_chunks,
         recompute=recompute,
         offload_kv=offload_kv,
+        weights=weights,
+        optimizer=optimizer,
         policy=policy,
     )
     if gpus > 1:

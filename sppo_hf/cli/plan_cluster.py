@@ -45,6 +45,8 @@ def cluster_question(
         "--num-chunks": arguments.num_chunks != "auto",
         "--partition": arguments.partition.value != "auto",
         "--offload-kv": arguments.offload_kv.value != "auto",
+        "--weights": arguments.weights.value == "host",
+        "--optimizer": arguments.optimizer.value == "host",
         "--recompute": arguments.recompute is not None,
         "--offload": arguments.policy != "auto",
         "--disk-memory": arguments.disk is not None,

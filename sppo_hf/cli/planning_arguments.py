@@ -78,6 +78,14 @@ class Mode(StrEnum):
     full = "full"
 
 
+class Place(StrEnum):
+    """Setting of `weights` and `optimizer`; a choice on the command line."""
+
+    auto = "auto"
+    device = "device"
+    host = "host"
+
+
 POLICIES = ("auto", *OFFLOAD_POLICIES.names())
 """Values of the setting `offload`."""
 
@@ -138,6 +146,13 @@ Recompute = Annotated[
     Recomputed | None, typer.Option(help="What backward computes again. [default: auto]")
 ]
 OffloadKv = Annotated[Mode, typer.Option(help="Whether K/V leave the device too.")]
+Weights = Annotated[
+    Place,
+    typer.Option(help="Where layers' weights rest: from the host they come when used."),
+]
+Optimizer = Annotated[
+    Place, typer.Option(help="Where trained weights are updated, with gradients and states.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -159,6 +174,8 @@ class PlanningArguments:
     num_chunks: str
     recompute: Recomputed | None
     offload_kv: Mode
+    weights: Place
+    optimizer: Place
     policy: str = "auto"
     devices_of_host: int = 1
     """Devices that share what is assumed of a host."""
@@ -234,6 +251,8 @@ class PlanningArguments:
             partition=self.partition.value,
             offload=self.policy,
             offload_kv=self.offload_kv.value,
+            weights=self.weights.value,
+            optimizer=self.optimizer.value,
             recompute=recompute.value,
             device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),
             host_memory=host_bytes,

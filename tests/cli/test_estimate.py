@@ -30,6 +30,18 @@ def read_json(*arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
+def test_all_of_an_8b_model_is_trained_with_its_optimizer_on_the_host(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA_8B)
+    question = (model, "--seq-len", "32K", "--device-memory", "80GiB", "--host-memory", "512GiB")
+    assert run(*question)[0] == 1
+    code, result = read_json(*question, "--optimizer", "host")
+    assert code == 0
+    # Weights and gradients in bf16, and two moments in float32.
+    assert result["peak_bytes"]["host"] > (2 + 2 + 8) * 8.03e9
+    _, out, _ = run(*question, "--weights", "host")
+    assert "seconds of their copies" in " ".join(out.split())
+
+
 def test_an_8b_model_fits(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     code, out, err = run(model, "--seq-len", "32K", *SMALL)

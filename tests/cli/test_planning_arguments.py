@@ -13,6 +13,7 @@ from sppo_hf.cli.planning_arguments import (
     Dtype,
     Mode,
     Partition,
+    Place,
     PlanningArguments,
     echo_json,
     parse_tokens,
@@ -41,6 +42,8 @@ def typed(model: str, **changes: object) -> PlanningArguments:
         "num_chunks": "auto",
         "recompute": None,
         "offload_kv": Mode.auto,
+        "weights": Place.auto,
+        "optimizer": Place.auto,
     }
     return PlanningArguments(**{**arguments, **changes})  # pyright: ignore[reportArgumentType]
 
