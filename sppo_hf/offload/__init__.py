@@ -6,7 +6,8 @@ how a tensor looks at them. `tiers` says what a tier must do, and has the host's
 bytes in files by threads of their own, `staging` is the tier in front of them, with `returns` for
 its regions. `leaving` and `origins` list what is on its way out and what has moved already, `moves`
 holds all cargoes, `tape` has frames come back in the order that was planned, `engine` is the door
-to all of it, `frames` hooks it to what autograd saves.
+to all of it, `frames` hooks it to what autograd saves. `weights` has parameters that rest on the
+host, and takes nothing of these but a copier.
 
 [Note: offload lifetimes]
 
