@@ -363,10 +363,10 @@ class Sequence:
     def start_backward(self) -> None:
         """Bring back what backward needs first: little else runs on the device before it."""
         last = len(self._layers) - 1
-        if self._plan.order == "by_layer":
-            self._tape.start_backward(self._number(self._plan.num_chunks, last))
-        else:
-            self._tape.start_backward(self._number(self._chunk, last))
+        numbers = [self._number(self._chunk, last)]
+        if self._plan.order == "by_layer":  # the layer's keys and values come first
+            numbers.insert(0, self._number(self._plan.num_chunks, last))
+        self._tape.start_backward(*numbers)
 
     def prefetch(self, chunk: int) -> None:
         """Bring back all frames of a chunk, first needed first."""

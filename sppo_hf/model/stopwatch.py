@@ -86,10 +86,13 @@ class Stopwatch:
         return not self._marks or self._marks[-1][2].passed()
 
     def seconds(self, phase: Phase, num_chunks: int) -> tuple[float, ...]:
-        """Seconds per chunk in a phase; chunks that several groups of rows went through add up."""
+        """Seconds per chunk in a phase; chunks that several groups of rows went through add up.
+
+        By layer, units count on through the layers, and a chunk's of all layers add up.
+        """
         assert self.ready(), "seconds are known once the work is done"
         sums = [0.0] * num_chunks
         for (name, chunk, begin), (_, _, later) in zip(self._marks, self._marks[1:], strict=False):
             if name == phase:
-                sums[chunk] += begin.seconds_until(later)
+                sums[chunk % num_chunks] += begin.seconds_until(later)
         return tuple(sums)

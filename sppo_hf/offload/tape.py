@@ -114,9 +114,10 @@ class Tape:
         self._fetch(number)
         self._enter(number)
 
-    def start_backward(self, number: int) -> None:
-        """Do now what entering frame `number` would, where little else runs before."""
-        self._enter(number)
+    def start_backward(self, *numbers: int) -> None:
+        """Do now what entering frames `numbers` would, where little else runs before."""
+        for number in numbers:
+            self._enter(number)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
         """Prefetch the frames of these numbers, in their order."""

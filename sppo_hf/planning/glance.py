@@ -214,8 +214,9 @@ class Glance:
     def host_bytes(self, layout: Layout, ranks_per_node: int) -> int:
         """Returns less than the fullest node's host holds when first backwards begin."""
         away = self._sum_bytes(layout) if layout.kv_tier != "device" else 0
-        ratios = self._ratios(layout)
         bounds = self.bounds(layout)
+        # The paper's rule sends whole layers, and no more than K/V and the last stage leave room.
+        ratios = (0.0,) * len(bounds) if layout.offload == "sppo" else self._ratios(layout)
 
         sizes: dict[tuple[int, int], int] = {}
         for ratio, (start, end) in zip(ratios, bounds, strict=True):
@@ -346,7 +347,8 @@ class Glance:
 
     def _kept_bytes(self, layout: Layout) -> int:
         """What stays on the device of a row's frames."""
-        ratios = self._ratios(layout)
+        rounded = 0.5 * layout.stages * layout.virtual / self._cost.shape.num_layers
+        ratios = [min(1.0, r + rounded * (0.0 < r < 1.0)) for r in self._ratios(layout)]
         return sum(
             int((1.0 - ratio) * self._frame_bytes(layout, end - start))
             for ratio, (start, end) in zip(ratios, self.bounds(layout), strict=True)

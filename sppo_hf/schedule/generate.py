@@ -247,7 +247,7 @@ def generate(name: str, size: Size) -> Schedule:
         ScheduleError: there is no such schedule, a number is below one, or several stages per rank
             or uneven micro-batches are asked of a schedule that has none.
     """
-    if name not in ALL_SCHEDULES:
+    if name not in SCHEDULES and name not in SHARING:
         raise ScheduleError(
             f"There is no schedule {name!r}. Allowed: {', '.join(ALL_SCHEDULES)}. Remedy: name one "
             "of these."

@@ -39,6 +39,7 @@ def _run(
     """What rank 0 wrote of a step, and the plan."""
     model = build_tiny_model("llama", num_hidden_layers=3).train()
     ways = {"chunk_lengths": LENGTHS, "hardware": "cpu", "min_offload_size": 1, "show_plan": False}
+    ways["order"] = "by_chunk"
     convert(model, SPPOConfig(**{**ways, "trace_dir": str(folder), **settings}))
     batch = batch or make_batch(rows=1, tokens=TOKENS)
     model(**batch).loss.backward()

@@ -345,8 +345,10 @@ def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(
 
 
 def test_every_pair_of_settings_is_met() -> None:
-    cells = {*_cross(), *_pairs()}
-    assert len(cells) == len(_cross()) + len(_pairs())
+    every = {*_cross(), *_pairs()}
+    assert len(every) == len(_cross()) + len(_pairs())
+    # Of what "selective" meets `test_exactness_plans` has all.
+    cells = {cell for cell in every if cell.recompute != "selective"}
     for one, other in itertools.combinations(range(len(Cell._fields)), 2):
         met = {(cell[one], cell[other]) for cell in cells}
         assert met == {(ours[one], theirs[other]) for ours in cells for theirs in cells}

@@ -68,7 +68,9 @@ def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
         )
         others = {name: drawn[name] for name in ("leave_bytes", "fetch_bytes")}
         if isinstance(kv, dict):
-            return dataclasses.replace(plan, layer_modes=rows, **others, **kv)
+            return dataclasses.replace(
+                plan, layer_modes=rows, order="by_chunk", kv_modes=(), **others, **kv
+            )
         kv_modes = tuple(kv[i % len(kv)] for i in range(plan.num_layers))
         return dataclasses.replace(
             plan, layer_modes=rows, order="by_layer", kv_modes=kv_modes, **others

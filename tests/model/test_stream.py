@@ -33,6 +33,7 @@ def _config(**settings):
     return SPPOConfig(
         **{
             "chunk_lengths": UNEVEN,
+            "order": "by_chunk",
             "offload_kv": "full",
             "recompute": "full",
             "offload": "none",

@@ -20,7 +20,7 @@ def labels(trace: Path) -> list[tuple[str, float, float]]:
 
 
 def test_a_profiled_step_has_a_label_for_every_unit(tmp_path: Path) -> None:
-    plugin = SPPOPlugin(num_chunks=3, show_plan=False, show_progress=False)
+    plugin = SPPOPlugin(num_chunks=3, order="by_chunk", show_plan=False, show_progress=False)
     model = plugin.convert(make_model()).train()
     ids = torch.arange(48)[None]
     with torch.profiler.profile() as profiler:

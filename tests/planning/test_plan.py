@@ -60,7 +60,7 @@ def test_modes(device: DeviceFacts, settings: dict[str, str], mode: FrameMode) -
 
 
 def test_of_two_chunks_the_last_is_kept() -> None:
-    made = plan(device=CPU, num_chunks=2, total_tokens=1024)
+    made = plan(device=CPU, num_chunks=2, total_tokens=1024, order="by_chunk")
     assert [made.mode(0, chunk) for chunk in range(2)] == [RECOMPUTE, KEEP]
 
 

@@ -136,6 +136,8 @@ def test_shared_sequences_of_a_sharded_model_train_as_one_process_does(tmp_path)
     plain = run_job({"kind": "fsdp2", "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
     for one, other in zip(ours["history"], plain["history"], strict=True):
+        for numbers in (one, other):
+            del numbers["gathered"]
         assert one == pytest.approx(other, abs=1e-4)
 
 

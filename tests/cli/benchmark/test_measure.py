@@ -74,6 +74,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
 def test_every_contender_trains_with_the_loss_of_plain(
     contender: str, plain: Numbers, tmp_path: Path
 ) -> None:
+    if contender == "alst":
+        pytest.importorskip("deepspeed", reason="is installed by who compares with it")
     if contender == "unsloth":
         pytest.importorskip("unsloth", reason="is installed by who compares with it")
     # The paper's rule needs a device of which something is known.
@@ -156,7 +158,7 @@ def test_one_more_step_is_traced(tmp_path: Path) -> None:
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = [str(event.get("name")) for event in events]
     assert names.count("sppo/step") == 1
-    assert names.count("sppo/forward chunk 0") == 1
+    assert names.count("sppo/forward layer 0 chunk 0") == 1
     summary = summarise(events)
     assert not summary.on_device
     parts = sum(seconds for seconds, _ in summary.shares().values())
