@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 import pytest
@@ -107,7 +108,12 @@ class Training:
 
     def forward(self, plan: list[tuple[Mode, list[int]]]) -> tuple[list[Frame], Tape]:
         machine = self.machine
-        away = [4 * (8 + sum(sizes)) * (mode != "keep") for mode, sizes in plan]
+        # What a frame is handed by the one before is as long as that one's last.
+        handed = list(accumulate(plan, lambda long, frame: (frame[1] or [long])[-1], initial=8))
+        away = [
+            4 * (long + sum(sizes)) * (mode != "keep")
+            for long, (mode, sizes) in zip(handed, plan, strict=False)
+        ]
         asked = asked_within(away, machine.fetch_bytes)
         tape = self.engine.new_tape(leave_bytes=machine.leave_bytes, asked=asked)
         frames: list[Frame] = []
