@@ -570,10 +570,18 @@ class Sequence:
         if mode == "device" or not isinstance(store, LayerKV):
             return None
         if mode == "recompute":
+            # Inputs that are away come back for this, and once more for their own chunk.
+            last = self._plan.num_chunks - 1
+            borrowed = (
+                c for c in store.chunks if c < last and self._plan.mode(position, c).offload
+            )
+            first = next(borrowed, None)
             for chunk in store.chunks:
-                frame = frames.get(chunk)
+                frame, noted = frames.get(chunk), None
+                if self._log is not None and chunk == first:
+                    noted = functools.partial(self._log.keys_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
-                    store.put_away(chunk, _KeysAgain(index, chunk, frame))
+                    store.put_away(chunk, _KeysAgain(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
             away = _KeysAway(self._offload, self._tape, mode, f"keys and values of layer {index}")
             for chunk in store.chunks:
@@ -877,8 +885,15 @@ class _Rerun:
 class _KeysAgain:
     """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
 
-    def __init__(self, layer: int, chunk: int, frame: weakref.ref[RecomputedFrame] | None) -> None:
+    def __init__(
+        self,
+        layer: int,
+        chunk: int,
+        frame: weakref.ref[RecomputedFrame] | None,
+        noted: Callable[[], None] | None = None,
+    ) -> None:
         self._where = f"layer {layer}, chunk {chunk}"
+        self._noted = noted
         self._frame = frame  # weakly: the graph owns it, and it has the store that has this
 
     def __call__(self) -> tuple[Tensor, Tensor]:
@@ -888,6 +903,8 @@ class _KeysAgain:
                 f"keys and values of {self._where} were dropped, and what they are made from is "
                 "gone: another layer reads them, or this part of the graph was dropped."
             )
+        if self._noted is not None:
+            self._noted()
         return frame.keys_again()
 
 

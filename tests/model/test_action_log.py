@@ -42,11 +42,12 @@ def _run(
     ways["order"] = "by_chunk"
     convert(model, SPPOConfig(**{**ways, "trace_dir": str(folder), **settings}))
     batch = batch or make_batch(rows=1, tokens=TOKENS)
-    model(**batch).loss.backward()
     engine = get_engine(model)
     rows, tokens = batch["input_ids"].shape
     with torch.enable_grad():
+        # Before the step: gradients that are there afterwards may change the plan.
         plan = engine.plan(rows, tokens, torch.device("cpu"))
+    model(**batch).loss.backward()
     engine.offload.assert_drained()
     return (folder / "rank0.actions").read_text().split(), plan
 
@@ -55,17 +56,21 @@ def _planned(plan: Any) -> list[str]:
     return [str(action) for action in plan.program().actions]
 
 
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
 @pytest.mark.parametrize("saved", ["whole", "products", "skeleton"])
-def test_all_offloaded(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_offloaded(
+    saved: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     force_modes(monkeypatch, lambda chunk, layer: mode_of(saved, "host"))
-    ran, plan = _run(tmp_path)
+    ran, plan = _run(tmp_path, order=order)
     assert ran == _planned(plan)
     assert sum("H" in action for action in ran) == 12
 
 
-def test_modes_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+def test_modes_of_all_kinds(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     force_modes(monkeypatch, _mixed)
-    ran, plan = _run(tmp_path)
+    ran, plan = _run(tmp_path, order=order)
     assert ran == _planned(plan)
     assert {"0D0.1", "0H0.1", "0B3.0"} <= set(ran)
     assert "0D0.0" not in ran
@@ -79,6 +84,24 @@ def test_keys_and_values_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {"0K3.2#0", "0O3.2#0", "0K3.2#1", "0O3.2#1"} <= set(ran)
 
 
+@pytest.mark.parametrize("kv_modes", [("host", "device", "host"), ("recompute",) * 3])
+def test_keys_of_whole_layers(
+    kv_modes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_modes(monkeypatch, lambda chunk, layer: mode_of("skeleton", "host"))
+    make_plan = plans.make_plan
+
+    def forced(*args: Any, **kwargs: Any) -> Any:
+        plan = make_plan(*args, **kwargs)
+        return dataclasses.replace(plan, kv_modes=kv_modes)
+
+    monkeypatch.setattr(plans, "make_plan", forced)
+    ran, plan = _run(tmp_path, order="by_layer")
+    assert ran == _planned(plan)
+    assert {"0K3.0#0", "0K3.2#0"} <= set(ran)
+    assert ("0O3.0#0" in ran) == (kv_modes[0] == "host")
+
+
 def _with_window(monkeypatch: pytest.MonkeyPatch, fetch_bytes: int) -> None:
     make_plan = plans.make_plan
 
@@ -88,10 +111,13 @@ def _with_window(monkeypatch: pytest.MonkeyPatch, fetch_bytes: int) -> None:
     monkeypatch.setattr(plans, "make_plan", forced)
 
 
-def test_a_window_of_several_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+def test_a_window_of_several_frames(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     force_modes(monkeypatch, lambda chunk, layer: mode_of("skeleton", "host"))
     _with_window(monkeypatch, 2**14)
-    ran, plan = _run(tmp_path)
+    ran, plan = _run(tmp_path, order=order)
     assert ran == _planned(plan)
     first_backward = next(at for at, action in enumerate(ran) if "B" in action)
     assert sum("H" in action for action in ran[:first_backward]) > 2
