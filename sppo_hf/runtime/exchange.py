@@ -77,8 +77,8 @@ class SequenceRanks:
         try:
             made = make()
             said = better(made), ""
-        except Exception as error:  # noqa: BLE001 (raised below)
-            refusal = error  # raised below, when the others have heard of it
+        except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
+            refusal = error
             said = math.inf, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, said, group=self._control)

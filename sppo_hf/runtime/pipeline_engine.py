@@ -223,17 +223,10 @@ class PipelineEngine(Engine):
         self._activity = f"in {kind} pass {self._calls}"
         with self.watchdog.explaining(self._activity):
             try:
-                output = run()
+                with self.watchdog.ending_all(but=(_RefusedByAll,)):
+                    output = run()
             except _RefusedByAll as refusal:
                 raise refusal.error from refusal.error.__cause__
-            except BaseException as error:
-                if is_broken_connection(error):
-                    raise
-                # The schedule of the others waits for this rank: nobody can go on.
-                self.watchdog.report(error)
-                if not isinstance(error, Exception):
-                    raise  # an interrupt, which is nobody's failure
-                raise PipelineError(self.watchdog.words_for(error)) from error
         self.watchdog.doing(f"after {kind} pass {self._calls}")
         return output
 

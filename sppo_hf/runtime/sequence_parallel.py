@@ -28,7 +28,7 @@ from sppo_hf.runtime.agreement import agree, settings_number
 from sppo_hf.runtime.exchange import SequenceRanks, refuse_unshareable
 from sppo_hf.runtime.mesh import PipelineMesh
 from sppo_hf.runtime.pipeline import launch_watchdog, shared_mesh
-from sppo_hf.runtime.watchdog import Watchdog, is_broken_connection
+from sppo_hf.runtime.watchdog import Watchdog
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -104,19 +104,9 @@ class SequenceParallelEngine(Engine):
             PipelineError: This rank failed, or ranks do not agree.
             RankLostError: Another one did.
         """
-        with self.watchdog.explaining(activity):
-            try:
-                yield
-            except (ConfigError, BudgetError, UnsupportedModelError, PipelineError):
-                raise  # all ranks refuse it alike, and a script may go on with another batch
-            except BaseException as error:
-                if is_broken_connection(error):
-                    raise
-                # The others wait for this rank's tokens: nobody can go on.
-                self.watchdog.report(error)
-                if not isinstance(error, Exception):
-                    raise  # an interrupt, which is nobody's failure
-                raise PipelineError(self.watchdog.words_for(error)) from error
+        alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
+        with self.watchdog.explaining(activity), self.watchdog.ending_all(but=alike):
+            yield
         self.watchdog.doing(activity.replace("in ", "after ", 1))
 
 

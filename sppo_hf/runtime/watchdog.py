@@ -35,7 +35,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from sppo_hf.errors import RankLostError
+from sppo_hf.errors import PipelineError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +268,28 @@ class Watchdog:
         self.doing(before)
 
     # -- failures ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def ending_all(self, *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """Context of work that the other ranks wait for: what is raised in it ends all of them.
+
+        Args:
+            but: What all ranks raise alike, after which a script may go on; it passes unchanged.
+
+        Raises:
+            PipelineError: In place of an exception, with what this rank was doing.
+        """
+        try:
+            yield
+        except but:
+            raise
+        except BaseException as error:
+            if is_broken_connection(error):
+                raise
+            self.report(error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt, which is nobody's failure
+            raise PipelineError(self.words_for(error)) from error
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed by itself."""

@@ -118,7 +118,9 @@ def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) 
     model.to = refuse
     plugin = SPPOPlugin(chunk_tokens=16, weights="host")
     arguments = make_arguments(tmp_path, parallelism_config=plugin, max_steps=1)
-    Trainer(model, arguments, train_dataset=make_rows(4)).train()
+    trained = Trainer(model, arguments, train_dataset=make_rows(4)).train()
+    assert trained.global_step == 1
+    assert get_engine(model).weights.host_bytes == sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize(

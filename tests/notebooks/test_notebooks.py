@@ -69,7 +69,8 @@ def _run(path, tmp_path, monkeypatch, family=None):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_first_notebook_takes_a_hybrid(tmp_path, monkeypatch):
-    _run(NOTEBOOKS[0], tmp_path, monkeypatch, family="qwen3_5_text")
+    shown = _run(NOTEBOOKS[0], tmp_path, monkeypatch, family="qwen3_5_text")
+    assert any("gradients, the worst relative difference is" in said(cell) for cell in shown)
 
 
 @pytest.mark.process
