@@ -28,6 +28,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from sppo_hf.config import SPPOConfig
+    from sppo_hf.engine.step_observer import StepObserver, StepRecord
     from sppo_hf.errors import (
         BudgetError,
         ConfigError,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     )
     from sppo_hf.integrations.arguments import SPPOArguments
     from sppo_hf.integrations.plugin import SPPOPlugin
-    from sppo_hf.model.observer import StepObserver, StepRecord
 
 _HOMES = {
     "BudgetError": "sppo_hf.errors",
@@ -53,8 +53,8 @@ _HOMES = {
     "SPPOError": "sppo_hf.errors",
     "SPPOPlugin": "sppo_hf.integrations.plugin",
     "ScheduleError": "sppo_hf.errors",
-    "StepObserver": "sppo_hf.model.observer",
-    "StepRecord": "sppo_hf.model.observer",
+    "StepObserver": "sppo_hf.engine.step_observer",
+    "StepRecord": "sppo_hf.engine.step_observer",
     "UnsupportedModelError": "sppo_hf.errors",
 }
 

@@ -25,13 +25,13 @@ if [[ ${1:-} == --quick ]]; then
         -m "not slow and not gpu"
         -k "not test_exactness.py or gemma3 or gpt_oss or deepseek_v3 or refused or seen"
         tests/test_{architecture,config,errors,rules}.py
-        tests/schedule/test_{grid,lower,validate,simulate}.py
-        tests/planning/test_{decisions,model_profile,partition,refusals}.py
-        tests/attention/test_{blocks,function,kv,merge,pieces}.py
+        tests/schedule/test_{grid,lower,simulate,validate}.py
+        tests/planning/test_{chunk_bounds,decisions,model_profile,refusals}.py
+        tests/attention/test_{blocks,chunk_attention,kv_cache,merge,segments}.py
         tests/attention/backends/test_{cpu_flash,reference,select}.py
-        tests/offload/test_{engine,engine_order,frames,holes,lanes,windows}.py
-        tests/model/test_{engine,exactness,guard,loss,mask,recompute,stages}.py
-        tests/runtime/test_{executor,gradients,pipeline_engine,pipeline_exactness,schedules}.py
+        tests/offload/test_{copy_streams,engine,engine_order,free_list,layer_offload,windows}.py
+        tests/engine/test_{engine,exactness,family_guard,loss,mask,recompute,stages}.py
+        tests/pipeline/test_{executor,gradients,pipeline_engine,pipeline_exactness,schedules}.py
         tests/integrations/test_{accelerator,limits,plugin,trainer}.py
         tests/cli/test_{check,plan}.py
     )

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.select import BACKENDS
+from sppo_hf.engine.device_facts import device_facts, device_versions
 from sppo_hf.errors import SPPOError
-from sppo_hf.model.facts import device_facts, device_versions
-from sppo_hf.runtime.backends_report import backends_table, draw_backends
-from sppo_hf.runtime.measure_backends import Group, LayerHeads, measure_backends
+from sppo_hf.profiling.backends_report import backends_table, draw_backends
+from sppo_hf.profiling.measure_backends import Group, LayerHeads, measure_backends
 
 SIZES: dict[str, dict[str, Any]] = {
     # Llama-3.1-8B's layer, one with heads of 64, and one without grouped heads.

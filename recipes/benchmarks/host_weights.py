@@ -28,7 +28,7 @@ from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
 from transformers import Trainer, TrainingArguments
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.model.convert import get_engine
+from sppo_hf.engine.convert import get_engine
 from sppo_hf.rules import format_bytes
 
 NEAR = 1e-4

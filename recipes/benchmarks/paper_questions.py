@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import (
     ClusterPlan,
     ClusterQuestion,
@@ -20,15 +21,14 @@ from sppo_hf.planning.cluster import (
     solve_cluster,
 )
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.flops import PEAK_FLOPS, step_flops
 from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import Training, find_profile
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import even_bounds
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.pipeline_cost import OffloadRule
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.shape import ModelShape
 
 DEVICE_SHARE, HOST_BYTES, GPUS_PER_NODE = 0.95, int(0.9 * 2e12), 8
 LINK_BYTES_PER_SECOND = 25e9
@@ -72,7 +72,7 @@ ABLATED_K = {"7B": 512, "13B": 512, "65B": 640}
 LONG = SearchSpace(
     schedules=("seq1f1b", "interleaved_seq1f1b"),
     partitions=("even", "bounded"),
-    frames=(("whole", "sppo"), ("products", "full"), ("skeleton", "none"), ("skeleton", "full")),
+    frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
     sp=(1,),
     chunk_tokens=(8 * K, 32 * K),
     least_used=0.9,
@@ -81,14 +81,14 @@ _PLAIN = replace(
     LONG,
     schedules=("1f1b",),
     partitions=("even",),
-    frames=(("whole", "none"), ("products", "none"), ("skeleton", "none")),
+    frames=(("whole", "none"), ("matmuls", "none"), ("inputs", "none")),
     kv_tiers=("device",),
 )
 # Everything for one sequence a step, on the papers' machine.
 ONE_ROW = SearchSpace(
     schedules=("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
     partitions=("bounded",),
-    frames=(("whole", "sppo"), ("products", "full"), ("skeleton", "none"), ("skeleton", "full")),
+    frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
     sp=(4, 8, 16),
     chunk_tokens=(K, 8 * K),
 )
@@ -150,7 +150,7 @@ def question(
     assert profile.device_bytes is not None, "the shipped profile knows its memory"
     device = int(DEVICE_SHARE * profile.device_bytes)
     return ClusterQuestion(
-        cost=StageCost(shape=shape, profile=profile, dtype_name="bfloat16"),
+        cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
         total_tokens=tokens,
         rows=rows,
         gpus=gpus,
@@ -187,7 +187,7 @@ def one_row(
     assert profile.device_bytes is not None, "shipped profiles know their memory"
     assert profile.network_bytes_per_second is not None, "and their links"
     return ClusterQuestion(
-        cost=StageCost(shape=shape, profile=profile, dtype_name="bfloat16"),
+        cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
         total_tokens=tokens,
         rows=1,
         gpus=gpus,
@@ -304,7 +304,7 @@ def ablation_rows(name: str) -> list[dict[str, Any]]:
 def longest_7b(gpus: int) -> dict[str, Any]:
     """(d) The longest row of SPPO's 7B, in steps of 128K: one pipeline of groups of 8."""
     step = 128 * K
-    layouts = [Layout("seq1f1b", gpus // 8, 1, 1, 1, "bounded", "skeleton", "full", "host", sp=8)]
+    layouts = [Layout("seq1f1b", gpus // 8, 1, 1, 1, "bounded", "inputs", "full", "host", sp=8)]
 
     def fits(count: int) -> bool:
         tokens = count * step
@@ -345,9 +345,9 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
         schedules=("seq1f1b", "interleaved_seq1f1b", "msp"),
         frames=(
             ("whole", "sppo"),
-            ("products", "full"),
-            ("skeleton", "none"),
-            ("skeleton", "full"),
+            ("matmuls", "full"),
+            ("inputs", "none"),
+            ("inputs", "full"),
         ),
         sp=(1, 2, 4, 8),
         sharded=(False, True),
@@ -375,7 +375,7 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
 def scaled_layout(asked: ClusterQuestion, chunk_tokens: int) -> Layout:
     return Layout(
         *("seq1f1b", asked.gpus, 1, 1, asked.total_tokens // chunk_tokens),
-        *("bounded", "skeleton", "full", "host"),
+        *("bounded", "inputs", "full", "host"),
     )
 
 

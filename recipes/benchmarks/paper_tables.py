@@ -73,7 +73,7 @@ def collect(options: argparse.Namespace) -> dict[str, list[Any]]:
 def layout_words(row: dict[str, Any]) -> str:
     """A layout in words: dp/pp/sp, chunks, and what activations and K/V do."""
     virtual = f" {row['virtual']}" if row["virtual"] > 1 else ""
-    again = {"whole": "no", "products": "selective", "skeleton": "full"}[row["saved"]]
+    again = {"whole": "no", "matmuls": "selective", "inputs": "full"}[row["saved"]]
     leaving = {"none": "", "full": ", offloaded", "sppo": ", partly offloaded"}[row["offload"]]
     kv = ", K/V on host" if row["kv_tier"] == "host" else ""
     name = row["schedule"].removesuffix("_seq1f1b")

@@ -24,16 +24,21 @@ from torch import multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sppo_hf import SPPOConfig
-from sppo_hf.model.convert import get_engine
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.registry import SCHEDULES
-from sppo_hf.runtime.pipeline import convert_to_stages
-from sppo_hf.runtime.pipeline_engine import PipelineEngine
-from sppo_hf.schedule.comparison_figure import draw_comparison
+from sppo_hf.reporting.chrome_trace import write_trace
+from sppo_hf.reporting.comparison_figure import draw_comparison
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.measured import Done, explain, mean_seconds, measured_timeline
-from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
-from sppo_hf.schedule.trace import write_trace
+from sppo_hf.schedule.measured_timeline import (
+    ActionRecord,
+    explain,
+    mean_seconds,
+    measured_timeline,
+)
+from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -88,11 +93,11 @@ def run_rank(rank: int, options: argparse.Namespace, port: int, out: str) -> Non
     assert isinstance(engine, PipelineEngine), "the model was just made into a pipeline"
     tokens = torch.randint(0, options.vocabulary, (options.micro_batches, options.tokens))
     dist.broadcast(tokens, 0)
-    steps: list[list[list[Done]]] = []
+    steps: list[list[list[ActionRecord]]] = []
     for _ in range(1 + options.steps):
         model.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
-        everyone: list[list[Done]] = [[] for _ in range(options.ranks)]
+        everyone: list[list[ActionRecord]] = [[] for _ in range(options.ranks)]
         dist.all_gather_object(everyone, engine.executed)
         steps.append(everyone)
     if rank == 0:
@@ -101,7 +106,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int, out: str) -> Non
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace) -> list[list[list[Done]]]:
+def measure(options: argparse.Namespace) -> list[list[list[ActionRecord]]]:
     """What each rank did in each step, in its own order."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
@@ -109,7 +114,7 @@ def measure(options: argparse.Namespace) -> list[list[list[Done]]]:
         probe.close()
         multiprocessing.spawn(run_rank, (options, port, out), nprocs=options.ranks)
         # Written by this script itself a moment ago.
-        steps: list[list[list[Done]]] = torch.load(out, weights_only=False)
+        steps: list[list[list[ActionRecord]]] = torch.load(out, weights_only=False)
         return steps
 
 

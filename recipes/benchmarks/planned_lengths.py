@@ -21,20 +21,20 @@ from rich.table import Table
 
 from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.ask import (
+from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.plan_request import (
+    PlanRequest,
     PolicyResult,
-    Question,
-    ask,
     compare_policies,
     plan_for,
     question_for,
+    request_plan,
     timeline_of,
 )
-from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.report import format_seconds, keys_text
 from sppo_hf.planning.solve import over_budget
+from sppo_hf.reporting.plan_tables import format_seconds, keys_text
 from sppo_hf.rules import format_bytes
 
 POLICIES = ("auto", "none", "full", "sppo")
@@ -49,7 +49,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
     if disk:
         budgets |= {"disk_memory": "2TB", "offload_dir": options.dir}
 
-    def question(**settings: str) -> Question:
+    def question(**settings: str) -> PlanRequest:
         return question_for(
             load_config(options.model),
             SPPOConfig(**{**budgets, **settings}),
@@ -59,9 +59,9 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
             trace=trace_unknown,
         )
 
-    by_chunk = ask(question(order="by_chunk"))
+    by_chunk = request_plan(question(order="by_chunk"))
     began = time.perf_counter()
-    answer = ask(question())
+    answer = request_plan(question())
     row: dict[str, Any] = {
         "tokens": tokens,
         "disk": disk,

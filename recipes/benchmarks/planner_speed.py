@@ -25,16 +25,16 @@ from rich.table import Table
 
 from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.ask import question_for
+from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.lowering import lower
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import even_bounds
+from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.plan_request import question_for
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.search import Batch, solve_chunks
-from sppo_hf.planning.solve import Choices, FirstLimit
+from sppo_hf.planning.solve import BudgetViolation, Choices
 
 CHUNKS = 64
 LAYERS = 80
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         trace=trace_unknown,
     )
     assert question.device.profile is not None, "a profile was named"
-    cost = StageCost(
+    cost = ModelCost(
         shape=question.shape,
         profile=question.device.profile,
         dtype_name="bfloat16",
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         SOLVE.format(name): _seconds(lambda orders=orders: solved(orders), options.repeat)
         for name, orders in ORDERS.items()
     }
-    assert not isinstance(found, FirstLimit), f"{found} breaks"
+    assert not isinstance(found, BudgetViolation), f"{found} breaks"
     program = lower(found.decisions, cost)
     actions = len(program.simulate())
     seconds = _seconds(lambda: program.simulate(), options.repeat)

@@ -3,7 +3,7 @@
     python recipes/benchmarks/shipped_profiles.py
 
 To be run when a model is added to `planning/models`, or when Transformers computes one otherwise;
-`tests/model/test_trace.py` says when. Takes seconds, and no weights.
+`tests/engine/test_trace_profile.py` says when. Takes seconds, and no weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import sppo_hf.planning
-from sppo_hf.model.trace import trace_config
+from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.config_file import load_config, shipped_models
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import Training, config_digest, profiles_to_json

@@ -29,9 +29,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.model.structure import find_parts
+from sppo_hf.engine.structure import find_parts
+from sppo_hf.pipeline.convert import staged_model
 from sppo_hf.rules import format_bytes
-from sppo_hf.runtime.pipeline import staged_model
 
 GIB = 1 << 30
 MAX_RATIO = 1.2

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sppo_hf.cli.benchmark.trace_summary import Summary, read_events, summarise
-from sppo_hf.planning.report import format_seconds
+from sppo_hf.reporting.plan_tables import format_seconds
 
 
 def show(summary: Summary, console: Console) -> None:

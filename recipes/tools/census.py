@@ -24,9 +24,9 @@ from transformers.models.auto import modeling_auto
 
 from recipes.tools.family_table import CENSUS, ROOT, write_page
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import family_guard as guard
 from sppo_hf.errors import ConfigError
-from sppo_hf.model import guard
-from sppo_hf.model.check import check_model
+from sppo_hf.testing.check import check_model
 
 TYPES = sorted(
     {

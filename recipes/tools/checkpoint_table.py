@@ -22,8 +22,8 @@ import transformers
 from recipes.tools.family_table import LONGEST, ROOT, checkpoints_markdown, write_page
 from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.ask import ask, question_for
 from sppo_hf.planning.config_file import load_config, namespace_of
+from sppo_hf.planning.plan_request import question_for, request_plan
 from sppo_hf.planning.profile_store import load_profile
 
 CONFIGS = Path(__file__).with_name("checkpoints.json")
@@ -35,7 +35,7 @@ TOKENS = 8192
 def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
     """One row: a checkpoint's parameters, and its longest sequence in tokens (0: none fits)."""
     model = load_config(config) if isinstance(config, str) else namespace_of(config)
-    answer = ask(
+    answer = request_plan(
         question_for(
             model,
             SPPOConfig(host_memory=HOST_MEMORY),

@@ -21,11 +21,11 @@ import torch
 import transformers
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
-from sppo_hf.model.check import CheckResult, check_model
-from sppo_hf.model.structure import find_parts
-from sppo_hf.model.tiny import build_tiny_model
-from sppo_hf.model.tiny_families import FAMILIES
+from sppo_hf.testing.check import CheckResult, check_model
+from sppo_hf.testing.tiny_families import FAMILIES
+from sppo_hf.testing.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("recipes/MODELS.md")

@@ -35,10 +35,10 @@ import transformers  # noqa: F401
 
 ROOMS = ("planning", "offload", "runtime", "model")
 ALWAYS: dict[str, tuple[str, ...]] = {
-    "model": ("tests/model/test_engine.py", "tests/model/test_exactness.py"),
-    "offload": ("tests/offload/test_engine.py", "tests/offload/test_frames.py"),
+    "model": ("tests/engine/test_engine.py", "tests/engine/test_exactness.py"),
+    "offload": ("tests/offload/test_engine.py", "tests/offload/test_layer_offload.py"),
     "planning": ("tests/planning/test_lowering.py", "tests/planning/test_plan.py"),
-    "runtime": ("tests/runtime/test_executor.py", "tests/runtime/test_pipeline_engine.py"),
+    "runtime": ("tests/pipeline/test_executor.py", "tests/pipeline/test_pipeline_engine.py"),
 }
 """What runs for a module of a room after its own tests."""
 

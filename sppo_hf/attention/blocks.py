@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from sppo_hf.attention.pieces import Piece
+from sppo_hf.attention.segments import AttentionSegment
 
 Bounds = tuple[tuple[int, int], ...]
 """`(start, end)` of every chunk, in tokens."""
@@ -25,8 +25,8 @@ class Block:
     end: int
     """One past the last token."""
 
-    def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """What is left of `pieces` when only this block's keys are there.
+    def cut(self, pieces: Iterable[AttentionSegment]) -> Iterator[AttentionSegment]:
+        """What is left of `segments` when only this block's keys are there.
 
         Queries stay as they are, also where a window hides the whole block from some of them:
         backends give those a log-sum-exp of -inf, and merging weighs them with zero.
@@ -43,9 +43,9 @@ def whole_sequence(bounds: Bounds) -> Block:
 
 
 def cut_blocks(
-    bounds: Bounds, pieces: tuple[Piece, ...], *, block_tokens: int
+    bounds: Bounds, pieces: tuple[AttentionSegment, ...], *, block_tokens: int
 ) -> tuple[Block, ...]:
-    """The blocks that `pieces` read, in order of their tokens.
+    """The blocks that `segments` read, in order of their tokens.
 
     Args:
         bounds: Chunks of the sequence.

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.base import Attended, accumulation_dtype
+from sppo_hf.attention.backends.base import AttentionOutput, accumulation_dtype
 
 
-def merge_partials(first: Attended, second: Attended) -> Attended:
+def merge_partials(first: AttentionOutput, second: AttentionOutput) -> AttentionOutput:
     """Attention over the union of two disjoint sets of keys.
 
     Args:
@@ -30,10 +30,10 @@ def merge_partials(first: Attended, second: Attended) -> Attended:
     out_BNCH = first.out_BNCH.to(accumulation_dtype(first.out_BNCH.dtype), copy=True)
     lse_BNC = first.lse_BNC.clone()
     merge_into(out_BNCH, lse_BNC, second)
-    return Attended(out_BNCH.to(first.out_BNCH.dtype), lse_BNC)
+    return AttentionOutput(out_BNCH.to(first.out_BNCH.dtype), lse_BNC)
 
 
-def merge_into(out_BNCH: Tensor, lse_BNC: Tensor, other: Attended) -> None:
+def merge_into(out_BNCH: Tensor, lse_BNC: Tensor, other: AttentionOutput) -> None:
     """Merge `other` into `(out_BNCH, lse_BNC)` in place.
 
     Args:

@@ -1,6 +1,6 @@
 """`sppo calibrate`: measure this machine, and keep the figures for the planner.
 
-Only arguments, progress and the printed tables; measuring is `sppo_hf.runtime.calibrate`, keeping
+Only arguments, progress and the printed tables; measuring is `sppo_hf.profiling.calibrate`, keeping
 `sppo_hf.planning.profile_store`. Torch is imported when the command runs.
 """
 
@@ -91,12 +91,12 @@ def _measure(
     """Measure with a progress bar on stderr.
 
     Raises:
-        ConfigError: as `sppo_hf.runtime.calibrate.calibrate`.
+        ConfigError: as `sppo_hf.profiling.calibrate.calibrate`.
         typer.BadParameter: the device's name is none.
     """
     import torch
 
-    from sppo_hf.runtime.calibrate import calibrate as measure
+    from sppo_hf.profiling.calibrate import calibrate as measure
 
     if device_name == "auto":
         device_name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,6 +1,6 @@
 """`sppo check MODEL`: is this family exact under chunks? Loss and every gradient, in numbers.
 
-Only arguments and the printed table; the comparison is `sppo_hf.model.check`. Torch is imported
+Only arguments and the printed table; the comparison is `sppo_hf.testing.check`. Torch is imported
 when the command runs.
 """
 
@@ -23,12 +23,12 @@ from sppo_hf.errors import SPPOError
 from sppo_hf.planning.config_file import check_sizes, read_fields
 
 if TYPE_CHECKING:
-    from sppo_hf.model.check import CheckResult
+    from sppo_hf.testing.check import CheckResult
 
 EXIT_CODES = {"exact": 0, "not exact": 1, "refused": 2}
 BAD_INPUT = 2
 MOST_TOKENS = 4096
-"""What even a model of one head may be checked with; see `sppo_hf.model.check`."""
+"""What even a model of one head may be checked with; see `sppo_hf.testing.check`."""
 
 
 class Dtype(StrEnum):
@@ -180,7 +180,7 @@ def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResu
     import torch
     import transformers
 
-    from sppo_hf.model.check import check_model
+    from sppo_hf.testing.check import check_model
 
     transformers.logging.set_verbosity_error()
     # Products of a few thousand numbers: handing them to other threads takes ten times as long.

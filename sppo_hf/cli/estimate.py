@@ -1,7 +1,7 @@
 """`sppo estimate MODEL --seq-len N`: does it fit, how fast is it, and how long may sequences be?
 
-Only arguments and printing; answering is `sppo_hf.planning.ask`. Neither torch nor Transformers is
-imported, so the answer comes at once.
+Only arguments and printing; answering is `sppo_hf.planning.plan_request`. Neither torch nor
+Transformers is imported, so the answer comes at once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import dataclasses
 import typer
 
 from sppo_hf.cli import planning_arguments as given
-from sppo_hf.planning.answer_tables import estimate_table
-from sppo_hf.planning.ask import ask
-from sppo_hf.planning.plan_json import answer_to_dict
+from sppo_hf.planning.plan_request import request_plan
+from sppo_hf.reporting.answer_tables import estimate_table
+from sppo_hf.reporting.plan_json import answer_to_dict
 
 _USUAL_RANK = 16
 
@@ -63,7 +63,7 @@ def estimate(
     )
     with given.bad_input(as_json):
         question = arguments.question()
-        answer = ask(question)
+        answer = request_plan(question)
         also = [] if answer.fits or as_json else _adapters_that_fit(arguments)
     if as_json:
         given.echo_json(answer_to_dict(answer))
@@ -79,4 +79,4 @@ def _adapters_that_fit(arguments: given.PlanningArguments) -> list[str]:
     if arguments.lora is not None:
         return []
     with_adapters = dataclasses.replace(arguments, lora=_USUAL_RANK)
-    return [f"--lora {_USUAL_RANK}"] if ask(with_adapters.question()).fits else []
+    return [f"--lora {_USUAL_RANK}"] if request_plan(with_adapters.question()).fits else []

@@ -12,22 +12,22 @@ from enum import StrEnum
 from sppo_hf.cli import planning_arguments as given
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.ask import question_for
-from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.partition import chunk_bounds
+from sppo_hf.planning.chunk_bounds import chunk_bounds
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.plan_request import question_for
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.rules import show
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import (
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import (
     bubble_fraction,
     fixed_seconds,
     peak_units,
     shared_seconds,
     simulate_pipeline,
 )
-from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_STAGES = 1024
@@ -170,14 +170,14 @@ class PipelineArguments:
         )
         costs = PipelineCost.of(
             schedule,
-            StageCost(
+            ModelCost(
                 shape=question.shape,
                 profile=profile,
                 dtype_name=str(self.dtype),
                 batch_rows=self.rows,
             ),
             bounds,
-            saved="skeleton" if self.recompute else "whole",
+            saved="inputs" if self.recompute else "whole",
             offload=self.offload.value,
             link_bytes_per_second=parse_bytes(
                 self.link or DEFAULT_LINK, field="--link", total_bytes=None

@@ -1,6 +1,6 @@
 """`sppo plan MODEL --seq-len N`: what would be done with each chunk, and how policies compare.
 
-Only arguments, printing and files; answering is `sppo_hf.planning.ask`. Neither torch nor
+Only arguments, printing and files; answering is `sppo_hf.planning.plan_request`. Neither torch nor
 Transformers is imported, and matplotlib only to draw.
 """
 
@@ -22,13 +22,20 @@ from sppo_hf.cli.plan_cluster import (
 )
 from sppo_hf.cli.plan_write import Launch, actions_of_layout, launch_of_layout, launch_of_plan
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.answer_tables import plan_tables
-from sppo_hf.planning.ask import Answer, PolicyResult, ask, compare_policies, plan_for, timeline_of
-from sppo_hf.planning.figure import draw_plan
-from sppo_hf.planning.modes import TIERS
-from sppo_hf.planning.plan_json import actions_to_list, answer_to_dict, policies_to_list
-from sppo_hf.schedule.figure import ENDINGS
-from sppo_hf.schedule.trace import write_trace
+from sppo_hf.planning.activation_modes import TIERS
+from sppo_hf.planning.plan_request import (
+    PlanResult,
+    PolicyResult,
+    compare_policies,
+    plan_for,
+    request_plan,
+    timeline_of,
+)
+from sppo_hf.reporting.answer_tables import plan_tables
+from sppo_hf.reporting.chrome_trace import write_trace
+from sppo_hf.reporting.plan_figure import draw_plan
+from sppo_hf.reporting.plan_json import actions_to_list, answer_to_dict, policies_to_list
+from sppo_hf.reporting.schedule_figure import ENDINGS
 
 
 def plan(
@@ -124,7 +131,7 @@ def plan(
                 "which says what kind of picture it is. Remedy: use one of these endings."
             )
         question = arguments.question()
-        answer = ask(question)
+        answer = request_plan(question)
         results = _compare(arguments, answer)
         _write_files(answer, arguments.title, figure, trace)
         launch = None
@@ -198,7 +205,7 @@ def _print_launch(launch: Launch | None, folder: Path | None) -> None:
         given.console(stderr=True).print("Nothing fits, so there is nothing to write.")
 
 
-def _compare(arguments: given.PlanningArguments, answer: Answer) -> Sequence[PolicyResult]:
+def _compare(arguments: given.PlanningArguments, answer: PlanResult) -> Sequence[PolicyResult]:
     """Lays all policies side by side, whichever of them was asked for."""
     if arguments.policy == "auto":
         return compare_policies(answer.question, answer.plan or plan_for(answer.question))
@@ -206,7 +213,7 @@ def _compare(arguments: given.PlanningArguments, answer: Answer) -> Sequence[Pol
     return compare_policies(automatic, plan_for(automatic))
 
 
-def _write_files(answer: Answer, title: str, figure: Path | None, trace: Path | None) -> None:
+def _write_files(answer: PlanResult, title: str, figure: Path | None, trace: Path | None) -> None:
     """Writes the picture and the trace that were asked for.
 
     Raises:

@@ -15,11 +15,11 @@ from rich.text import Text
 from sppo_hf.cli.planning_arguments import PlanningArguments
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
-from sppo_hf.planning.modes import RECOMPUTE_BY_SAVED
 from sppo_hf.rules import format_bytes
 
 _COLUMNS = (
@@ -64,7 +64,7 @@ def cluster_question(
     rate = profile.network_bytes_per_second or UNKNOWN_LINK
     if link is not None:
         rate = parse_bytes(link, field="--link", total_bytes=None)
-    cost = StageCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
+    cost = ModelCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
     return ClusterQuestion(
         cost=cost,
         total_tokens=question.total_tokens,

@@ -15,13 +15,13 @@ from typing import Any
 from sppo_hf.cli.planning_arguments import PlanningArguments
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.ask import Question
+from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion
-from sppo_hf.planning.modes import RECOMPUTE_BY_SAVED
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.pipeline_bounds import rank_shape
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, make_plan
-from sppo_hf.planning.stage_plan import rank_shape
+from sppo_hf.planning.plan_request import PlanRequest
 from sppo_hf.reading import write_yaml
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
@@ -128,7 +128,7 @@ class Launch:
         return f"# {self.title}.\n# The training script's: {self.arguments}.\n" + _yaml(chosen)
 
 
-def launch_of_plan(arguments: PlanningArguments, question: Question, plan: Plan) -> Launch:
+def launch_of_plan(arguments: PlanningArguments, question: PlanRequest, plan: Plan) -> Launch:
     """Returns the run of one device's plan: its chunks, and the settings that were asked for.
 
     Which layers leave or are recomputed the run decides as the plan did, from the same settings.
@@ -199,7 +199,7 @@ def launch_of_layout(
 
 
 def actions_of_layout(
-    question: ClusterQuestion, single: Question, launch: Launch, plan: ClusterPlan
+    question: ClusterQuestion, single: PlanRequest, launch: Launch, plan: ClusterPlan
 ) -> list[list[str]] | None:
     """Returns what every rank of one replica does, all rows of it; the others do the same.
 
@@ -216,7 +216,7 @@ def actions_of_layout(
     if layout.stages == 1:
         shared = layout.sp > 1
         made = make_plan(
-            # As `sppo_hf.model.plans` does for ranks that share sequences.
+            # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
             launch.config.replace(order="by_chunk") if shared else launch.config,
             rank_shape(single.shape, layout.sp) if shared else single.shape,
             device=single.device,

@@ -1,7 +1,7 @@
 """Arguments that `sppo estimate` and `sppo plan` share, and the question that they ask.
 
-Only words into values; answering is `sppo_hf.planning.ask`. Imports the hub's client only where
-MODEL is a hub id, and torch only where nobody has traced the model before.
+Only words into values; answering is `sppo_hf.planning.plan_request`. Imports the hub's client only
+where MODEL is a hub id, and torch only where nobody has traced the model before.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rich.text import Text
 
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError, SPPOError
-from sppo_hf.planning.ask import Question, question_for
 from sppo_hf.planning.config_file import find_config, load_config, shipped_models
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.model_profile import ModelProfile, Training
+from sppo_hf.planning.plan_request import PlanRequest, question_for
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import show
@@ -193,7 +193,7 @@ class PlanningArguments:
             parts.append(str(self.dtype))
         return ", ".join(parts)
 
-    def question(self) -> Question:
+    def question(self) -> PlanRequest:
         """Reads the model's configuration and the profile, and checks every value.
 
         Raises:
@@ -213,7 +213,7 @@ class PlanningArguments:
             trace=trace_unknown,
         )
 
-    def hardware_note(self, question: Question) -> str:
+    def hardware_note(self, question: PlanRequest) -> str:
         """Says in one line which profile the figures are from."""
         profile = question.device.profile
         assert profile is not None, "a question from the command line has a profile"
@@ -266,9 +266,9 @@ def trace_unknown(config: object, training: Training) -> ModelProfile:
     """Traces a model whose profile is not known; only then are torch and Transformers imported.
 
     Raises:
-        SPPOError: as `sppo_hf.model.trace.trace_config`.
+        SPPOError: as `sppo_hf.engine.trace_profile.trace_config`.
     """
-    from sppo_hf.model.trace import trace_config
+    from sppo_hf.engine.trace_profile import trace_config
 
     return trace_config(config, training)
 

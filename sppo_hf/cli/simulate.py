@@ -18,12 +18,12 @@ from rich.text import Text
 from sppo_hf.cli import planning_arguments as given
 from sppo_hf.cli.pipeline_arguments import Offload, PipelineArguments, Simulated
 from sppo_hf.errors import ConfigError
+from sppo_hf.reporting.chrome_trace import write_trace
+from sppo_hf.reporting.schedule_figure import ENDINGS, draw_schedule
 from sppo_hf.rules import format_bytes
-from sppo_hf.schedule.figure import ENDINGS, draw_schedule
 from sppo_hf.schedule.generate import ALL_SCHEDULES, INTERLEAVED
 from sppo_hf.schedule.grid import over_time
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.trace import write_trace
 
 _WIDEST_TEXT = 200
 

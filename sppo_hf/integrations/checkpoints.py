@@ -3,7 +3,7 @@
 A few methods of the one Trainer that made the Accelerator are replaced on the *instance*; its class
 stays. Each of them does what its namesake does, with all ranks writing or reading what they hold,
 and leaves the rest to the Trainer's own. This file knows the Trainer's names and files; formats are
-the business of `sppo_hf.runtime.checkpoint*`.
+the business of `sppo_hf.pipeline.checkpoint*`.
 
 [Note: rotation comes last]
 The Trainer deletes old checkpoints inside `_save_checkpoint`. Here that waits until the new one is
@@ -33,19 +33,19 @@ from safetensors import safe_open
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.stages import staged_model_of
+from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.model.convert import get_engine
-from sppo_hf.model.stages import staged_model_of
-from sppo_hf.model.structure import find_causal_lm
-from sppo_hf.runtime.checkpoint import place_of, saving, torn_for_all
-from sppo_hf.runtime.checkpoint_files import read_json, reading, refuse_other_files, writing
-from sppo_hf.runtime.checkpoint_marks import (
+from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
+from sppo_hf.pipeline.checkpoint_files import read_json, reading, refuse_other_files, writing
+from sppo_hf.pipeline.checkpoint_marks import (
     TRAINER_STATE_NAME,
     newest_complete,
     read_mark,
     refuse_torn,
 )
-from sppo_hf.runtime.checkpoint_state import (
+from sppo_hf.pipeline.checkpoint_state import (
     has_state,
     load_plain_optimizer,
     load_random_state,
@@ -53,9 +53,9 @@ from sppo_hf.runtime.checkpoint_state import (
     read_plain_state,
     save_state,
 )
-from sppo_hf.runtime.checkpoint_weights import load_weights, save_weights
-from sppo_hf.runtime.pipeline_engine import PipelineEngine
-from sppo_hf.runtime.watchdog import explaining
+from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.watchdog import explaining
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -27,13 +27,13 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.engine import Engine
+from sppo_hf.engine.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
 from sppo_hf.errors import BudgetError, ConfigError, UnsupportedModelError
-from sppo_hf.model.convert import get_engine
-from sppo_hf.model.engine import Engine
-from sppo_hf.model.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER
 from sppo_hf.rules import format_bytes
-from sppo_hf.runtime.pipeline_engine import PipelineEngine
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from sppo_hf.model.observer import Direction, StepObserver, StepRecord
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
 
 if TYPE_CHECKING:
     from sppo_hf.planning.measured import MeasuredStep

@@ -2,7 +2,7 @@
 
 Ranks of one pipeline get the same batches and hold different parameters, which neither DDP's nor
 tensor parallelism's paths of Accelerate expect. Knows Accelerate's classes; how a pipeline runs is
-the business of `sppo_hf.runtime`.
+the business of `sppo_hf.pipeline`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import RandomSampler
 
+from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.model.convert import get_engine
-from sppo_hf.runtime.agreement import first_rank_says
-from sppo_hf.runtime.mesh import PipelineMesh
-from sppo_hf.runtime.pipeline_engine import PipelineEngine
-from sppo_hf.runtime.watchdog import explaining
+from sppo_hf.pipeline.agreement import first_rank_says
+from sppo_hf.pipeline.mesh import PipelineMesh
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.watchdog import explaining
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -18,6 +18,8 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import AutoModelForCausalLM
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import revert
+from sppo_hf.engine.engine import rests_on_host
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback
@@ -37,12 +39,10 @@ from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline, refuse_for_shared_sequences
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
-from sppo_hf.model.convert import revert
-from sppo_hf.model.engine import rests_on_host
+from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
+from sppo_hf.pipeline.mesh import check_world
+from sppo_hf.pipeline.watchdog import watch_launch_soon
 from sppo_hf.rules import show
-from sppo_hf.runtime.mesh import check_world
-from sppo_hf.runtime.pipeline import launch_watchdog, load_model_stages
-from sppo_hf.runtime.watchdog import watch_launch_soon
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

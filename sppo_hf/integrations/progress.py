@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from tqdm.auto import tqdm
 
-from sppo_hf.model.observer import Direction, StepObserver, StepRecord
-from sppo_hf.planning.comparison import comparison_table
-from sppo_hf.planning.report import plan_table
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
+from sppo_hf.reporting.comparison import comparison_table
+from sppo_hf.reporting.plan_tables import plan_table
 
 if TYPE_CHECKING:
     from sppo_hf.planning.measured import MeasuredStep

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.engine import Engine, RandomState
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.model.convert import get_engine
-from sppo_hf.model.engine import Engine, RandomState
 
 if TYPE_CHECKING:
     from torch import Tensor

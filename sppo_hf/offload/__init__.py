@@ -1,41 +1,43 @@
 """Frames, pinned pool and copies between tiers; must not know schedules, attention or models.
 
-The files, lowest first: `lanes` starts copies and orders them, `pool` sub-allocates host slabs (its
-`holes` serve the disk too), `spans` and `cargo` say which bytes of a storage are where, `handles`
-how a tensor looks at them. `tiers` says what a tier must do, and has the host's; `disk*` keep host
-bytes in files by threads of their own, `staging` is the tier in front of them, with `returns` for
-its regions. `leaving` and `origins` list what is on its way out and what has moved already, `moves`
-holds all cargoes, `tape` has frames come back in the order that was planned, `engine` is the door
-to all of it, `frames` hooks it to what autograd saves. `weights` has parameters that rest on the
-host, and takes nothing of these but a copier.
+The files, lowest first: `copy_streams` starts copies and orders them, `pool` sub-allocates host
+slabs (its `free_list` serve the disk too), `byte_ranges` and `storage` say which bytes of a storage
+are where, `handles` how a tensor looks at them. `tiers` says what a tier must do, and has the
+host's; `disk*` keep host bytes in files by threads of their own, `staging` is the tier in front of
+them, with `reclaim_queue` for its regions. `pending_copies` and `storage_registry` list what is on
+its way out and what has moved already, `transfers` holds all storages, `prefetch_order` has frames
+come back in the order that was planned, `engine` is the door to all of it, `layer_offload` hooks it
+to what autograd saves. `weights` has parameters that rest on the host, and takes nothing of these
+but a copier.
 
 [Note: offload lifetimes]
 
-Three queues run at once: the compute stream, the D2H lane and the H2D lane. The host puts work
+Three queues run at once: the compute stream, the D2H stream and the H2D stream. The host puts work
 into them far ahead of the device and never waits for any of them. Where there is a disk, threads
 write and read host bytes as well. That is safe because of seven rules; each names the one place
 that keeps it, and `tests/fakes` checks all of them with vector clocks.
 
-1. *A source is complete before it is read.* `StreamCopier.start_d2h` makes the D2H lane wait for
+1. *A source is complete before it is read.* `StreamCopier.start_d2h` makes the D2H stream wait for
    an event recorded on the compute stream at that moment, so the lane reads what the layer wrote.
 2. *A source outlives its copy.* The allocator hands a freed block back to the compute stream at
-   once, so the source stays referenced (`Cargo.source`) until its ticket is *ordered*: either the
-   host has seen the copy done (polled, `Ticket.done`), or the compute stream has been made to wait
-   for it (`Ticket.wait`). In both cases whatever the compute stream writes into that block later
-   comes after the copy. No `record_stream` is needed, so memory returns at a place that the
-   program fixes and not at one that timing decides. A lane is first in, first out: what is ordered
-   behind a copy, or has seen it done, is so for all copies before it in its lane. So one wait, for
-   the last of them, does for many; nobody waits for a later copy than the one that is needed.
+   once, so the source stays referenced (`OffloadedStorage.source`) until its ticket is *ordered*:
+   either the host has seen the copy done (polled, `Ticket.done`), or the compute stream has been
+   made to wait for it (`Ticket.wait`). In both cases whatever the compute stream writes into that
+   block later comes after the copy. No `record_stream` is needed, so memory returns at a place that
+   the program fixes and not at one that timing decides. A lane is first in, first out: what is
+   ordered behind a copy, or has seen it done, is so for all copies before it in its lane. So one
+   wait, for the last of them, does for many; nobody waits for a later copy than the one that is
+   needed.
 3. *Few sources wait at a time.* The host may enqueue a whole forward before the first copy ends;
    polling alone would then keep every source alive. So when a frame closes, the compute stream
-   waits for the oldest copies until at most `leave_bytes` are on their way, and those sources are
-   freed. In backward the tape asks for the frames that the step's program lists with the one that
-   is entered, and before bytes come back, the compute stream waits for copies whose tensors nobody
-   wants any more. So the device holds the frame in work and those that were planned to be ahead of
-   their use, no more, however far the host is ahead. A slow bus shows as stall seconds. Which
-   copies compute waits for follows from sizes alone.
+   waits for the oldest copies until at most `max_pending_d2h_bytes` are on their way, and those
+   sources are freed. In backward the prefetch order asks for the frames that the step's program
+   lists with the one that is entered, and before bytes come back, the compute stream waits for
+   copies whose tensors nobody wants any more. So the device holds the frame in work and those that
+   were planned to be ahead of their use, no more, however far the host is ahead. A slow bus shows
+   as stall seconds. Which copies compute waits for follows from sizes alone.
 4. *A destination is free before it is written.* `StreamCopier.start_h2d` allocates it on the
-   compute stream and makes the H2D lane wait for an event recorded there after the allocation, so
+   compute stream and makes the H2D stream wait for an event recorded there after the allocation, so
    earlier users of the block are through. It also waits for the D2H copy that filled the host
    bytes. `OffloadEngine.wait_for` makes the compute stream wait for the H2D copy before anyone
    sees the tensor, hence its block can be freed like any other afterwards. `evict` frees it while
@@ -43,11 +45,11 @@ that keeps it, and `tests/fakes` checks all of them with vector clocks.
 5. *Host bytes are reused only after their last copy.* A region goes back to the pool when all its
    tickets are ordered. A later D2H into it waits for the compute stream (rule 1), which stands
    behind those copies, or is enqueued by a host that saw them end. What is dropped in between (a
-   graph freed without backward, an unused prefetch) stays in limbo until then; if the pool would
-   have to grow meanwhile, the compute stream is made to wait for it, never the host.
+   graph freed without backward, an unused prefetch) stays waiting to be freed until then; if the
+   pool would have to grow meanwhile, the compute stream is made to wait for it, never the host.
 6. *Owners are counted by Python, not by us.* Autograd's graph holds the handles, handles share one
    `Owner` per storage, and everything else looks at them weakly. When the last handle goes, by
-   release, by backward, by an exception or by a dropped graph, a finalizer appends the cargo to a
+   release, by backward, by an exception or by a dropped graph, a finalizer appends the storage to a
    deque. It does nothing more, because a garbage collection can start inside any statement, the
    pool's own included; the next call of the engine, which holds the lock, collects the deque.
 
@@ -64,15 +66,15 @@ in its own thread on CUDA. Work of one engine is assumed to be on one compute st
 stream changes, the new one first waits for the old one, and the rules hold for it as well.
 """
 
+from sppo_hf.offload.copy_streams import Copier, HostCopier, StreamCopier, Ticket
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.frames import OffloadFrame
 from sppo_hf.offload.handles import OffloadedTensor
-from sppo_hf.offload.lanes import Copier, HostCopier, StreamCopier, Ticket
+from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.pool import HostPool, Region
+from sppo_hf.offload.prefetch_order import Frame, PrefetchOrder
 from sppo_hf.offload.staging import Staging
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.offload.tape import Frame, Tape
 
 __all__ = [
     "Copier",
@@ -80,14 +82,14 @@ __all__ = [
     "Frame",
     "HostCopier",
     "HostPool",
+    "LayerOffload",
     "OffloadEngine",
-    "OffloadFrame",
     "OffloadStats",
     "OffloadedTensor",
+    "PrefetchOrder",
     "Region",
     "Staging",
     "StreamCopier",
-    "Tape",
     "Ticket",
     "make_engine",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.disk_files import BLOCK_BYTES, NO_ROOM, SlabFile, round_up
 from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.holes import Holes, Slabs
+from sppo_hf.offload.free_list import FreeList, Slabs
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class DiskSlab:
     """One file and what is free of it."""
 
     file: SlabFile
-    holes: Holes
+    free_list: FreeList
 
 
 @dataclass(slots=True, eq=False)
@@ -128,11 +128,11 @@ class DiskSpace(Slabs[DiskSlab]):
     def _new_slab(self, wanted_bytes: int, least_bytes: int) -> DiskSlab:
         """Make a file of the wanted size, or of the least if the disk is nearly full."""
         try:
-            return DiskSlab(self._folder.new_file(wanted_bytes), Holes(wanted_bytes))
+            return DiskSlab(self._folder.new_file(wanted_bytes), FreeList(wanted_bytes))
         except OSError as error:
             if error.errno not in NO_ROOM or wanted_bytes == least_bytes:
                 raise
-        return DiskSlab(self._folder.new_file(least_bytes), Holes(least_bytes))
+        return DiskSlab(self._folder.new_file(least_bytes), FreeList(least_bytes))
 
     def _no_room(self, size: int, reason: str) -> str:
         return (

@@ -1,7 +1,7 @@
 """The owner of everything that is away from the device: starts, awaits, frees and accounts for it.
 
 Two verbs for a copy, `prefetch` and `wait_for`, and one for its end, `release` (dropping the
-handle does the same). Knows nothing of layers, chunks or autograd; `frames` brings those in.
+handle does the same). Knows nothing of layers, chunks or autograd; `layer_offload` brings those in.
 Why there is no race: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
 
 Not covered: CUDA graph capture, and tensors that other streams than the compute stream write.
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.disk_verbs import Disk
+from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier
+from sppo_hf.offload.disk_interface import Disk
 from sppo_hf.offload.handles import MODIFIED, OffloadedTensor
-from sppo_hf.offload.lanes import Copier, CudaRuntime, HostCopier, StreamCopier
-from sppo_hf.offload.moves import Moves
 from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool
+from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.offload.tape import Tape
 from sppo_hf.offload.tiers import HostTier, Tier
-from sppo_hf.planning.modes import AwayTier
+from sppo_hf.offload.transfers import TransferManager
+from sppo_hf.planning.activation_modes import AwayTier
 
 
 class OffloadEngine:
@@ -54,7 +54,7 @@ class OffloadEngine:
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
         self._tiers: tuple[Tier, ...] = (HostTier(pool), *(() if staging is None else (staging,)))
-        self._moves = Moves(copier, self._tiers)
+        self._moves = TransferManager(copier, self._tiers)
         self._last_stats = self.stats()
 
     @property
@@ -62,25 +62,27 @@ class OffloadEngine:
         """The device whose tensors move."""
         return self._copier.device
 
-    def new_tape(
+    def new_prefetch_order(
         self,
         *,
-        leave_bytes: int | None = None,
+        max_pending_d2h_bytes: int | None = None,
         asked: Sequence[int] | None = None,
         on_prefetch: Callable[[int], None] | None = None,
-    ) -> Tape:
-        """A tape for one sequence; its `record` is this engine's frame boundary.
+    ) -> PrefetchOrder:
+        """A prefetch order for one sequence; its `record` is this engine's frame boundary.
 
         Args:
-            leave_bytes: when a frame closes, compute waits until no more than these device bytes
-                are on their way out. The engine's, whichever tape or K/V store they are from: the
-                device's memory is one. None: until only the frame that closes is on its way.
-            asked: which frames each frame prefetches; see `Tape`.
+            max_pending_d2h_bytes: when a frame closes, compute waits until no more than these
+                device bytes are on their way out. The engine's, whichever prefetch order or K/V
+                store they are
+                from: the device's memory is one. None: until only the frame that closes is on its
+                    way.
+            asked: which frames each frame prefetches; see `PrefetchOrder`.
             on_prefetch: is told the number of each frame that is prefetched.
         """
-        return Tape(
+        return PrefetchOrder(
             self,
-            leave_bytes=leave_bytes,
+            max_pending_d2h_bytes=max_pending_d2h_bytes,
             asked=asked,
             reads_ahead=any(tier.reads_ahead for tier in self._tiers),
             on_prefetch=on_prefetch,
@@ -157,7 +159,7 @@ class OffloadEngine:
         with self._lock:
             self._moves.tend()
             if handle.is_moved:
-                self._moves.fetch(handle.cargo())
+                self._moves.fetch(handle.stored())
 
     def read_ahead(self, handle: OffloadedTensor) -> bool:
         """Start reading the tensor from disk into host memory, if it is there.
@@ -166,15 +168,15 @@ class OffloadEngine:
             False if there is no room for it yet, so that a later call may do more.
         """
         with self._lock:
-            return not handle.is_away or handle.cargo().tier.read_ahead(handle.cargo())
+            return not handle.is_away or handle.stored().tier.read_ahead(handle.stored())
 
     @torch.no_grad()
     def wait_for(self, handle: OffloadedTensor) -> Tensor:
         """The tensor on the device, with its shape and strides; compute is behind its copy.
 
         May be called again until the handle is released; all calls share one device copy, which
-        lives as long as the handles of its storage. Waits on the host where a disk has yet to give
-        the bytes.
+        lives as long as the handles of its storage. DependencyGraph on the host where a disk has
+        yet to give the bytes.
 
         Raises:
             OffloadError: the handle was released or abandoned, its source was modified in place
@@ -184,15 +186,15 @@ class OffloadEngine:
             self._moves.tend()
             if not handle.is_moved:
                 return handle.stayed_tensor()
-            cargo = handle.cargo()
-            self._moves.bring(cargo)
-            cargo.check_overwritten()
-            if cargo.overwritten:
+            stored = handle.stored()
+            self._moves.bring(stored)
+            stored.check_overwritten()
+            if stored.overwritten:
                 raise OffloadError(f"{handle} {MODIFIED}")
-            if cargo.in_ticket is not None:
-                cargo.in_ticket.wait()
-            assert cargo.on_device is not None, "a fetched cargo has device bytes"
-            return handle.rebuild(cargo.on_device, cargo.span)
+            if stored.in_ticket is not None:
+                stored.in_ticket.wait()
+            assert stored.on_device is not None, "a fetched storage has device bytes"
+            return handle.rebuild(stored.on_device, stored.span)
 
     def release(self, handle: OffloadedTensor) -> None:
         """Give the handle's bytes back; the last handle of a storage frees host and device bytes.
@@ -206,8 +208,8 @@ class OffloadEngine:
     def bytes_to_fetch(self, handles: Iterable[OffloadedTensor]) -> int:
         """Device bytes that a prefetch of all `handles` would take; aliases count once."""
         with self._lock:
-            cargoes = {handle.cargo() for handle in handles if handle.is_away}
-            return sum(cargo.span.num_bytes for cargo in cargoes if not cargo.coming)
+            storages = {handle.stored() for handle in handles if handle.is_away}
+            return sum(stored.span.num_bytes for stored in storages if not stored.coming)
 
     def evict(self, handle: OffloadedTensor) -> None:
         """Free the device bytes, keep the others: the handle can be prefetched again.
@@ -223,20 +225,20 @@ class OffloadEngine:
         with self._lock:
             self._moves.tend()
             if handle.is_moved:
-                handle.cargo().evict()
+                handle.stored().evict()
 
-    def close_frame(self, leave_bytes: int | None = None) -> None:
+    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
         """Mark a frame boundary: compute waits until few enough bytes are on their way out.
 
-        With `leave_bytes` None, until no frame but this one is, so that at most two frames wait on
-        the device for their copies; see rule 3 of the note.
+        With `max_pending_d2h_bytes` None, until no frame but this one is, so that at most two
+        frames wait on the device for their copies; see rule 3 of the note.
 
         Raises:
             OffloadError: the disk failed.
         """
         with self._lock:
             self._moves.tend()
-            self._moves.leaving.close_frame(leave_bytes)
+            self._moves.pending.close_frame(max_pending_d2h_bytes)
 
     def abandon(self) -> None:
         """Give up everything that is away, after an exception; its handles raise from now on.
@@ -271,13 +273,13 @@ class OffloadEngine:
                 gc.collect()  # a handle may only wait in a reference cycle
                 self._moves.collect()
             if live:
-                num_bytes = sum(cargo.span.num_bytes for cargo in live)
+                num_bytes = sum(stored.span.num_bytes for stored in live)
                 raise OffloadError(
                     f"{len(live)} offloaded storages ({num_bytes} bytes) are still owned, "
                     "where none should be: a graph is held that had no backward yet (delete its "
                     "loss), or was kept by retain_graph=True"
                 )
-            assert self._moves.is_clean, "every region has a cargo"
+            assert self._moves.is_clean, "every region has a storage"
 
     def stats(self) -> OffloadStats:
         """Bytes and seconds since the engine was made, and what it holds now."""

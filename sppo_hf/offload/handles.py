@@ -1,7 +1,7 @@
 """What stands for an offloaded tensor: a handle, which says how the tensor looks at its bytes.
 
 One storage moves once, however many views of it are saved: each view has a handle, all of them
-share one `Owner`, and the owner's `Cargo` says which bytes are where.
+share one `StorageRef`, and the owner's `OffloadedStorage` says which bytes are where.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.cargo import Cargo, Owner
-from sppo_hf.offload.spans import Span
+from sppo_hf.offload.storage import ByteRange, OffloadedStorage, StorageRef
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -29,14 +28,14 @@ class OffloadedTensor:
     start_byte: int
     """First byte within the storage the tensor came from."""
     dtype: torch.dtype
-    _owner: Owner | None = field(repr=False)
+    _owner: StorageRef | None = field(repr=False)
     _stayed: Tensor | None = field(repr=False)
     _stayed_version: int = 0
     label: object = None
     """For messages: what the tensor belongs to."""
 
     @classmethod
-    def moved(cls, tensor: Tensor, owner: Owner, label: object) -> OffloadedTensor:
+    def moved(cls, tensor: Tensor, owner: StorageRef, label: object) -> OffloadedTensor:
         """A handle for a view whose bytes `owner` holds."""
         start_byte = int(tensor.storage_offset()) * tensor.element_size()
         return cls(tensor.shape, tensor.stride(), start_byte, tensor.dtype, owner, None, 0, label)
@@ -56,15 +55,15 @@ class OffloadedTensor:
     @property
     def is_away(self) -> bool:
         """Whether the tensor was moved and can still be had."""
-        return self._owner is not None and not self._owner.cargo.abandoned
+        return self._owner is not None and not self._owner.stored.abandoned
 
     @property
     def is_released(self) -> bool:
         """Whether `OffloadEngine.release` took the bytes back."""
         return self._owner is None and self._stayed is None
 
-    def cargo(self) -> Cargo:
-        """The live cargo of a moved tensor.
+    def stored(self) -> OffloadedStorage:
+        """The live storage of a moved tensor.
 
         Raises:
             OffloadError: the bytes were released or abandoned, or are not those that were saved.
@@ -74,12 +73,12 @@ class OffloadedTensor:
                 f"{self} was released after its use in backward. A second backward through the "
                 "same graph (retain_graph=True) is not possible here; run the forward again"
             )
-        cargo = self._owner.cargo
-        if cargo.abandoned:
+        stored = self._owner.stored
+        if stored.abandoned:
             raise OffloadError(
                 f"{self} was abandoned when an earlier step failed; run the forward again"
             )
-        return cargo
+        return stored
 
     def stayed_tensor(self) -> Tensor:
         """The tensor that stayed.
@@ -92,7 +91,7 @@ class OffloadedTensor:
             raise OffloadError(f"{self} {MODIFIED}")
         return self._stayed
 
-    def rebuild(self, device_bytes: Tensor, span: Span) -> Tensor:
+    def rebuild(self, device_bytes: Tensor, span: ByteRange) -> Tensor:
         """The tensor with its shape and strides, as a view of `device_bytes` (`span` of it)."""
         item = self.dtype.itemsize
         offset_bytes = self.start_byte - span.start_byte

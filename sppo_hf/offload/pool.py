@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.holes import Holes, Slabs
+from sppo_hf.offload.free_list import FreeList, Slabs
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
@@ -30,7 +30,7 @@ class _Slab:
     """One host allocation and what is free of it."""
 
     memory: Tensor
-    holes: Holes
+    free_list: FreeList
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ class HostPool(Slabs[_Slab]):
     def fragmentation(self) -> float:
         """Share of the free bytes that lies outside the largest hole, from 0 to 1."""
         free_bytes = self.free_bytes
-        largest_bytes = max((slab.holes.largest_bytes for slab in self._slabs), default=0)
+        largest_bytes = max((slab.free_list.largest_bytes for slab in self._slabs), default=0)
         return 1.0 - largest_bytes / free_bytes if free_bytes else 0.0
 
     def reserve(self, num_bytes: int) -> None:
@@ -175,7 +175,7 @@ class HostPool(Slabs[_Slab]):
         return left
 
     def _add_slab(self, slab_bytes: int) -> None:
-        self._add(_Slab(_host_bytes(slab_bytes, self.pinned), Holes(slab_bytes)), slab_bytes)
+        self._add(_Slab(_host_bytes(slab_bytes, self.pinned), FreeList(slab_bytes)), slab_bytes)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -3,7 +3,7 @@
 Bytes leave by a copy into a staging region; once the host has seen that copy end, a background
 thread writes the region to disk and it is free again. They return by a read into a staging region
 and a copy from there. All of it moves on when the engine calls `poll`, which does not wait. Knows
-nothing of handles, tapes or autograd; called under the engine's lock.
+nothing of handles, prefetch orders or autograd; called under the engine's lock.
 
 [Note: staging never deadlocks]
 
@@ -18,6 +18,11 @@ speed only.
 Threads write and read these regions, and the compute stream orders nothing for a thread. So a
 region here is free when the host has *seen* all its copies end, while for one of the host tier it
 is enough that compute stands behind them.
+
+Staging regions on their way back to their pool: free once nothing touches them any more.
+
+Knows nothing of storages. Threads know no streams, so a region that a thread may get next is free
+only when the host has *seen* its copies end: rule 7 of [Note: offload lifetimes].
 """
 
 from __future__ import annotations
@@ -26,13 +31,77 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from sppo_hf.errors import BudgetError, SPPOError
-from sppo_hf.offload.cargo import Cargo, DiskStay
-from sppo_hf.offload.disk_verbs import Disk, finish, is_over
+from sppo_hf.offload.copy_streams import Ticket
+from sppo_hf.offload.disk_interface import Disk, DiskTransfer, finish, is_over
 from sppo_hf.offload.pool import PAGE_BYTES, HostPool, Region
-from sppo_hf.offload.returns import Returns
+from sppo_hf.offload.storage import DiskState, OffloadedStorage
 from sppo_hf.offload.tiers import Land, Tier
+
+
+@dataclass(slots=True, eq=False)
+class _Return:
+    """A region that nobody wants any more, and what may still touch it."""
+
+    region: Region
+    copies: list[Ticket]
+    transfers: list[DiskTransfer]
+
+    def is_over(self) -> bool:
+        while self.copies and self.copies[-1].done():
+            self.copies.pop()
+        while not self.copies and self.transfers and is_over(self.transfers[-1]):
+            self.transfers.pop()
+        return not self.copies and not self.transfers
+
+    def finish(self) -> None:
+        for copy in self.copies:
+            copy.finish()
+        for transfer in self.transfers:
+            finish(transfer)
+
+
+class ReclaimQueue:
+    """The regions of `pool` that are on their way back to it, oldest first."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._queue: deque[_Return] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes taken from the pool by what is on its way back."""
+        return sum(one.region.reserved_bytes for one in self._queue)
+
+    def add(self, region: Region, copies: list[Ticket], transfers: list[DiskTransfer]) -> None:
+        """Give `region` back when all of `copies` and `transfers` have ended."""
+        self._queue.append(_Return(region, copies, transfers))
+
+    def poll(self) -> None:
+        """Give back what is free, up to the first that is not; cheap."""
+        while self._queue and self._give(self._queue[0]):
+            self._queue.popleft()
+
+    def poll_all(self) -> None:
+        """Give back all that is free: what comes after a slow write may be."""
+        self._queue = deque(one for one in self._queue if not self._give(one))
+
+    def finish_first(self) -> None:
+        """Block the host until the oldest is free, and give it back."""
+        self._queue[0].finish()
+        self.poll()
+
+    def _give(self, one: _Return) -> bool:
+        if not one.is_over():
+            return False
+        self._pool.release(one.region)
+        return True
+
 
 DEFAULT_STAGING_BYTES = 2**30
 
@@ -73,24 +142,26 @@ class Staging(Tier):
         self._disk = disk
         self._clock = clock
         self._waiting = False
-        # A cargo passes through these in order; retired ones are left for whoever looks next.
-        self._out: deque[Cargo] = deque()
-        self._writing: deque[Cargo] = deque()
-        self._wanted: deque[Cargo] = deque()
-        self._reading: deque[Cargo] = deque()
-        self._arrived: dict[Cargo, None] = {}
-        self._returns = Returns(self.pool)
+        # A storage passes through these in order; retired ones are left for whoever looks next.
+        self._out: deque[OffloadedStorage] = deque()
+        self._writing: deque[OffloadedStorage] = deque()
+        self._wanted: deque[OffloadedStorage] = deque()
+        self._reading: deque[OffloadedStorage] = deque()
+        self._arrived: dict[OffloadedStorage, None] = {}
+        self._reclaims = ReclaimQueue(self.pool)
         self._failures: list[SPPOError] = []
 
     @property
     def ahead_bytes(self) -> int:
         """Bytes being read or read that nobody has asked for on the device yet."""
-        reading = (cargo for cargo in self._reading if not (cargo.retired or _stay(cargo).wanted))
-        return sum(cargo.span.num_bytes for cargo in (*reading, *self._arrived))
+        reading = (
+            stored for stored in self._reading if not (stored.retired or _disk_state(stored).wanted)
+        )
+        return sum(stored.span.num_bytes for stored in (*reading, *self._arrived))
 
-    def is_drained(self, waiting: Iterable[Cargo] = ()) -> bool:
-        """Whether no cargo has a region any more; some may still be on their way back."""
-        return self.pool.used_bytes == self._returns.num_bytes
+    def is_drained(self, waiting: Iterable[OffloadedStorage] = ()) -> bool:
+        """Whether no storage has a region any more; some may still be on their way back."""
+        return self.pool.used_bytes == self._reclaims.num_bytes
 
     def reserve(self, num_bytes: int | None = None) -> None:
         """Make the slab, if it is not made yet."""
@@ -119,13 +190,13 @@ class Staging(Tier):
                     self._make_progress()
         return region
 
-    def stay(self) -> DiskStay:
-        """What a new cargo has of the disk: nothing yet."""
-        return DiskStay()
+    def on_disk(self) -> DiskState:
+        """What a new storage has of the disk: nothing yet."""
+        return DiskState()
 
-    def store(self, cargo: Cargo) -> None:
-        """Follow a cargo of the disk tier whose copy out has just been enqueued."""
-        self._out.append(cargo)
+    def store(self, stored: OffloadedStorage) -> None:
+        """Follow a storage of the disk tier whose copy out has just been enqueued."""
+        self._out.append(stored)
         self._hand_over()  # on the CPU its copy has ended already
 
     def poll(self, land: Land) -> None:
@@ -133,14 +204,14 @@ class Staging(Tier):
         self._hand_over()
         self._end_writes()
         self._end_reads(land)
-        self._returns.poll()
+        self._reclaims.poll()
         self._start_wanted()
 
     def raise_failure(self) -> None:
         """Raise the first error of a background transfer that was not raised yet.
 
         Raises:
-            OffloadError: a write or read failed; its cargo is lost.
+            OffloadError: a write or read failed; its storage is lost.
             BudgetError: the disk is full.
         """
         if self._failures:
@@ -148,213 +219,213 @@ class Staging(Tier):
             self._failures.clear()
             raise type(error)(str(error)) from error
 
-    def load(self, cargo: Cargo) -> None:
-        """Bring a cargo from the disk to the device as soon as may be, in the order of calls."""
-        stay = _stay(cargo)
-        stay.raise_failure()
-        if stay.wanted:
+    def load(self, stored: OffloadedStorage) -> None:
+        """Bring a storage from the disk to the device as soon as may be, in the order of calls."""
+        on_disk = _disk_state(stored)
+        on_disk.raise_failure()
+        if on_disk.wanted:
             return
-        stay.wanted = True
-        if stay.read is None:
-            self._wanted.append(cargo)
+        on_disk.wanted = True
+        if on_disk.read is None:
+            self._wanted.append(stored)
             self._start_wanted()
 
-    def wait_loaded(self, cargo: Cargo, land: Land) -> None:
-        """Wait until the bytes of a cargo are on the host, or on their way to the device.
+    def wait_loaded(self, stored: OffloadedStorage, land: Land) -> None:
+        """Wait until the bytes of a storage are on the host, or on their way to the device.
 
         Raises:
             OffloadError: they are lost, or another transfer failed meanwhile.
         """
-        stay = _stay(cargo)
+        on_disk = _disk_state(stored)
         with self._stall():
-            while cargo.on_device is None and cargo.host_bytes is None:
+            while stored.on_device is None and stored.host_bytes is None:
                 self.poll(land)
                 self.raise_failure()
-                stay.raise_failure()
-                if stay.read is not None:
-                    finish(stay.read)
-                    self._reading.remove(cargo)
-                    self._end_read(cargo, land)
-                elif cargo.region is None and not self._start_read(cargo):
+                on_disk.raise_failure()
+                if on_disk.read is not None:
+                    finish(on_disk.read)
+                    self._reading.remove(stored)
+                    self._end_read(stored, land)
+                elif stored.region is None and not self._start_read(stored):
                     self._make_progress()
 
-    def read_ahead(self, cargo: Cargo) -> bool:
-        """Start reading a cargo that will be wanted; False if there is no room for it now.
+    def read_ahead(self, stored: OffloadedStorage) -> bool:
+        """Start reading a storage that will be wanted; False if there is no room for it now.
 
-        At most half of staging is used for this, but always for one cargo.
+        At most half of staging is used for this, but always for one storage.
         """
-        stay = _stay(cargo)
-        if cargo.coming or cargo.region is not None or stay.failure is not None:
+        on_disk = _disk_state(stored)
+        if stored.coming or stored.region is not None or on_disk.failure is not None:
             return True
         ahead_bytes = self.ahead_bytes
         if self._wanted or (
-            ahead_bytes and ahead_bytes + cargo.span.num_bytes > self.budget_bytes // 2
+            ahead_bytes and ahead_bytes + stored.span.num_bytes > self.budget_bytes // 2
         ):
             return False
-        return self._start_read(cargo)
+        return self._start_read(stored)
 
-    def landed(self, cargo: Cargo) -> None:
-        """Note that a copy to the device has been enqueued from the cargo's region."""
-        stay = _stay(cargo)
-        stay.wanted = False
-        assert cargo.in_ticket is not None, "a landed cargo has a copy to the device"
-        stay.copies.append(cargo.in_ticket)
-        self._arrived.pop(cargo, None)
-        if stay.extent is not None and stay.write is None:
-            self._let_go(cargo)
+    def landed(self, stored: OffloadedStorage) -> None:
+        """Note that a copy to the device has been enqueued from the storage's region."""
+        on_disk = _disk_state(stored)
+        on_disk.wanted = False
+        assert stored.in_ticket is not None, "a landed storage has a copy to the device"
+        on_disk.copies.append(stored.in_ticket)
+        self._arrived.pop(stored, None)
+        if on_disk.extent is not None and on_disk.write is None:
+            self._let_go(stored)
 
-    def retire(self, cargo: Cargo) -> None:
-        """Give up what a cargo has of host and disk; nobody owns it any more."""
-        stay = _stay(cargo)
-        stay.wanted = False
-        self._arrived.pop(cargo, None)
-        if stay.extent is not None:
-            self._disk.release(stay.extent)
-            stay.extent = None
-        self._let_go(cargo)
+    def retire(self, stored: OffloadedStorage) -> None:
+        """Give up what a storage has of host and disk; nobody owns it any more."""
+        on_disk = _disk_state(stored)
+        on_disk.wanted = False
+        self._arrived.pop(stored, None)
+        if on_disk.extent is not None:
+            self._disk.release(on_disk.extent)
+            on_disk.extent = None
+        self._let_go(stored)
 
     def forget(self) -> None:
-        """Drop the errors that nobody was told, and all cargoes, which are retired."""
+        """Drop the errors that nobody was told, and all storages, which are retired."""
         self._failures.clear()
         for queue in (self._out, self._writing, self._wanted, self._reading):
-            assert all(cargo.retired for cargo in queue), "only retired cargoes are forgotten"
+            assert all(stored.retired for stored in queue), "only retired storages are forgotten"
             queue.clear()
 
     def close(self) -> None:
         """Wait for what still touches the staging memory, and close the disk."""
         self.forget()
-        while self._returns:
-            self._returns.finish_first()
+        while self._reclaims:
+            self._reclaims.finish_first()
         self._disk.close()
 
     def _hand_over(self) -> None:
         """Start writing what has come out of the device."""
         while self._out and (self._out[0].retired or self._out[0].out_ticket.done()):
-            cargo = self._out.popleft()
-            if cargo.retired:
+            stored = self._out.popleft()
+            if stored.retired:
                 continue
-            assert cargo.region is not None, "bytes on their way out have a region"
+            assert stored.region is not None, "bytes on their way out have a region"
             try:
                 with self._stall():
-                    write = self._disk.start_write(cargo.region.memory)
+                    write = self._disk.start_write(stored.region.memory)
             except SPPOError as error:
-                self._fail(cargo, error)
+                self._fail(stored, error)
                 continue
-            stay = _stay(cargo)
-            stay.extent, stay.write = write.extent, write.ticket
-            self._writing.append(cargo)
-            self.write_bytes += cargo.span.num_bytes
+            on_disk = _disk_state(stored)
+            on_disk.extent, on_disk.write = write.extent, write.ticket
+            self._writing.append(stored)
+            self.write_bytes += stored.span.num_bytes
 
     def _end_writes(self) -> None:
         while self._writing:
-            cargo = self._writing[0]
-            write = _stay(cargo).write
-            if not cargo.retired and write is not None:
+            stored = self._writing[0]
+            write = _disk_state(stored).write
+            if not stored.retired and write is not None:
                 try:
                     if not write.done():
                         return
                 except SPPOError as error:
-                    self._fail(cargo, error)
+                    self._fail(stored, error)
                 else:
-                    _stay(cargo).write = None
-                    self._let_go(cargo)
+                    _disk_state(stored).write = None
+                    self._let_go(stored)
             self._writing.popleft()
 
     def _end_reads(self, land: Land) -> None:
         while self._reading:
-            cargo = self._reading[0]
-            read = _stay(cargo).read
-            if not cargo.retired and read is not None and not is_over(read):
+            stored = self._reading[0]
+            read = _disk_state(stored).read
+            if not stored.retired and read is not None and not is_over(read):
                 return
             self._reading.popleft()
-            if not cargo.retired:
-                self._end_read(cargo, land)
+            if not stored.retired:
+                self._end_read(stored, land)
 
-    def _end_read(self, cargo: Cargo, land: Land) -> None:
+    def _end_read(self, stored: OffloadedStorage, land: Land) -> None:
         """See what came of a read that is over."""
-        stay = _stay(cargo)
-        assert stay.read is not None, "a read that is over was started"
+        on_disk = _disk_state(stored)
+        assert on_disk.read is not None, "a read that is over was started"
         try:
-            stay.read.done()
+            on_disk.read.done()
         except SPPOError as error:
-            self._fail(cargo, error)
+            self._fail(stored, error)
             return
-        stay.read = None
-        self._arrived[cargo] = None
-        if stay.wanted:
-            land(cargo)
+        on_disk.read = None
+        self._arrived[stored] = None
+        if on_disk.wanted:
+            land(stored)
 
     def _start_wanted(self) -> None:
         while self._wanted:
-            cargo = self._wanted[0]
-            waits = _stay(cargo).wanted and cargo.region is None
-            if waits and not self._start_read(cargo):
+            stored = self._wanted[0]
+            waits = _disk_state(stored).wanted and stored.region is None
+            if waits and not self._start_read(stored):
                 return
             self._wanted.popleft()
 
-    def _start_read(self, cargo: Cargo) -> bool:
+    def _start_read(self, stored: OffloadedStorage) -> bool:
         """Start reading into a new region; False if there is no room."""
-        stay = _stay(cargo)
-        region = self._take(cargo.span.num_bytes)
+        on_disk = _disk_state(stored)
+        region = self._take(stored.span.num_bytes)
         if region is None:
             return False
         try:
-            stay.read = self._disk.start_read(stay.extent, region.memory)
+            on_disk.read = self._disk.start_read(on_disk.extent, region.memory)
         except SPPOError as error:
             self.pool.release(region)
-            self._fail(cargo, error)
+            self._fail(stored, error)
             return True
-        cargo.region = region
-        self._reading.append(cargo)
-        self.read_bytes += cargo.span.num_bytes
+        stored.region = region
+        self._reading.append(stored)
+        self.read_bytes += stored.span.num_bytes
         return True
 
     def _take(self, num_bytes: int) -> Region | None:
         self.reserve()
         region = self.pool.try_allocate(num_bytes)
-        if region is None and self._returns:
-            self._returns.poll_all()
+        if region is None and self._reclaims:
+            self._reclaims.poll_all()
             region = self.pool.try_allocate(num_bytes)
         return region
 
-    def _let_go(self, cargo: Cargo) -> None:
+    def _let_go(self, stored: OffloadedStorage) -> None:
         """Free the region as soon as nothing touches it; the disk has its bytes, or nobody will."""
-        if cargo.region is None:
+        if stored.region is None:
             return
-        stay = _stay(cargo)
-        transfers = [one for one in (stay.write, stay.read) if one is not None]
-        self._returns.add(cargo.region, [*stay.copies, cargo.out_ticket], transfers)
-        cargo.region = stay.write = stay.read = None
-        stay.copies = []
+        on_disk = _disk_state(stored)
+        transfers = [one for one in (on_disk.write, on_disk.read) if one is not None]
+        self._reclaims.add(stored.region, [*on_disk.copies, stored.out_ticket], transfers)
+        stored.region = on_disk.write = on_disk.read = None
+        on_disk.copies = []
 
     def _make_progress(self) -> None:
         """Let the host wait for something that gives a region up; see the note."""
-        if self._returns:
-            self._returns.finish_first()
+        if self._reclaims:
+            self._reclaims.finish_first()
         elif self._writing:
-            write = _stay(self._writing[0]).write
+            write = _disk_state(self._writing[0]).write
             assert write is not None, "a write under way has a ticket"
             finish(write)
         elif self._out:
             self._out[0].out_ticket.finish()
         elif self._reading:
-            read = _stay(self._reading[0]).read
+            read = _disk_state(self._reading[0]).read
             assert read is not None, "a read under way has a ticket"
             finish(read)
         else:
             assert self._arrived, "an empty slab has room for any region"
-            cargo, _ = self._arrived.popitem()  # the newest is needed last
-            self._let_go(cargo)
+            stored, _ = self._arrived.popitem()  # the newest is needed last
+            self._let_go(stored)
 
-    def _fail(self, cargo: Cargo, error: SPPOError) -> None:
-        stay = _stay(cargo)
+    def _fail(self, stored: OffloadedStorage, error: SPPOError) -> None:
+        on_disk = _disk_state(stored)
         # Not the error itself: its frames, and those of its cause, lead to the step's and so to the
-        # graph that holds this cargo, a circle through autograd that no garbage collection sees.
-        stay.failure = type(error)(str(error))
-        stay.wanted = False
-        self._failures.append(stay.failure)
-        self._arrived.pop(cargo, None)
-        self._let_go(cargo)
+        # graph that holds this storage, a circle through autograd that no garbage collection sees.
+        on_disk.failure = type(error)(str(error))
+        on_disk.wanted = False
+        self._failures.append(on_disk.failure)
+        self._arrived.pop(stored, None)
+        self._let_go(stored)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
@@ -370,6 +441,6 @@ class Staging(Tier):
             self.stall_seconds += self._clock() - start_seconds
 
 
-def _stay(cargo: Cargo) -> DiskStay:
-    assert cargo.disk is not None, "only cargoes of the disk tier pass through staging"
-    return cargo.disk
+def _disk_state(stored: OffloadedStorage) -> DiskState:
+    assert stored.disk is not None, "only storages of the disk tier pass through staging"
+    return stored.disk

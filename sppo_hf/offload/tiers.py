@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.offload.cargo import Cargo, DiskStay
 from sppo_hf.offload.pool import HostPool, Region
-from sppo_hf.planning.modes import AwayTier
+from sppo_hf.offload.storage import DiskState, OffloadedStorage
+from sppo_hf.planning.activation_modes import AwayTier
 
-Land = Callable[[Cargo], None]
-"""Starts the copy to the device of a cargo whose bytes are on the host; then calls `landed`."""
+Land = Callable[[OffloadedStorage], None]
+"""Starts the copy to the device of a storage whose bytes are on the host; then calls `landed`."""
 
 
 class Tier:
@@ -49,32 +49,32 @@ class Tier:
         """
         raise NotImplementedError
 
-    def stay(self) -> DiskStay | None:
-        """What a new cargo remembers of the place behind host memory; None: nothing."""
+    def on_disk(self) -> DiskState | None:
+        """What a new storage remembers of the place behind host memory; None: nothing."""
         return None
 
-    def store(self, cargo: Cargo) -> None:
-        """Take over a cargo whose copy out has just been enqueued."""
+    def store(self, stored: OffloadedStorage) -> None:
+        """Take over a storage whose copy out has just been enqueued."""
 
-    def load(self, cargo: Cargo) -> None:
+    def load(self, stored: OffloadedStorage) -> None:
         """Bring the bytes to the device as soon as may be; they are not on the host."""
         raise AssertionError(f"bytes of the {self.name} tier are always on the host")
 
-    def wait_loaded(self, cargo: Cargo, land: Land) -> None:
+    def wait_loaded(self, stored: OffloadedStorage, land: Land) -> None:
         """Let the host wait until the bytes are in host memory, or on their way to the device."""
 
-    def read_ahead(self, cargo: Cargo) -> bool:
+    def read_ahead(self, stored: OffloadedStorage) -> bool:
         """Start bringing the bytes into host memory; False if there is no room for it now."""
         return True
 
-    def landed(self, cargo: Cargo) -> None:
-        """Note that a copy to the device has been enqueued from the cargo's region."""
+    def landed(self, stored: OffloadedStorage) -> None:
+        """Note that a copy to the device has been enqueued from the storage's region."""
 
-    def retire(self, cargo: Cargo) -> None:
-        """Give up what a cargo has behind host memory; nobody owns it any more."""
+    def retire(self, stored: OffloadedStorage) -> None:
+        """Give up what a storage has behind host memory; nobody owns it any more."""
 
-    def is_drained(self, waiting: Iterable[Cargo]) -> bool:
-        """Whether no host memory is in use but that of retired cargoes which wait for a copy."""
+    def is_drained(self, waiting: Iterable[OffloadedStorage]) -> bool:
+        """Whether no host memory is in use but that of retired storages which wait for a copy."""
         raise NotImplementedError
 
     def poll(self, land: Land) -> None:
@@ -84,7 +84,7 @@ class Tier:
         """Raise what went wrong in the background and was not raised yet."""
 
     def forget(self) -> None:
-        """Drop failures, and all cargoes, which are retired."""
+        """Drop failures, and all storages, which are retired."""
 
     def close(self) -> None:
         """Give up what is behind host memory, when nothing touches it any more."""
@@ -102,7 +102,7 @@ class HostTier(Tier):
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self.make_room: Callable[[], None] = lambda: None
-        """Lets compute wait for copies of retired cargoes, so that their regions are free."""
+        """Lets compute wait for copies of retired storages, so that their regions are free."""
 
     def reserve(self, num_bytes: int | None = None) -> None:
         """Make the slabs for `num_bytes`, cut to the budget."""
@@ -116,9 +116,9 @@ class HostTier(Tier):
             region = self.pool.try_allocate(num_bytes)
         return region or self.pool.allocate(num_bytes)
 
-    def is_drained(self, waiting: Iterable[Cargo]) -> bool:
+    def is_drained(self, waiting: Iterable[OffloadedStorage]) -> bool:
         """Whether all other regions are back."""
-        regions = [cargo.region for cargo in waiting if cargo.region is not None]
+        regions = [stored.region for stored in waiting if stored.region is not None]
         return self.pool.used_bytes == sum(region.reserved_bytes for region in regions)
 
 

@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sppo_hf.errors import OffloadError
+from sppo_hf.offload.copy_streams import Copier, Ticket
 from sppo_hf.offload.handles import MODIFIED, version_of
-from sppo_hf.offload.lanes import Copier, Ticket
 
 __all__ = ["HostWeights", "WeightView", "can_rest"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
-from sppo_hf.planning.modes import Saved
+from sppo_hf.planning.activation_modes import Saved
 
 
 class Cause(StrEnum):
@@ -48,7 +48,7 @@ class Cause(StrEnum):
     DKV = "dkv", "dK/dV", "float32 accumulators", "#7FCEB9"
     FRAMES = "frames", "activations", "all that backward needs of a layer"
     PRODUCTS = "products", "matrix products", "with layer inputs and attention outputs", "", 0.4
-    SKELETONS = "skeletons", "layer inputs", "and attention outputs, to recompute the rest", "", 0.7
+    INPUTS = "skeletons", "layer inputs", "and attention outputs, to recompute the rest", "", 0.7
     HIDDEN = "hidden", "hidden states", "at the final norm and the loss, embeddings", "#56B4E9"
     MESSAGES = "messages", "messages", "between stages, sent or received", "#B5B5B5"
     LOGITS_TILE = "logits_tile", "logits", "of one tile of the loss", "#D55E00"
@@ -60,13 +60,13 @@ class Cause(StrEnum):
 
 OF_SAVED: dict[Saved, Cause] = {
     "whole": Cause.FRAMES,
-    "products": Cause.PRODUCTS,
-    "skeleton": Cause.SKELETONS,
+    "matmuls": Cause.PRODUCTS,
+    "inputs": Cause.INPUTS,
 }
 """The cause of what is saved of a layer, by how much of it is."""
 
 
-class TierBytes(dict[Cause, int]):
+class MemoryBreakdown(dict[Cause, int]):
     """Bytes on one tier, by cause; 0 for a cause that is not there."""
 
     def __missing__(self, cause: Cause) -> int:

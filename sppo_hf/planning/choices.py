@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.planning.activation_modes import SAVED, SAVED_BY_RECOMPUTE, Saved, Tier
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.modes import SAVED, SAVED_BY_RECOMPUTE, Saved, Tier
-from sppo_hf.planning.moments import Budgets
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.solve import Choices
 
 
@@ -95,7 +95,7 @@ def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     )
     if config.compile:
         # What sees products is a dispatch mode, beside which compiled code does not run.
-        saved = tuple(one for one in saved if one != "products")
+        saved = tuple(one for one in saved if one != "matmuls")
     away = away_tiers(config, facts)
     tiers: tuple[Tier, ...] = ("device", *away)
     if config.offload == "none":

@@ -1,4 +1,4 @@
-"""StageCost: seconds and bytes of every unit of work, from a model's shape and a machine's profile.
+"""ModelCost: seconds and bytes of every unit of work, from a model's shape and a machine's profile.
 
 The one place that turns FLOPs into seconds. The solver, the simulator and the reports ask it, so
 they agree. Knows nothing of plans or lanes. One unit is the forward or the backward of one decoder
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo_hf.planning.activation_modes import SAVED, Saved
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.flops import visible_pairs
 from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
 from sppo_hf.planning.model_profile import LayerProfile
-from sppo_hf.planning.modes import SAVED, Saved
-from sppo_hf.planning.partition import Bounds
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape
 
 ATTENTION_BACKWARD_FLOPS = 2.5
 """Attention's backward in forwards: five matrix products where forward has two."""
@@ -37,7 +37,7 @@ _BACKWARD_TRAFFIC = 3
 
 # Python's time for forward and backward of a layer's frame, in forwards of the bare layer: measured
 # on a CPU with Llama's layer and adapters on all its linears (the bare layer itself is at 2.2).
-_HOST_FORWARDS: dict[Saved, float] = {"skeleton": 4.1, "products": 8.4}
+_HOST_FORWARDS: dict[Saved, float] = {"inputs": 4.1, "matmuls": 8.4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class UnitSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
+class ModelCost:
     """Costs of one stage's units on one device."""
 
     shape: ModelShape
@@ -242,7 +242,7 @@ class StageCost:
             beside = self.forward_seconds(layer, 0, tokens) / self.correction.forward
             beside += self.backward_seconds(layer, 0, tokens) / self.correction.backward
             again = max(seconds, host - beside) * self.correction.backward
-            if saved == "skeleton":
+            if saved == "inputs":
                 # Queries go to heads once more, and attention's output, kept there, comes back.
                 again += self.exchange_seconds(layer, tokens, keys=False)
             self._memo[key] = again

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sppo_hf.planning.modes import TIERS, FrameMode, Tier
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.activation_modes import TIERS, FrameMode, Tier
+from sppo_hf.planning.chunk_bounds import Bounds
 
 Order = Literal["by_chunk", "by_layer"]
 """How the grid of layers and chunks is walked: all layers of a chunk first, as a pipeline must, or
@@ -69,10 +69,10 @@ class Decisions:
     kv_block_tokens: int = 0
     """Away from the device, K/V come back in blocks of whole chunks of at most so many tokens."""
 
-    leave_bytes: int | None = None
+    max_pending_d2h_bytes: int | None = None
     """Device bytes that may wait for their copy to the host; None: those of two frames."""
 
-    fetch_bytes: int | None = None
+    max_prefetch_bytes: int | None = None
     """Device bytes that may have come back before their use; None: those of one frame."""
 
     fetch_chunks: int | None = None

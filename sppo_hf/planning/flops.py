@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape
 
 # Dense bf16 tensor-core FLOP/s with float32 accumulation, from the vendors' public datasheets
 # (where a sheet prints the figure with sparsity, half of it). Estimates of what cannot be reached.

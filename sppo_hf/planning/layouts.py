@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from sppo_hf.planning.modes import Saved
-from sppo_hf.planning.partition import (
+from sppo_hf.planning.activation_modes import Saved
+from sppo_hf.planning.chunk_bounds import (
     Bounds,
     PrefixCost,
     auto_bounds,
@@ -110,10 +110,10 @@ class SearchSpace:
     frames: tuple[tuple[Saved, OffloadRule], ...] = (
         ("whole", "none"),
         ("whole", "sppo"),
-        ("products", "none"),
-        ("products", "full"),
-        ("skeleton", "none"),
-        ("skeleton", "full"),
+        ("matmuls", "none"),
+        ("matmuls", "full"),
+        ("inputs", "none"),
+        ("inputs", "full"),
     )
     """What is kept of frames, and what of that leaves, fastest first."""
 

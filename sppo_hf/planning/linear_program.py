@@ -26,12 +26,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.activation_modes import SAVED, TIERS, FrameMode, Tier
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import MOVED, mode_free_levels
 from sppo_hf.planning.memory import CONTEXT_BYTES, FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
-from sppo_hf.planning.modes import SAVED, TIERS, FrameMode, Tier
-from sppo_hf.planning.moments import Budgets, Bytes
+from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LayerKinds:
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, cost: StageCost) -> LayerKinds:
+    def of(cls, cost: ModelCost) -> LayerKinds:
         """Groups the layers of a model.
 
         A group is stood for by its last layer: under LoRA the first one saves a little less, which
@@ -137,7 +137,7 @@ class LinearProgram:
     def __init__(
         self,
         decisions: Decisions,
-        cost: StageCost,
+        cost: ModelCost,
         budgets: Budgets,
         modes: Sequence[FrameMode],
         *,
@@ -373,8 +373,8 @@ class LinearProgram:
             if mode.offload:
                 running = np.maximum(running, most(tables.saved[:, SAVED.index(mode.saved)]))
         largest = np.maximum.accumulate(running)
-        leaves = what.leave_bytes or 0
-        copies = running + np.maximum(max(leaves, what.fetch_bytes or 0), largest)
+        leaves = what.max_pending_d2h_bytes or 0
+        copies = running + np.maximum(max(leaves, what.max_prefetch_bytes or 0), largest)
         keys_leave = tables.streams or any(
             tier in _AWAY for at in self._keys for tier in self._groups[at].tiers
         )
@@ -437,7 +437,7 @@ class LinearProgram:
         per_gib = cost.d2h_seconds(_GIB, both=tables.streams)
         chunks = range(what.num_chunks)
         most_sums = max(self._largest_gib(chunk, tables.kv_out_backward) for chunk in chunks)
-        leave = what.leave_bytes / _GIB if what.leave_bytes else most_sums
+        leave = what.max_pending_d2h_bytes / _GIB if what.max_pending_d2h_bytes else most_sums
         kv_gib, on_disk = 0.0, what.kv_tier == "disk"
         stage = leave + what.staging_bytes / _GIB + on_disk * 2 * most_sums
         stage += 2 * max((float(self._groups[at].sizes.max()) for at in self._keys), default=0.0)
@@ -466,7 +466,7 @@ class LinearProgram:
         cost, what, tables = self._cost, self._what, self._tables
         per_gib = cost.h2d_seconds(_GIB, both=tables.streams)
         read = cost.disk_read_seconds(_GIB)
-        fetch, staged = (what.fetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
+        fetch, staged = (what.max_prefetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
         kv_gib, on_disk, last = 0.0, what.kv_tier == "disk", self._all[-1]
         if tables.streams:
             # K/V of a slot's first unit come while the unit before it still runs.

@@ -10,16 +10,16 @@ are found.
 [Note: when bytes come and go] A point takes bytes when it begins and gives back when it ends, so a
 peak is always at a point's begin, and no stall changes it. On the device, what a layer saves is
 there from its forward on. What leaves it goes where compute waits for copies out: of all that has
-left so far no more than `leave_bytes` is still there. What comes back is there from the point on
-that asks for it. Elsewhere bytes are taken when their copy out is enqueued, right behind the
-forward, and given back with the backward.
+left so far no more than `max_pending_d2h_bytes` is still there. What comes back is there from the
+point on that asks for it. Elsewhere bytes are taken when their copy out is enqueued, right behind
+the forward, and given back with the backward.
 
 [Note: the order of copies] Copies of one lane end in order. A frame closes when its forward ends;
-the next unit waits until no more than `leave_bytes` are on their way out. When backward enters a
-frame that leaves or is recomputed, frames are asked for in the order of backward, as long as those
-ahead of their use stay within `fetch_bytes`; one frame may always be ahead. Frames that are kept
-whole ask for nothing. In a pipeline whole chunks are asked for, as `fetch_chunks` says.
-`sppo_hf.offload` carries this out: its tape is given `lowest_asked`.
+the next unit waits until no more than `max_pending_d2h_bytes` are on their way out. When backward
+enters a frame that leaves or is recomputed, frames are asked for in the order of backward, as long
+as those ahead of their use stay within `max_prefetch_bytes`; one frame may always be ahead. Frames
+that are kept whole ask for nothing. In a pipeline whole chunks are asked for, as `fetch_chunks`
+says. `sppo_hf.offload` carries this out: its prefetch order is given `lowest_asked`.
 
 [Note: the order of work] By chunk, keys and values of all layers wait for their gradients, and so
 do the gradient sums: a pipeline must pass a chunk on before it begins the next. By layer, a layer's
@@ -40,8 +40,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo_hf.planning.activation_modes import ALL_MODES, AWAY_TIERS, SAVED, TIERS, FrameMode, Tier
 from sppo_hf.planning.causes import OF_SAVED, Cause
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.memory import (
     CONTEXT_BYTES,
@@ -50,9 +51,8 @@ from sppo_hf.planning.memory import (
     ByteTables,
     byte_tables,
 )
-from sppo_hf.planning.modes import ALL_MODES, AWAY_TIERS, SAVED, TIERS, FrameMode, Tier
-from sppo_hf.planning.moments import Bytes, Level, MemoryEstimate, Points
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.memory_snapshots import Bytes, Level, MemoryEstimate, Points
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change, simulate_positions
 from sppo_hf.schedule.timeline import Timeline
@@ -60,12 +60,12 @@ from sppo_hf.schedule.timeline import Timeline
 COMPUTE, D2H, H2D, WRITE, READ = "compute", "d2h", "h2d", "disk write", "disk read"
 
 # What is a part of a slab on a CPU goes when all of its chunk has gone.
-_IN_SLABS = (Cause.KV, Cause.PRODUCTS, Cause.SKELETONS)
+_IN_SLABS = (Cause.KV, Cause.PRODUCTS, Cause.INPUTS)
 MOVED = frozenset(Cause) - {Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER, Cause.GRADIENTS}
 """What comes and goes on the device within a step, and so leaves holes."""
 
 
-def lower(decisions: Decisions, cost: StageCost) -> StepProgram:
+def lower(decisions: Decisions, cost: ModelCost) -> StepProgram:
     """Returns the program of one step (of one forward, where there is no training)."""
     return StepProgram(decisions, cost.shape, cost.profile.kind, cost)
 
@@ -83,7 +83,7 @@ def estimate(
     return StepProgram(decisions, shape, device_kind).estimate
 
 
-def compute_seconds(decisions: Decisions, cost: StageCost) -> float:
+def compute_seconds(decisions: Decisions, cost: ModelCost) -> float:
     """Returns the seconds of all compute of a step, waiting left out."""
     return float(lower(decisions, cost).seconds.sum())
 
@@ -96,7 +96,7 @@ class StepProgram:
         decisions: Decisions,
         shape: ModelShape,
         device_kind: str,
-        cost: StageCost | None = None,
+        cost: ModelCost | None = None,
     ) -> None:
         """Prepare; `cost` is asked for seconds only, so bytes are known without it."""
         streams = decisions.kv_tier != "device"
@@ -224,14 +224,14 @@ class StepProgram:
         By chunk that is the number of its forward among all layers' forwards. By layer a layer's
         keys and values have a number too, behind those of its frames.
         """
-        points, tape = self.points, self._tape
+        points, prefetch_order = self.points, self._tape
         total = points.num_chunks * points.num_layers
-        numbers = total - 1 - tape.places
+        numbers = total - 1 - prefetch_order.places
         if self.decisions.by_layer:
             layer, chunk = np.divmod(numbers, points.num_chunks)
             total += points.num_layers
             numbers = layer * (points.num_chunks + 1) + np.where(
-                tape.keys, points.num_chunks, chunk
+                prefetch_order.keys, points.num_chunks, chunk
             )
         lowest = np.full(total, total)
         lowest[numbers] = np.where(self.asked > 0, numbers[np.maximum(self.asked, 1) - 1], total)
@@ -247,13 +247,13 @@ class StepProgram:
     def asked_at(self) -> dict[int, list[Action]]:
         """By place in backward: the copies that are asked for when it is entered."""
         on_tape, following, _ = self._look_ahead
-        tape, points = self._tape, self.points
-        away = np.flatnonzero(tape.sizes)
-        gates = tape.places[on_tape[np.searchsorted(following, away, side="right")]]
+        prefetch_order, points = self._tape, self.points
+        away = np.flatnonzero(prefetch_order.sizes)
+        gates = prefetch_order.places[on_tape[np.searchsorted(following, away, side="right")]]
         found: dict[int, list[Action]] = {}
         for gate, entry in zip(gates.tolist(), away.tolist(), strict=True):
-            chunk, layer = points.unit(points.num_forward + int(tape.places[entry]))
-            copy = Action("K", 0, chunk, layer, 0) if tape.keys[entry] else None
+            chunk, layer = points.unit(points.num_forward + int(prefetch_order.places[entry]))
+            copy = Action("K", 0, chunk, layer, 0) if prefetch_order.keys[entry] else None
             found.setdefault(gate, []).append(copy or Action("H", 0, chunk, layer))
         return found
 
@@ -277,7 +277,7 @@ class StepProgram:
     @cached_property
     def _look_ahead(self) -> tuple[Bytes, Bytes, Bytes]:
         """Entries that ask, up to which entry each does, and bytes of the first 0, 1 ... ones."""
-        limit = self.decisions.fetch_bytes or 0
+        limit = self.decisions.max_prefetch_bytes or 0
         sizes = self._tape.sizes
         sums = np.concatenate(([0], np.cumsum(sizes)))
         if self.decisions.fetch_chunks is not None:
@@ -371,7 +371,7 @@ class StepProgram:
         """[chunks, layers] By layer: frames whose input is a part of that of all tokens.
 
         What autograd saves is, and what reduced frames keep if all of a layer do, on the device;
-        see `sppo_hf.model.arena`. Parts of several rows are made dense, which copies them.
+        see `sppo_hf.engine.cpu_heap`. Parts of several rows are made dense, which copies them.
         """
         tables, points = self.tables, self.points
         here = self.modes < len(SAVED)
@@ -421,7 +421,7 @@ class StepProgram:
 
     def _copies(self) -> Level:
         """[points] Device bytes on their way out or back, the running frame's among them."""
-        tables, points, limit = self.tables, self.points, self.decisions.leave_bytes
+        tables, points, limit = self.tables, self.points, self.decisions.max_pending_d2h_bytes
         away = self.away_bytes
         ahead = points.num_forward
 
@@ -780,7 +780,7 @@ class _Laying:
     lanes, plus the lane.
     """
 
-    def __init__(self, program: StepProgram, cost: StageCost) -> None:
+    def __init__(self, program: StepProgram, cost: ModelCost) -> None:
         what, tables = program.decisions, program.tables
         self._program = program
         self._what = what
@@ -800,7 +800,7 @@ class _Laying:
             )
         ]
         # Copies of one lane end in order, so compute waits for the last of those that must end.
-        self._leaving = _Queue(what.leave_bytes)
+        self._leaving = _Queue(what.max_pending_d2h_bytes)
         self._waits: list[int] = []
         """What the next unit waits for, beside its own frame."""
         self._staged = _Queue(what.staging_bytes)

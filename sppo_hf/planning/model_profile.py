@@ -1,9 +1,9 @@
 """FLOPs and saved bytes of a model, layer by layer, as they were traced off its real layers.
 
-`sppo_hf.model.trace` runs a model's decoder layers without memory and writes down what autograd
-saves and which matrix products run; here that is data: read from JSON, found among what is shipped
-or was kept before, and looked up by how the model is trained. Who asks for a model that is neither
-gives a tracer. Not covered: what a whole step needs, which is `memory` and `cost`.
+`sppo_hf.engine.trace_profile` runs a model's decoder layers without memory and writes down what
+autograd saves and which matrix products run; here that is data: read from JSON, found among what is
+shipped or was kept before, and looked up by how the model is trained. Who asks for a model that is
+neither gives a tracer. Not covered: what a whole step needs, which is `memory` and `cost`.
 
 All numbers are per token of one row. FLOPs count a multiply-add as two and leave out what is
 elementwise. Attention between tokens, which grows with the keys, is `attention_flops_per_key`.
@@ -36,7 +36,7 @@ THIN = 8
 
 Thin products are computed again rather than kept."""
 
-_FORMAT = 2
+_FORMAT = 3
 
 _Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
 
@@ -98,18 +98,18 @@ class LayerProfile:
     weight_gradient_flops: int
     """Matrix products of backward that give the gradient of a trained weight."""
 
-    skeleton_recompute_flops: int
-    """Matrix products that run again in backward if only the skeleton was kept: the thin ones, and
-    those that a saved value depends on (`model/products.py`, "needless products")."""
+    inputs_recompute_flops: int
+    """Matrix products that run again in backward if only the layer's inputs was kept: the thin
+    ones, and those that a saved value depends on (`engine/selective.py`, "needless products")."""
 
-    products_recompute_flops: int
+    matmuls_recompute_flops: int
     """Those that run again if the thick products were kept: the thin ones."""
 
-    skeleton_bytes: int
+    inputs_bytes: int
     """Layer input, attention output, log-sum-exp."""
 
-    products_bytes: int
-    """The skeleton and the outputs of thick products that backward needs."""
+    matmuls_bytes: int
+    """The layer's inputs and the outputs of thick products that backward needs."""
 
     whole_bytes: int
     """All that autograd saves, without keys, values and what is the same in all layers."""

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
-from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.modes import Saved
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.pipeline_bounds import LEAST_TOKENS, cut_number, pipeline_bounds
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.shape import ModelShape
-from sppo_hf.planning.stage_plan import LEAST_TOKENS, cut_number, pipeline_bounds
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
 RULE = "seq1f1b"
@@ -117,7 +117,7 @@ def choose_pipeline(
     )
     if _is_set(config) or device.profile is None:
         return ruled
-    cost = StageCost(
+    cost = ModelCost(
         shape=shape, profile=device.profile, dtype_name=dtype_name, batch_rows=batch_rows
     )
     search = _Search(config, cost, micro_batches, device)
@@ -138,7 +138,7 @@ class _Search:
     """Candidates that were simulated."""
 
     def __init__(
-        self, config: SPPOConfig, cost: StageCost, micro_batches: int, device: DeviceFacts
+        self, config: SPPOConfig, cost: ModelCost, micro_batches: int, device: DeviceFacts
     ) -> None:
         self._config = config
         self._cost = cost

@@ -1,8 +1,8 @@
 """PipelineCost: seconds and bytes of every action of a schedule over ranks, for a real model.
 
-`sppo_hf.schedule.pipeline` asks it. All figures come from StageCost and from the terms of the
-memory estimate, so a pipeline of one rank and the planner agree. Knows nothing of how a schedule
-was made.
+`sppo_hf.schedule.simulate_pipeline` asks it. All figures come from ModelCost and from the terms of
+the memory estimate, so a pipeline of one rank and the planner agree. Knows nothing of how a
+schedule was made.
 
 [Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for,
 so a unit takes as long as its compute or as what it streams each way, whichever is longest. Frames
@@ -11,7 +11,7 @@ more passes over a link than it carries: of its own forward for a copy out and o
 for a copy back, and of both where forwards and backwards take turns.
 
 [Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
-parallelism (`StageCost.sp`); seconds and bytes are those of one of them, and messages go from each
+parallelism (`ModelCost.sp`); seconds and bytes are those of one of them, and messages go from each
 to its like on the other rank. Where ranks share a unit, all their devices are one larger group.
 
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
@@ -35,17 +35,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
 from sppo_hf.planning.causes import OF_SAVED, Cause
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import Lifetime, kv_lifetimes
 from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
-from sppo_hf.planning.modes import KEEP, SAVED, Saved
-from sppo_hf.planning.moments import Bytes
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.memory_snapshots import Bytes
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
-from sppo_hf.planning.portions import kv_block_tokens, loss_tile_tokens
-from sppo_hf.planning.stages import StageWeights, balanced_stages
+from sppo_hf.planning.stage_split import StageWeights, balanced_stages
+from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -67,7 +67,7 @@ _Key = tuple[Kind, int, int, int | None]
 class PipelineCost:
     """Costs of all stages of a model, one sequence of `bounds` per micro-batch and row."""
 
-    cost: StageCost
+    cost: ModelCost
     """Of one layer on one device; its rows are those of a micro-batch."""
 
     bounds: Bounds
@@ -132,7 +132,7 @@ class PipelineCost:
     def of(
         cls,
         schedule: Schedule,
-        cost: StageCost,
+        cost: ModelCost,
         bounds: Bounds,
         *,
         saved: Saved = "whole",
@@ -355,7 +355,7 @@ class PipelineCost:
     def _of_ranks(self) -> dict[tuple[int, float], dict[Kind, NDArray[np.float64]]]:
         return {}
 
-    def _added_up(self, cost: StageCost) -> dict[Kind, NDArray[np.float64]]:
+    def _added_up(self, cost: ModelCost) -> dict[Kind, NDArray[np.float64]]:
         work, counts = cost.unit_seconds(self.bounds), self._counts
         forward = counts @ work.forward
         forward[-1] += work.head

@@ -4,6 +4,8 @@
 (layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit. It knows
 nothing of torch or of how anything is carried out. A Plan is a value: the engine, the tables and
 the tests read the same.
+
+What a plan has to say about limits: which budget breaks, by how many bytes, and what helps.
 """
 
 from __future__ import annotations
@@ -13,57 +15,212 @@ from dataclasses import dataclass, fields, replace
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.planning.activation_modes import (
+    KEEP,
+    SAVED_BY_RECOMPUTE,
+    FrameMode,
+    Saved,
+    Tier,
+    mode_of,
+)
 from sppo_hf.planning.choices import (
+    HOLES,
     DeviceFacts,
     away_tiers,
+    leaves_holes,
     named_budgets,
     read_budgets,
     read_choices,
     read_orders,
     set_by_rule,
 )
-from sppo_hf.planning.cost import Correction, StageCost
-from sppo_hf.planning.decisions import Decisions, Order
-from sppo_hf.planning.limits import (
-    check_named_budgets,
-    check_standing_bytes,
-    estimate_warnings,
-    hole_warnings,
-    limit_text,
-    limit_warnings,
-    resting_warnings,
-)
-from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.modes import KEEP, SAVED_BY_RECOMPUTE, FrameMode, Saved, Tier, mode_of
-from sppo_hf.planning.moments import Budgets, MemoryEstimate
-from sppo_hf.planning.partition import (
+from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
     Bounds,
     chunk_bounds,
     partitions_of,
 )
+from sppo_hf.planning.cost import Correction, ModelCost
+from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.lowering import StepProgram, estimate
+from sppo_hf.planning.memory import check_budget
+from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.pipeline_bounds import asked_by_unit, shared_budgets
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks
-from sppo_hf.planning.shape import ModelShape
 from sppo_hf.planning.solve import (
+    BudgetViolation,
     Choices,
-    FirstLimit,
     Solution,
     fits,
     fixed_policy,
     kv_modes_of,
-    least_memory,
+    min_memory,
     over_budget,
     play,
     tightened,
     with_kv,
 )
-from sppo_hf.planning.stage_plan import asked_by_unit, shared_budgets
+from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
+from sppo_hf.rules import format_bytes
 
-__all__ = ["DeviceFacts", "Plan", "make_plan"]
+__all__ = [
+    "DeviceFacts",
+    "Plan",
+    "check_named_budgets",
+    "check_standing_bytes",
+    "estimate_warnings",
+    "hole_warnings",
+    "limit_text",
+    "limit_warnings",
+    "make_plan",
+    "resting_warnings",
+]
+
+_FULL = 0.8
+"""Share of the device's budget from which on more of it would change a plan."""
+
+
+def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> str:
+    """Why nothing fits, in bytes, and what would help."""
+    have = budgets.of(limit.tier) or 0
+    need = have + limit.missing_bytes
+    remedies = {
+        "device": "Raise device_memory, give K/V room elsewhere (offload_kv='auto', host_memory, "
+        "offload_dir), train fewer parameters, or shorten the sequences.",
+        "host": "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences.",
+        "disk": "Raise disk_memory or free space in offload_dir, or shorten the sequences.",
+    }
+    return (
+        f"{limit.tier} memory cannot hold rows of {total_tokens:,} tokens under any allowed "
+        f"plan: at least {need:,} bytes ({format_bytes(need)}) at the {limit.moment}, "
+        f"{have:,} bytes ({format_bytes(have)}) in the budget, {limit.missing_bytes:,} bytes "
+        f"missing. {remedies[limit.tier]}"
+    )
+
+
+def check_standing_bytes(
+    config: SPPOConfig, shape: ModelShape, budgets: Budgets, *, training: bool
+) -> None:
+    """Holds what stays on the device throughout against the budget that the user named.
+
+    Raises:
+        BudgetError: no choice of chunks can fit.
+    """
+    # Only a budget that the user named is a reason to refuse: without one, the weights are already
+    # where they are, or sharded over devices in a way that is not visible here.
+    budget = budgets.device
+    if "device" not in named_budgets(config) or budget is None:
+        return
+    check_budget(
+        "device",
+        "weights and gradients" if training else "the weights",
+        need_bytes=shape.weight_bytes + (shape.gradient_bytes if training else 0),
+        have_bytes=budget,
+        remedy="Raise device_memory, train fewer parameters (LoRA has almost no gradients), or load"
+        " the model in a smaller dtype or quantised. No choice of chunks changes these bytes.",
+    )
+
+
+def check_named_budgets(config: SPPOConfig, budgets: Budgets, predicted: MemoryEstimate) -> None:
+    """Holds what the user named against what fixed modes need; a solved plan fits already.
+
+    Raises:
+        BudgetError: a budget of the host or the disk is too small.
+    """
+    for limit in over_budget(predicted, budgets):
+        if limit.tier == "device" or limit.tier not in named_budgets(config):
+            continue
+        have = budgets.of(limit.tier)
+        assert have is not None, "a tier over its budget has one"
+        check_budget(
+            limit.tier,
+            f"what offload={config.offload!r} sends there",
+            need_bytes=have + limit.missing_bytes,
+            have_bytes=have,
+            remedy=f"Raise {limit.tier}_memory, set recompute='full' (less to send) or "
+            "offload='auto' (sends what fits), or shorten the sequences.",
+        )
+
+
+def limit_warnings(
+    shape: ModelShape,
+    decisions: Decisions,
+    predicted: MemoryEstimate,
+    budgets: Budgets,
+    total_tokens: int,
+) -> Iterator[str]:
+    """What a user should know before the first step, though nothing here stops it."""
+    limit = shape.max_positions_tokens
+    if limit is not None and total_tokens > limit:
+        yield (
+            f"sequences of {total_tokens:,} tokens are longer than the {limit:,} positions "
+            "this model was made for; expect poor quality unless its rotary scaling is changed"
+        )
+    modes = {mode for row in decisions.layer_modes for mode in row}
+    for over in over_budget(predicted, budgets):
+        have = budgets.of(over.tier) or 0
+        total = have + over.missing_bytes
+        yield (
+            f"predicted {over.tier} peak {format_bytes(total)} is over the "
+            f"{format_bytes(have)} there are ({_largest_cause(predicted, over.tier)}); "
+            + _remedy(modes, over.tier)
+        )
+
+
+def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
+    """Says which of a plan's numbers hang on installed kernels: what scans take."""
+    scans = sum(layer.scans for layer in shape.layers)
+    if not scans:
+        return ()
+    return (
+        f"{scans} of {shape.num_layers} layers are recurrent: the FLOPs and saved bytes of their "
+        "scans are those of Transformers' torch code; kernels save less",
+    )
+
+
+def resting_warnings(shape: ModelShape) -> tuple[str, ...]:
+    """Says what a prediction leaves out where weights or the optimizer rest on the host."""
+    if shape.resting is None:
+        return ()
+    copied = format_bytes(shape.resting.weight_bytes)
+    return (
+        f"{copied} of weights rest on the host; the seconds of their copies (and of the "
+        "optimizer's step there) are not in the prediction",
+    )
+
+
+def hole_warnings(
+    config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
+) -> Iterator[str]:
+    """Says that a setting of PyTorch would let a plan that fills the device use more of it."""
+    budget = budgets.device
+    if not leaves_holes(config, facts) or budget is None:
+        return
+    if predicted.device.total > _FULL * budget:
+        yield (
+            f"{HOLES:.0%} of the device's memory are left to holes in PyTorch's allocator; to use "
+            "them, add expandable_segments:True to PYTORCH_ALLOC_CONF, or leave that unset"
+        )
+
+
+def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
+    cause, size = max(predicted.peak(tier).tier(tier).items(), key=lambda item: item[1])
+    return f"most of it {cause}, {format_bytes(size)}"
+
+
+def _remedy(modes: set[FrameMode], tier: Tier) -> str:
+    if tier == "device" and not all(mode.recompute for mode in modes):
+        return "recompute='full' holds less"
+    if tier == "device" and not all(mode.offload for mode in modes):
+        return "shorter sequences, or offload='full' where the host has room, hold less"
+    if tier == "host" and not all(mode.recompute for mode in modes):
+        return "recompute='full' sends less"
+    return "shorter chunks or shorter sequences hold less"
+
 
 # Of a stage's plan, until it fits with copies by unit.
 _ATTEMPTS = 4
@@ -137,7 +294,7 @@ class Plan(Decisions):
     prediction: Prediction | None = None
     """Predicted seconds; None where nothing is known of the device's speed."""
 
-    cost: StageCost | None = None
+    cost: ModelCost | None = None
     """What the prediction was made with."""
 
     pipeline: PipelineStep | None = None
@@ -163,7 +320,7 @@ class _Task:
     budgets: Budgets
     choices: Choices
     orders: tuple[Order, ...]
-    cost: StageCost | None
+    cost: ModelCost | None
     bounds: Bounds | None
 
 
@@ -235,7 +392,7 @@ def make_plan(
         orders=read_orders(config, by_layer=by_layer is True),
         cost=None
         if device.profile is None
-        else StageCost(
+        else ModelCost(
             shape=shape,
             profile=device.profile,
             dtype_name=dtype_name,
@@ -387,7 +544,7 @@ def _with_host(choices: Choices) -> Choices:
 def _by_rule(task: _Task) -> _Decided:
     """Modes that need no search: the user fixed them, or memory alone counts."""
     config, device = task.config, task.device
-    saved: Saved = "skeleton"
+    saved: Saved = "inputs"
     recompute_reason = "auto: least memory, and attention is never run again"
     if config.recompute != "auto":
         saved, recompute_reason = SAVED_BY_RECOMPUTE[config.recompute], "set by the user"
@@ -447,8 +604,8 @@ def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
     return missing, play(decisions, task.cost, policy="set").step_seconds
 
 
-def _solved(task: _Task, cost: StageCost) -> _Decided:
-    limits: list[FirstLimit] = []
+def _solved(task: _Task, cost: ModelCost) -> _Decided:
+    limits: list[BudgetViolation] = []
     for cuts in _cuts(task, cost):
         found = solve_chunks(
             cost,
@@ -459,7 +616,7 @@ def _solved(task: _Task, cost: StageCost) -> _Decided:
             orders=task.orders,
             device_kind=task.device.kind,
         )
-        if not isinstance(found, FirstLimit):
+        if not isinstance(found, BudgetViolation):
             break
         limits.append(found)
     else:
@@ -481,7 +638,7 @@ def _solved(task: _Task, cost: StageCost) -> _Decided:
     )
 
 
-def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
+def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
     """What comes closest, where only machines' own limits break; they are warned about.
 
     Raises:
@@ -498,7 +655,7 @@ def _closest(task: _Task, cost: StageCost, limit: FirstLimit) -> Solution:
         bounds = cuts[-1]
     bases = [task.batch.decisions(bounds, task.shape.num_layers, order) for order in task.orders]
     plans = [
-        least_memory(
+        min_memory(
             cost,
             with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind),
             task.budgets,
@@ -530,7 +687,7 @@ def _bounds(task: _Task) -> Bounds:
     return chunk_bounds(task.config, task.shape, task.total_tokens, device_kind=task.device.kind)
 
 
-def _cuts(task: _Task, cost: StageCost) -> Iterator[list[Bounds]]:
+def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
     """Ways to cut that the config leaves open; the later where nothing fits by the earlier.
 
     On a CPU length is settled by memory alone.
@@ -548,7 +705,7 @@ def _cut_is_fixed(task: _Task) -> bool:
     return bool(task.bounds is not None or named or task.device.kind == "cpu")
 
 
-def _predict(cost: StageCost, decisions: Decisions, *, policy: str) -> Prediction:
+def _predict(cost: ModelCost, decisions: Decisions, *, policy: str) -> Prediction:
     played = play(decisions, cost, policy=policy)
     return predict(decisions, cost, played.timeline, policy=policy)
 

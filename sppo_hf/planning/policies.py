@@ -2,6 +2,13 @@
 
 Each may save frames whole or reduced. Also how counts of layers become modes of layers, which rules
 and solver share.
+
+The paper's offload rule, as formulas on plain numbers.
+
+SPPO (arXiv 2503.10377), sequence-aware offloading: chunk i's activations are A_i bytes, the copy of
+chunk i - 1 overlaps the compute of chunk i, and the bytes moved per chunk are held constant at the
+threshold M_th = (bytes per second to the host) x (seconds of one balanced chunk). K and V stay on
+the device; what is not offloaded is kept. Knows nothing of models, layers or devices.
 """
 
 from __future__ import annotations
@@ -9,13 +16,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.activation_modes import FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
-from sppo_hf.planning.modes import FrameMode, Saved, Tier, mode_of
-from sppo_hf.planning.policy import sppo_ratios
 from sppo_hf.registry import OFFLOAD_POLICIES
 
-Policy = Callable[[StageCost, Decisions, Saved, Tier, float], LayerModes]
+
+def sppo_ratios(activation_bytes: Sequence[float], threshold_bytes: float) -> tuple[float, ...]:
+    """Returns alpha_i = min(1, M_th / A_i), the share of each chunk's activations that leaves.
+
+    Args:
+        activation_bytes: A_i of every chunk, first to last.
+        threshold_bytes: M_th, what one chunk's compute time can copy.
+
+    Returns:
+        One ratio in [0, 1] per chunk. The last chunk's is 0: its backward comes next.
+    """
+    last = len(activation_bytes) - 1
+    return tuple(
+        0.0 if chunk == last else min(1.0, threshold_bytes / size) if size > 0 else 1.0
+        for chunk, size in enumerate(activation_bytes)
+    )
+
+
+Policy = Callable[[ModelCost, Decisions, Saved, Tier, float], LayerModes]
 """From a model's costs on a device, the batch, how much is saved of a layer, the nearest tier away
 from the device and the bytes of K/V that go there too: modes of all frames."""
 
@@ -50,7 +74,7 @@ def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerMod
 
 @register_policy("none", keeps=True, leaves=False, reason="all stays on the device")
 def none_modes(
-    cost: StageCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
+    cost: ModelCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
 ) -> LayerModes:
     """Returns modes that keep every frame on the device."""
     return uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
@@ -58,7 +82,7 @@ def none_modes(
 
 @register_policy("full", keeps=False, leaves=True, reason="all leaves the device")
 def full_modes(
-    cost: StageCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
+    cost: ModelCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
 ) -> LayerModes:
     """Returns modes that let every frame leave."""
     return uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, tier))
@@ -71,7 +95,7 @@ def full_modes(
     reason="of each chunk as much as one chunk's compute time can copy",
 )
 def sppo_modes(
-    cost: StageCost,
+    cost: ModelCost,
     base: Decisions,
     saved: Saved = "whole",
     tier: Tier = "host",
@@ -101,7 +125,7 @@ def sppo_modes(
 
 
 def sppo_leaving(
-    cost: StageCost,
+    cost: ModelCost,
     frame_bytes: Sequence[float],
     forward_seconds: float,
     *,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops
 from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, READ, WRITE, lower
@@ -76,7 +76,7 @@ class Prediction:
 
 def predict(
     decisions: Decisions,
-    cost: StageCost,
+    cost: ModelCost,
     timeline: Timeline,
     *,
     policy: str,

@@ -26,7 +26,7 @@ def find_int(config: object, *names: str, least: int = 1) -> int | None:
         least: smallest value that makes sense: 0 where that stands for none.
 
     Raises:
-        ConfigError: it is no whole number, below `least`, or 2**31 or more.
+        ConfigError: it is no whole number, below `min_memory`, or 2**31 or more.
     """
     for name in names:
         value: object = getattr(config, name, None)

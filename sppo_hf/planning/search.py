@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.activation_modes import KEEP
+from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, auto_bounds, lengthened
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.lowering import compute_seconds
-from sppo_hf.planning.modes import KEEP
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import Bounds, PrefixCost, auto_bounds, lengthened
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.solve import (
+    BudgetViolation,
     Choices,
-    FirstLimit,
     Solution,
     solve,
 )
@@ -72,7 +72,7 @@ class Batch:
 
 
 def solve_chunks(
-    cost: StageCost,
+    cost: ModelCost,
     batch: Batch,
     cuts: Sequence[Bounds],
     budgets: Budgets,
@@ -80,7 +80,7 @@ def solve_chunks(
     *,
     orders: Sequence[Order] = ("by_chunk",),
     device_kind: str = "cuda",
-) -> Solution | FirstLimit:
+) -> Solution | BudgetViolation:
     """Returns the fastest of the plans for several ways to cut a sequence and to walk the grid.
 
     Args:
@@ -93,7 +93,7 @@ def solve_chunks(
         device_kind: "cpu" or "cuda".
     """
     best: Solution | None = None
-    closest: FirstLimit | None = None
+    closest: BudgetViolation | None = None
     for order in orders:
         found_plans = 0
         other = best  # what another order has come to is to be beaten
@@ -104,7 +104,7 @@ def solve_chunks(
             if other is not None and compute_seconds(base, cost) >= other.step_seconds:
                 break
             found = solve(cost, base, budgets, choices, best=other, device_kind=device_kind)
-            if isinstance(found, FirstLimit):
+            if isinstance(found, BudgetViolation):
                 if closest is None or found.missing_bytes < closest.missing_bytes:
                     closest = found
                 continue
@@ -118,7 +118,7 @@ def solve_chunks(
 
 
 def chunk_cuts(
-    cost: StageCost,
+    cost: ModelCost,
     total_tokens: int,
     partition: str,
     cut: Callable[[int], Bounds] | None = None,
@@ -129,7 +129,7 @@ def chunk_cuts(
         cost: of the model.
         total_tokens: length of the rows.
         partition: "flops" or "even".
-        cut: bounds for a target in tokens; `auto_bounds` with `partition` when None.
+        cut: bounds for a target in tokens; `auto_bounds` with `chunk_bounds` when None.
     """
     prefix = PrefixCost.of(cost.shape)
     seen: set[Bounds] = set()

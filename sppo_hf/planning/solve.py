@@ -4,41 +4,250 @@ The linear program says how many layers of each chunk (by layer: chunks of each 
 mode; counts are rounded to whole ones, the estimate is checked against every budget, and the
 simulator has the last word. The fixed policies are candidates like any other, so the answer is
 never worse, in its own simulation, than any of them that fits.
+
+The least that a batch must hold: whether it fits at all, and what breaks first if not.
+
+Asks only for bytes, never for seconds. Also what may be chosen from (`Choices`), and the bytes of
+the look-ahead, which every plan has to hold beside its frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.decisions import Decisions, KVMode, layer_modes_of
-from sppo_hf.planning.least import (
-    Choices,
-    FirstLimit,
-    fits,
-    kv_modes_of,
-    least_memory,
-    lookahead_bytes,
-    looking_ahead,
-    over_budget,
-    with_lookahead,
+from sppo_hf.planning.activation_modes import (
+    AWAY_TIERS,
+    RECOMPUTE_BY_SAVED,
+    TIERS,
+    FrameMode,
+    Saved,
+    Tier,
+    mode_of,
 )
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
-from sppo_hf.planning.modes import AWAY_TIERS, RECOMPUTE_BY_SAVED, FrameMode, Saved, Tier
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.policies import Chosen, spread_kinds
-from sppo_hf.planning.portions import kv_block_tokens, passing_bytes
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
+from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.policies import Chosen, spread_kinds, uniform_modes
+from sppo_hf.planning.tile_sizes import kv_block_tokens, passing_bytes
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+# With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
+_FEW_FRAMES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the solver may choose from."""
+
+    saved: tuple[Saved, ...] = ("whole", "matmuls", "inputs")
+    """How frames may be reduced."""
+
+    tiers: tuple[Tier, ...] = ("device", "host")
+    """Where frames may wait."""
+
+    kv_tiers: tuple[Tier, ...] = ("device",)
+    """Where K/V may wait; of those that fit, the fastest is taken, and the first of equals."""
+
+    @property
+    def modes(self) -> tuple[FrameMode, ...]:
+        """All allowed modes."""
+        return tuple(mode_of(saved, tier) for saved in self.saved for tier in self.tiers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetViolation:
+    """What keeps a batch from fitting, whatever is chosen."""
+
+    tier: Tier
+    """The tier whose budget breaks."""
+
+    missing_bytes: int
+    """By how much."""
+
+    moment: str
+    """When."""
+
+
+def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[KVMode, ...]:
+    """Returns what may become of K/V.
+
+    By layer they may be made again where layers may. Those that other layers borrow must be there
+    for all of them.
+    """
+    if not base.by_layer:
+        return choices.kv_tiers
+    if any(layer.borrows_keys for layer in shape.layers):
+        return ("device",)
+    again = "inputs" in choices.saved and "device" in choices.kv_tiers
+    return (*choices.kv_tiers, "recompute") if again else choices.kv_tiers
+
+
+def fits(predicted: MemoryEstimate, budgets: Budgets) -> bool:
+    """Whether every tier's peak is within its budget."""
+    return next(over_budget(predicted, budgets), None) is None
+
+
+def over_budget(predicted: MemoryEstimate, budgets: Budgets) -> Iterator[BudgetViolation]:
+    """Yields the tiers whose peak is over its budget, the device first."""
+    for tier in TIERS:
+        budget = budgets.of(tier)
+        missing = 0 if budget is None else predicted.peak_bytes(tier) - budget
+        if missing > 0:
+            moment = predicted.peak(tier).name
+            yield BudgetViolation(tier=tier, missing_bytes=missing, moment=moment)
+
+
+def min_memory(
+    cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
+) -> Decisions:
+    """Returns the plan that is most likely to fit: small frames, as far away as there is room.
+
+    The earliest frames (needed last) go to the disk when the host is full, and the latest (needed
+    first) stay on the device when nothing else has room. Reduced frames are smallest, but what is
+    rebuilt from them, and what is on its way, needs room too; so with few layers or chunks another
+    choice may hold less, and the one that comes closest is taken.
+    """
+    plans: list[Decisions] = []
+    few = base.num_chunks * base.num_layers <= _FEW_FRAMES
+    for saved in choices.saved[::-1] if few else choices.saved[-1:]:
+        modes = _as_far_as_possible(cost, base, budgets, choices, saved, device_kind)
+        plans.append(with_lookahead(cost, base, modes, frames=1))
+        if few and "device" in choices.tiers:
+            modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
+            plans.append(with_lookahead(cost, base, modes, frames=1))
+    if len(plans) == 1:
+        return plans[0]
+    best, least_missing = plans[0], float("inf")
+    for plan in plans:
+        predicted = estimate(cost.shape, plan, device_kind=device_kind)
+        missing = sum(limit.missing_bytes for limit in over_budget(predicted, budgets))
+        if missing < least_missing:
+            best, least_missing = plan, missing
+        if not missing:
+            break
+    return best
+
+
+def _as_far_as_possible(
+    cost: ModelCost,
+    base: Decisions,
+    budgets: Budgets,
+    choices: Choices,
+    saved: Saved,
+    device_kind: str,
+) -> LayerModes:
+    """Frames of one kind on the farthest tiers that have room, frame by frame."""
+    away: list[Tier] = [tier for tier in AWAY_TIERS if tier in choices.tiers]
+    room = {tier: _room_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
+    places: dict[Tier, float] = {}
+    # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
+    lengths = base.chunk_lengths
+    sizes = [
+        [cost.frame_bytes(layer, lengths[chunk], saved) for chunk, layer in base.units(slot)]
+        for slot in base.slots
+    ]
+    total = float(sum(map(sum, sizes)))
+    if "device" in choices.tiers:
+        places["device"] = max(0.0, total - sum(room.values()))
+    for tier in away:
+        places[tier] = room[tier]
+    rows: list[tuple[FrameMode, ...]] = []
+    for frames in reversed(sizes):
+        whole, size = _next_place(places, 0), sum(frames)
+        if places[whole] >= size:
+            places[whole] -= size
+            rows.append((mode_of(saved, whole),) * len(frames))
+            continue
+        row: list[FrameMode] = []
+        for size in reversed(frames):
+            tier = _next_place(places, size)
+            places[tier] -= size
+            row.append(mode_of(saved, tier))
+        rows.append(tuple(reversed(row)))
+    return layer_modes_of(rows[::-1], by_layer=base.by_layer)
+
+
+def _next_place(places: dict[Tier, float], size: int) -> Tier:
+    """The nearest tier with room for one more frame."""
+    for tier, room in places.items():
+        # What must stay is a quota: it takes the frame that crosses it too.
+        if room > 0 if tier == "device" else room >= size:
+            return tier
+    return next(iter(places))
+
+
+def _room_bytes(
+    cost: ModelCost,
+    base: Decisions,
+    budgets: Budgets,
+    tier: Tier,
+    away: Sequence[Tier],
+    device_kind: str,
+) -> float:
+    """Bytes that frames may take on a tier, beside K/V and what passes through."""
+    budget = budgets.of(tier)
+    if budget is None:
+        return float("inf")
+    if tier == "host" and device_kind == "cuda":
+        budget -= budget % HOST_SLAB_BYTES
+    if tier == "host" and ("disk" in away or "disk" in (base.kv_tier, *base.kv_modes)):
+        budget -= base.staging_bytes
+    if base.by_layer:
+        waiting = (i for i in range(base.num_layers) if base.kv_mode(i) == tier)
+        budget -= sum(cost.kv_bytes(layer, base.total_tokens) for layer in waiting)
+    elif base.kv_tier == tier:
+        shape = cost.shape
+        kv = shape.kv_bytes_per_token() * base.total_tokens
+        kv += shape.dkv_bytes_per_token() * base.bounds[-1][0]
+        budget -= kv * base.batch_rows
+    return float(max(0, budget))
+
+
+def with_lookahead(
+    cost: ModelCost, base: Decisions, modes: LayerModes, *, frames: int
+) -> Decisions:
+    """Returns `base` with other modes, and room for so many of their frames on their way."""
+    away: set[Saved] = {m.saved for row in modes for m in row if m.offload}
+    ahead = lookahead_bytes(cost, base, away, frames)
+    return looking_ahead(cost, replace(base, layer_modes=modes), ahead)
+
+
+def looking_ahead(cost: ModelCost, decisions: Decisions, frame_bytes: int) -> Decisions:
+    """Lets so many bytes of frames be on their way, and one layer's streamed gradient sums.
+
+    By layer, its keys and values where any leave.
+    """
+    tables = byte_tables(cost.shape, decisions, cost.profile.kind)
+    sums = int(tables.kv_out_backward[:, -1].max())
+    if decisions.by_layer and {"host", "disk"} & set(decisions.kv_modes):
+        sums = int(tables.layer_kv.max())
+    max_pending_d2h_bytes = frame_bytes + sums
+    # With nothing to move, the engine's own rule, whose bounds are never reached.
+    return replace(
+        decisions,
+        max_pending_d2h_bytes=max_pending_d2h_bytes or None,
+        max_prefetch_bytes=frame_bytes or None,
+    )
+
+
+def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], frames: int) -> int:
+    """Returns the bytes of so many of the largest frames of these kinds."""
+    longest = max(base.chunk_lengths)
+    layers = LayerKinds.of(cost).representative
+    sizes = [cost.frame_bytes(i, longest, kind) for i in layers for kind in set(saved)]
+    return frames * max(sizes, default=0)
+
 
 _ATTEMPTS = 4
 # Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
@@ -69,14 +278,14 @@ class Solution:
 
 
 def solve(
-    cost: StageCost,
+    cost: ModelCost,
     base: Decisions,
     budgets: Budgets,
     choices: Choices,
     *,
     best: Solution | None = None,
     device_kind: str = "cuda",
-) -> Solution | FirstLimit:
+) -> Solution | BudgetViolation:
     """Finds the fastest plan that fits.
 
     Args:
@@ -90,7 +299,7 @@ def solve(
     solved, bound = False, 0.0
     for kv_mode in kv_modes_of(cost.shape, base, choices):
         placed = with_kv(base, kv_mode, cost.shape, budgets, device_kind)
-        least = least_memory(cost, placed, budgets, choices, device_kind)
+        least = min_memory(cost, placed, budgets, choices, device_kind)
         if base.training and not fits(
             estimate(cost.shape, least, device_kind=device_kind), budgets
         ):
@@ -126,7 +335,7 @@ def solve(
 
 def play(
     decisions: Decisions,
-    cost: StageCost,
+    cost: ModelCost,
     *,
     policy: str,
     bound_seconds: float = 0.0,
@@ -175,7 +384,7 @@ def with_kv(
 
 
 def fixed_policies(
-    cost: StageCost, base: Decisions, choices: Choices
+    cost: ModelCost, base: Decisions, choices: Choices
 ) -> Iterator[tuple[str, Decisions]]:
     """Yields (name, decisions) of the fixed policies that use allowed modes only."""
     for saved in choices.saved:
@@ -186,7 +395,7 @@ def fixed_policies(
 
 
 def fixed_policy(
-    cost: StageCost, base: Decisions, policy: str, saved: Saved, choices: Choices
+    cost: ModelCost, base: Decisions, policy: str, saved: Saved, choices: Choices
 ) -> Decisions | None:
     """Returns one fixed policy, or None where it needs a tier that is not allowed."""
     away: Tier | None = next((tier for tier in AWAY_TIERS if tier in choices.tiers), None)
@@ -205,12 +414,12 @@ def fixed_policy(
 
 
 def first_limit(
-    cost: StageCost, base: Decisions, budgets: Budgets, choices: Choices, *, device_kind: str
-) -> FirstLimit:
+    cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices, *, device_kind: str
+) -> BudgetViolation:
     """Returns what breaks first when as little as possible is held, and where."""
-    broken: list[list[FirstLimit]] = []
+    broken: list[list[BudgetViolation]] = []
     for kv_mode in kv_modes_of(cost.shape, base, choices):
-        least = least_memory(
+        least = min_memory(
             cost,
             with_kv(base, kv_mode, cost.shape, budgets, device_kind),
             budgets,
@@ -226,7 +435,7 @@ def first_limit(
 
 
 def _mixed(
-    cost: StageCost,
+    cost: ModelCost,
     base: Decisions,
     budgets: Budgets,
     choices: Choices,
@@ -280,8 +489,8 @@ def _mode_sets(
 ) -> Iterator[tuple[tuple[FrameMode, ...], tuple[KVMode, ...]]]:
     """Allowed modes of frames and, by layer, of K/V, with less and less that leaves the device.
 
-    What leaves needs room for its look-ahead. That of whole frames is ten times a skeleton's, and
-    that of a layer's K/V grows with the sequence.
+    What leaves needs room for its look-ahead. That of whole frames is ten times a layer's inputs's,
+    and that of a layer's K/V grows with the sequence.
     """
     stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _leaves(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
@@ -335,7 +544,7 @@ def _rounded(
 
 
 def _settled(
-    cost: StageCost, decisions: Decisions, budgets: Budgets, device_kind: str
+    cost: ModelCost, decisions: Decisions, budgets: Budgets, device_kind: str
 ) -> Decisions:
     """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
     away: set[Saved] = {m.saved for row in decisions.layer_modes for m in row if m.offload}
@@ -352,7 +561,7 @@ def _settled(
     return looking_ahead(cost, decisions, min(most, least + max(0, spare)))
 
 
-def tightened(budgets: Budgets, over: Sequence[FirstLimit]) -> Budgets:
+def tightened(budgets: Budgets, over: Sequence[BudgetViolation]) -> Budgets:
     """Returns budgets lowered by what they were broken by, and a little more."""
     lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
 

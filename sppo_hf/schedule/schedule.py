@@ -1,7 +1,7 @@
 """A Schedule: for each rank the actions that it carries out, in order, as one immutable value.
 
 Knows what stages, units and chunks are; nothing of whether the order can run (`validate`), how long
-it takes (`pipeline`) or how it is written down (`grid`, `torch_csv`).
+it takes (`simulate_pipeline`) or how it is written down (`grid`, `torch_csv`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The validator: whether a schedule is whole, in a right order, and can run to its end.
 
-What actions need of each other is what simulation waits for (`waits`); here it must also be listed
-first on each rank. An error names the action, its rank and step, what is wrong and what is allowed,
-and shows the grid around it.
+What actions need of each other is what simulation waits for (`dependencies`); here it must also be
+listed first on each rank. An error names the action, its rank and step, what is wrong and what is
+allowed, and shows the grid around it.
 
 [Note: why chunks run backward in reverse] A chunk's queries attend to the keys and values of all
 chunks before it, so its backward adds to their gradients. Those of a chunk are complete only once
@@ -17,11 +17,11 @@ from typing import NamedTuple, NoReturn
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
+from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.grid import show_marked
 from sppo_hf.schedule.messages import SENDS, TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import DeadlockError, simulate_positions
-from sppo_hf.schedule.waits import Waits
 
 _ENDS: frozenset[Kind] = frozenset({"B", "W"})
 _UNIT: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -187,7 +187,7 @@ class _Check:
 
     def runs(self) -> None:
         """Checks that no ranks wait for each other."""
-        waits = Waits(self._schedule)
+        waits = DependencyGraph(self._schedule)
         try:
             simulate_positions(waits.lanes, seconds=[0.0] * len(waits.needs), needs=waits.needs)
         except DeadlockError as error:
@@ -208,7 +208,7 @@ class _Check:
     @cached_property
     def _needs_of(self) -> dict[Action, list[Action]]:
         """What each action waits for."""
-        waits = Waits(self._schedule, complete=False)
+        waits = DependencyGraph(self._schedule, complete=False)
         return {
             action: [waits.needed(found) for found in needed]
             for action, needed in zip(waits.actions, waits.needs, strict=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig, SPPOError
-from sppo_hf.model.convert import convert
-from sppo_hf.model.tiny import VOCAB_SIZE, build_tiny_model, make_batch
+from sppo_hf.engine.convert import convert
+from sppo_hf.testing.tiny_models import VOCAB_SIZE, build_tiny_model, make_batch
 from tests.attacks.outcomes import Case, Outcome
 
 T = 13

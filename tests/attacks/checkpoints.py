@@ -29,21 +29,21 @@ from torch.distributed import checkpoint as dcp
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.checkpoints import export_optimizer
-from sppo_hf.runtime.checkpoint import Place, saving
-from sppo_hf.runtime.checkpoint_marks import (
+from sppo_hf.pipeline.checkpoint import RankCoords, saving
+from sppo_hf.pipeline.checkpoint_marks import (
     MARK_NAME,
     STATE_FOLDER,
     mark_complete,
     newest_complete,
     refuse_torn,
 )
-from sppo_hf.runtime.checkpoint_state import (
+from sppo_hf.pipeline.checkpoint_state import (
     load_random_state,
     load_state,
     random_state,
     save_state,
 )
-from sppo_hf.runtime.checkpoint_weights import load_weights, save_weights
+from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
 from tests.attacks.outcomes import Case, Outcome, answered_in_process
 from tests.integrations.training import make_arguments, make_model, make_rows
 
@@ -77,7 +77,7 @@ class Originals:
         trainer.train()
         self.alone = self.folder / "run" / f"checkpoint-{STEP}"
         self.pipeline = self.folder / "pipeline" / f"checkpoint-{STEP}"
-        with saving(self.pipeline, Place()):
+        with saving(self.pipeline, RankCoords()):
             save_weights(trainer.model, self.pipeline, max_shard_size="20KB")
             save_state(self.pipeline, trainer.model, [trainer.optimizer], [trainer.lr_scheduler])
             for name in ("trainer_state.json", "training_args.bin", "scheduler.pt"):

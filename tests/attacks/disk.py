@@ -30,14 +30,14 @@ import torch
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import device_facts as facts
+from sppo_hf.engine.convert import convert
 from sppo_hf.errors import BudgetError, ConfigError, OffloadError, SPPOError
-from sppo_hf.model import facts
-from sppo_hf.model.convert import convert
-from sppo_hf.model.exactness import Gradients, parameter_errors
-from sppo_hf.model.tiny import build_tiny_model, make_batch
 from sppo_hf.offload import disk_folder
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_files import BLOCK_BYTES
+from sppo_hf.testing.exactness import Gradients, parameter_errors
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attacks.outcomes import Case, answered_in_process
 
 TOKENS = (17, 29, 23)

@@ -19,8 +19,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from sppo_hf import ConfigError, SPPOPlugin
+from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.integrations import checkpoints
-from sppo_hf.model.observer import StepObserver
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 STEP = 3

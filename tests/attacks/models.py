@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import SPPOError
-from sppo_hf.model.trace import trace_config
-from sppo_hf.planning.ask import Answer, ask, question_for
 from sppo_hf.planning.config_file import load_config, shipped_models
-from sppo_hf.planning.plan_json import answer_to_dict
+from sppo_hf.planning.plan_request import PlanResult, question_for, request_plan
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.reporting.plan_json import answer_to_dict
 from tests.attacks.outcomes import Case, answered_in_process
 
 _CONFIGS = (
@@ -88,9 +88,9 @@ def _case(title: str, text: str, name: str | None, value: object) -> Case:
     return Case(title, attempt)
 
 
-def _answer(path: Path) -> Answer:
+def _answer(path: Path) -> PlanResult:
     """What `sppo estimate` answers."""
-    return ask(
+    return request_plan(
         question_for(
             load_config(path),
             SPPOConfig(),
@@ -103,7 +103,7 @@ def _answer(path: Path) -> Answer:
 
 def _makes_sense(answer: object, name: str | None, value: object) -> bool:
     """Whether an answer may be given for this value, and its numbers are numbers."""
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, PlanResult)
     whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
     if name in _NEEDED and not whole and not (value is None and name in _OPTIONAL):
         return False

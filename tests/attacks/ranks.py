@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.attacks.failing_training import FAULTS, PHASES
 from tests.attacks.outcomes import Case, Outcome
-from tests.runtime.nursery import Ended, Nursery
+from tests.pipeline.nursery import Ended, Nursery
 
 TIMEOUT_SECONDS = 8
 LIMIT_SECONDS = {"stop": 30.0}

@@ -4,8 +4,8 @@ import torch
 
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.function import AttentionCall, chunk_attention
-from sppo_hf.attention.pieces import chunk_pieces
+from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.segments import chunk_pieces
 
 B, N, K, H, HV = 2, 4, 2, 8, 6
 KV_BYTES_PER_TOKEN = B * K * (H + HV) * 8

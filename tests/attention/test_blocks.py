@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.attention.blocks import Block, cut_blocks, whole_sequence
-from sppo_hf.attention.pieces import Piece
+from sppo_hf.attention.segments import AttentionSegment
 
 BOUNDS = ((0, 3), (3, 4), (4, 9), (9, 12))
 
@@ -16,27 +16,36 @@ def _spans(blocks):
 
 
 def test_everything_at_once():
-    blocks = cut_blocks(BOUNDS, (Piece(None, 9, 12, 0, 12),), block_tokens=12)
+    blocks = cut_blocks(BOUNDS, (AttentionSegment(None, 9, 12, 0, 12),), block_tokens=12)
     assert blocks == (whole_sequence(BOUNDS),)
 
 
 def test_a_long_chunk_is_a_block_of_its_own():
-    blocks = cut_blocks(BOUNDS, (Piece(None, 9, 12, 0, 12),), block_tokens=4)
+    blocks = cut_blocks(BOUNDS, (AttentionSegment(None, 9, 12, 0, 12),), block_tokens=4)
     assert _spans(blocks) == [(0, 4), (4, 9), (9, 12)]
     assert [list(b.chunks) for b in blocks] == [[0, 1], [2], [3]]
 
 
 def test_chunks_behind_a_window_or_in_a_hole_are_not_read():
-    assert _spans(cut_blocks(BOUNDS, (Piece(None, 9, 12, 5, 12),), block_tokens=99)) == [(4, 12)]
-    pieces = (Piece(0, 9, 12, 9, 12), Piece(1, 9, 12, 1, 3))
+    assert _spans(cut_blocks(BOUNDS, (AttentionSegment(None, 9, 12, 5, 12),), block_tokens=99)) == [
+        (4, 12)
+    ]
+    pieces = (AttentionSegment(0, 9, 12, 9, 12), AttentionSegment(1, 9, 12, 1, 3))
     assert _spans(cut_blocks(BOUNDS, pieces, block_tokens=99)) == [(0, 3), (9, 12)]
     assert cut_blocks(BOUNDS, (), block_tokens=99) == ()
 
 
 def test_pieces_are_cut_to_the_block():
     block = Block(range(1, 3), 3, 9)
-    pieces = (Piece(0, 9, 12, 0, 12), Piece(1, 9, 12, 9, 12), Piece(2, 9, 10, 5, 8))
-    assert list(block.cut(pieces)) == [Piece(0, 9, 12, 3, 9), Piece(2, 9, 10, 5, 8)]
+    pieces = (
+        AttentionSegment(0, 9, 12, 0, 12),
+        AttentionSegment(1, 9, 12, 9, 12),
+        AttentionSegment(2, 9, 10, 5, 8),
+    )
+    assert list(block.cut(pieces)) == [
+        AttentionSegment(0, 9, 12, 3, 9),
+        AttentionSegment(2, 9, 10, 5, 8),
+    ]
 
 
 @given(data=st.data())
@@ -46,7 +55,9 @@ def test_each_key_of_a_piece_is_in_exactly_one_block(data):
     bounds = tuple(itertools.pairwise(edges))
     key = st.integers(0, edges[-1] - 1)
     spans = data.draw(st.lists(st.tuples(key, key).map(sorted), max_size=3))
-    pieces = tuple(Piece(row, 0, 1, low, high + 1) for row, (low, high) in enumerate(spans))
+    pieces = tuple(
+        AttentionSegment(row, 0, 1, low, high + 1) for row, (low, high) in enumerate(spans)
+    )
     block_tokens = data.draw(st.integers(1, edges[-1] + 1))
     blocks = cut_blocks(bounds, pieces, block_tokens=block_tokens)
     for block in blocks:

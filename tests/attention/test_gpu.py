@@ -6,11 +6,11 @@ Measured against dense attention in float64, as `test_function.py` does it in fl
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import AUTO_ORDER
-from sppo_hf.attention.function import AttentionCall, chunk_attention
-from sppo_hf.attention.kv import LayerKV
-from sppo_hf.attention.pieces import RowSpans, chunk_pieces
+from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.segments import RowSpans, chunk_pieces
 from tests.attention.backends.usable import usable_backend
 
 B, K = 2, 2
@@ -47,7 +47,7 @@ def _dense(q, k, v, sinks, rows, window):
 
 def check(name, device, dtype, *, head_size, groups, sinks, window, rows):
     """Outputs and all gradients, sinks' included, in the norm of each."""
-    requirement = Requirement(
+    requirement = AttentionSpec(
         device_type=device,
         dtype=dtype,
         qk_head_size=head_size,

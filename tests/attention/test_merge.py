@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import Attended, CausalBand
+from sppo_hf.attention.backends.base import AttentionOutput, CausalBand
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.merge import merge_into, merge_partials
@@ -46,7 +46,7 @@ def test_keys_split_anywhere_give_the_whole(backend, case, data):
 def attended(lse, value, dtype=torch.float32):
     rows = len(lse)
     out = torch.full((1, 1, rows, 2), value, dtype=dtype)
-    return Attended(out, torch.tensor(lse).view(1, 1, rows))
+    return AttentionOutput(out, torch.tensor(lse).view(1, 1, rows))
 
 
 def test_weights_are_the_shares_of_the_softmax():
@@ -62,7 +62,9 @@ def test_a_mean_of_equal_outputs_is_that_output():
     torch.manual_seed(0)
     out, lse = torch.full((1, 2, 64, 3), 1 / 3), torch.randn(1, 2, 64)
     for _ in range(200):
-        merge_into(out, lse, Attended(torch.full_like(out, 1 / 3), 3 * torch.randn(1, 2, 64)))
+        merge_into(
+            out, lse, AttentionOutput(torch.full_like(out, 1 / 3), 3 * torch.randn(1, 2, 64))
+        )
     assert torch.equal(out, torch.full_like(out, 1 / 3))
 
 

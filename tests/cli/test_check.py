@@ -13,9 +13,9 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from sppo_hf.model import check as check_module
-from sppo_hf.model.exactness import Gradients
-from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.testing import check as check_module
+from sppo_hf.testing.exactness import Gradients
+from sppo_hf.testing.tiny_models import build_tiny_model
 
 
 def _check(*arguments: str) -> tuple[int, str, str]:

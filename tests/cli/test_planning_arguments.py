@@ -20,7 +20,7 @@ from sppo_hf.cli.planning_arguments import (
     read_model,
 )
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.ask import Question
+from sppo_hf.planning.plan_request import PlanRequest
 from tests.cli.configs import TINY, write_config
 
 GIB = 2**30
@@ -126,7 +126,7 @@ def test_nothing_typed_is_the_default_profile_and_no_disk(tmp_path: Path) -> Non
 def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:
     model = write_config(tmp_path, TINY)
 
-    def trainable(question: Question) -> int:
+    def trainable(question: PlanRequest) -> int:
         return question.shape.trainable_parameters
 
     small, large = (trainable(typed(model, lora=rank).question()) for rank in (8, 16))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.offload.lanes import CudaRuntime, Stream, StreamEvent, StreamRuntime
+from sppo_hf.offload.copy_streams import CudaRuntime, Stream, StreamEvent, StreamRuntime
 from tests.fakes.device import FakeDevice
 
 FAKE_SECONDS = (0.0, 0.0, 0.1, 1.0, 7.0)

@@ -149,7 +149,7 @@ class FakeDevice:
         return self._current
 
     def new_stream(self) -> FakeStream:
-        """A lane; the first is the D2H lane and the second the H2D lane of a `StreamCopier`."""
+        """A lane; the first is the D2H stream and the second the H2D stream of a `StreamCopier`."""
         self._streams.append(FakeStream(self, f"lane {len(self._streams)}"))
         return self._streams[-1]
 

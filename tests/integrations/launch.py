@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deprecations import assert_no_deprecation
-from tests.runtime.nursery import ROOT, environment, free_port, shared_nursery
+from tests.pipeline.nursery import ROOT, environment, free_port, shared_nursery
 
 __all__ = ["ROOT", "environment", "free_port", "run_job", "run_ranks"]
 

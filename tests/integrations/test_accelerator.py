@@ -12,10 +12,10 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
+from sppo_hf.engine.convert import get_engine, is_converted
+from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.integrations import accelerator as accelerator_module
 from sppo_hf.integrations.accelerator import own_recomputation
-from sppo_hf.model.adapters import quiet_peft
-from sppo_hf.model.convert import get_engine, is_converted
 from tests.integrations.training import (
     is_checkpointing,
     make_model,

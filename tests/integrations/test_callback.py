@@ -10,9 +10,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 
 from sppo_hf import ConfigError, SPPOPlugin
+from sppo_hf.engine.convert import is_converted
 from sppo_hf.integrations.accelerator import SPPOAccelerator
 from sppo_hf.integrations.callback import SPPOCallback
-from sppo_hf.model.convert import is_converted
 from tests.integrations.training import (
     checkpointing,
     is_checkpointing,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sppo_hf.runtime.checkpoint_marks import what_is_torn
+from sppo_hf.pipeline.checkpoint_marks import what_is_torn
 from tests.integrations.launch import run_job
-from tests.runtime.nursery import Ended, shared_nursery
+from tests.pipeline.nursery import Ended, shared_nursery
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from sppo_hf import BudgetError, ConfigError, SPPOPlugin
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.logits import LogitsRequest
 from sppo_hf.integrations.evaluation import TrainerEvaluation
-from sppo_hf.model.convert import get_engine
-from sppo_hf.model.logits import LogitsRequest
-from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from tests.integrations.training import (
     ROW_TOKENS,
     VOCABULARY,

@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
+from sppo_hf.engine.convert import get_engine
 from sppo_hf.integrations.limits import refuse_host_weights
-from sppo_hf.model.convert import get_engine
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 HOST = ({"weights": "host"}, {"optimizer": "host"})

@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from sppo_hf import SPPOPlugin
+from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.errors import ConfigError
-from sppo_hf.model.stages import staged_model_of
-from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
 
 CHECKPOINTS = {

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.integrations.metrics import StepMeter, summary
-from sppo_hf.model.observer import StepRecord
+from sppo_hf.engine.step_observer import StepRecord
+from sppo_hf.integrations.callback import StepMeter, summary
 from sppo_hf.offload.stats import OffloadStats
 
 _OFFLOAD = {field.name for field in fields(OffloadStats)}

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from sppo_hf import SPPOPlugin
+from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.pipeline import engine_of, keep_own_parameters, once_per_pipeline
-from sppo_hf.model.convert import get_engine
-from sppo_hf.runtime.mesh import PipelineMesh
+from sppo_hf.pipeline.mesh import PipelineMesh
 from tests.integrations.launch import run_job
 from tests.integrations.training import make_model
-from tests.runtime.test_pipeline_engine import make
+from tests.pipeline.test_pipeline_engine import make
 
 NEAR = 1e-4
 PIPELINE = {"pp_size": 2, "num_chunks": 3}

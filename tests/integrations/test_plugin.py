@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
+from sppo_hf.engine.convert import is_converted
 from sppo_hf.integrations.accelerator import SPPOAccelerator
-from sppo_hf.model.convert import is_converted
 from tests.integrations.training import make_arguments, make_model
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.model.convert import get_engine, is_converted
-from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.engine.convert import get_engine, is_converted
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 from tests.integrations.launch import run_ranks
 

@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer
 
 from sppo_hf import SPPOPlugin
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.errors import SPPOError
-from sppo_hf.model.adapters import quiet_peft
-from sppo_hf.model.convert import get_engine
-from sppo_hf.runtime.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 

@@ -1,11 +1,11 @@
-"""Orders of prefetches for tapes of tests, from the sizes of their frames."""
+"""Orders of prefetches for prefetch orders of tests, from the sizes of their frames."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def asked_within(sizes_bytes: Sequence[int], fetch_bytes: int | None) -> list[int]:
+def asked_within(sizes_bytes: Sequence[int], max_prefetch_bytes: int | None) -> list[int]:
     """By frame, the lowest one asked for while it is in use: as many as the window holds.
 
     One that has bytes is always ahead, however large, and those without are passed over.
@@ -15,7 +15,7 @@ def asked_within(sizes_bytes: Sequence[int], fetch_bytes: int | None) -> list[in
         lowest, ahead = number, 0
         while lowest > 0:
             size = sizes_bytes[lowest - 1]
-            if size and ahead and ahead + size > (fetch_bytes or 0):
+            if size and ahead and ahead + size > (max_prefetch_bytes or 0):
                 break
             lowest, ahead = lowest - 1, ahead + size
         asked.append(min([lowest, *asked[number:]]))

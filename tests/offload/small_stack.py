@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.frames import OffloadFrame
-from sppo_hf.offload.lanes import HostCopier
+from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.tape import Tape
+from sppo_hf.offload.prefetch_order import PrefetchOrder
 
 WIDTH = 16
 TOKENS = 12
@@ -52,13 +52,15 @@ def loss_of(
     pin: Pin | None = None,
     tiers: tuple[Literal["host", "disk"], ...] = ("host",),
 ) -> Tensor:
-    tape = engine.new_tape() if engine is not None else None
+    prefetch_order = engine.new_prefetch_order() if engine is not None else None
     for number, block in enumerate(blocks):
-        if engine is None or tape is None:
+        if engine is None or prefetch_order is None:
             hidden_CD = block(hidden_CD)
         else:
             tier = tiers[number % len(tiers)]
-            with OffloadFrame(engine, tape, pin, label=f"layer {number}", tier=tier, number=number):
+            with LayerOffload(
+                engine, prefetch_order, pin, label=f"layer {number}", tier=tier, number=number
+            ):
                 hidden_CD = block(hidden_CD)
     return hidden_CD.square().mean()
 
@@ -76,6 +78,8 @@ def assert_same(ours: list[Tensor], plain: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-def in_a_frame(engine: OffloadEngine, tape: Tape, body: Callable[[], Tensor]) -> Tensor:
-    with OffloadFrame(engine, tape):
+def in_a_frame(
+    engine: OffloadEngine, prefetch_order: PrefetchOrder, body: Callable[[], Tensor]
+) -> Tensor:
+    with LayerOffload(engine, prefetch_order):
         return body()

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig
+from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.errors import OffloadError
-from sppo_hf.model.convert import convert, get_engine
-from sppo_hf.model.tiny import add_lora, build_tiny_model, make_batch
 from sppo_hf.offload.casts import WeightCasts
-from sppo_hf.offload.frames import OffloadFrame
-from sppo_hf.planning.modes import mode_of
-from tests.model.forced_plans import force_modes
+from sppo_hf.offload.layer_offload import LayerOffload
+from sppo_hf.planning.activation_modes import mode_of
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.forced_plans import force_modes
 from tests.offload.small_stack import cpu_engine
 
 CHUNKS = (9, 1, 13)
@@ -25,7 +25,9 @@ def _run(
 ) -> tuple[dict[str, Tensor | None], int]:
     """Gradients of a float32 model under autocast, and the bytes that went to the host."""
     with monkeypatch.context() as inner:
-        inner.setattr("sppo_hf.model.sequence.WeightCasts.of", WeightCasts.of if casts else _none)
+        inner.setattr(
+            "sppo_hf.engine.chunk_runner.WeightCasts.of", WeightCasts.of if casts else _none
+        )
         force_modes(inner, lambda chunk, layer: mode_of("whole", tier))
         model: nn.Module = build_tiny_model(family, dtype=torch.float32)
         model = add_lora(model) if lora else model  # type: ignore[arg-type]
@@ -77,7 +79,9 @@ def _frame(weight: nn.Parameter, x: Tensor, body: Any) -> Tensor:
     engine = cpu_engine()
     with (
         torch.autocast("cpu", torch.bfloat16),
-        OffloadFrame(engine, engine.new_tape(), casts=WeightCasts(watch=True, label="layer 3")),
+        LayerOffload(
+            engine, engine.new_prefetch_order(), casts=WeightCasts(watch=True, label="layer 3")
+        ),
     ):
         return body(x, weight)
 

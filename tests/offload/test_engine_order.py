@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.cargo import Cargo
+from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
-from sppo_hf.offload.lanes import StreamCopier, StreamTicket
-from sppo_hf.offload.leaving import Leaving
 from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import Staging
-from sppo_hf.offload.tape import Tape
+from sppo_hf.offload.storage import OffloadedStorage
+from sppo_hf.offload.transfers import PendingCopies
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 
@@ -40,11 +40,13 @@ def _slow_device(seconds: float = 10.0) -> FakeDevice:
 
 
 class _Frame:
-    """A frame as `model/recompute.py` makes its own: handles held by what stands for the graph."""
+    """A frame as `engine/recompute.py` makes its own: handles held by what stands for the graph."""
 
-    def __init__(self, engine: OffloadEngine, tape: Tape, handles: list[OffloadedTensor]) -> None:
+    def __init__(
+        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, handles: list[OffloadedTensor]
+    ) -> None:
         self.engine = engine
-        self.tape = tape
+        self.prefetch_order = prefetch_order
         self.held = handles
 
     def handles(self) -> list[OffloadedTensor]:
@@ -60,7 +62,7 @@ class _Training:
         self.values: dict[int, torch.Tensor] = {}
 
     def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Frame]:
-        tape, frames = self.engine.new_tape(), []
+        prefetch_order, frames = self.engine.new_prefetch_order(), []
         carried = self.device.tensor(torch.rand(8))
         for frame_sizes in sizes:
             # What one frame hands to the next is saved by both, as a layer's output is.
@@ -68,8 +70,8 @@ class _Training:
             for size in frame_sizes:
                 carried = self.device.tensor(torch.rand(size), compute_seconds())
                 handles.append(self._save(carried))
-            frames.append(_Frame(self.engine, tape, handles))
-            tape.record(frames[-1], len(frames) - 1)
+            frames.append(_Frame(self.engine, prefetch_order, handles))
+            prefetch_order.record(frames[-1], len(frames) - 1)
             self.device.advance(compute_seconds())
         return frames
 
@@ -83,7 +85,7 @@ class _Training:
             if not keep():
                 frame.held.clear()  # this part of the graph was dropped
                 continue
-            frame.tape.on_backward(frame)
+            frame.prefetch_order.on_backward(frame)
             while frame.held:
                 handle = frame.held.pop()
                 tensor = self.engine.wait_for(handle)
@@ -142,14 +144,14 @@ def test_the_device_never_holds_more_than_two_frames(
     # ahead. No clock is looked at: the host runs ahead of the device without limit.
     device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
     engine = _engine(device)
-    tape, frames = engine.new_tape(), []
+    prefetch_order, frames = engine.new_prefetch_order(), []
     for size in sizes:
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
-        frames.append(_Frame(engine, tape, [engine.start_offload(tensor)]))
+        frames.append(_Frame(engine, prefetch_order, [engine.start_offload(tensor)]))
         del tensor
-        tape.record(frames[-1], len(frames) - 1)
+        prefetch_order.record(frames[-1], len(frames) - 1)
     for frame in reversed(frames):
-        tape.on_backward(frame)
+        prefetch_order.on_backward(frame)
         tensor = engine.wait_for(frame.held[0])
         device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
         del tensor
@@ -231,7 +233,7 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
         handle, _ = self.held[which % len(self.held)]
         self.engine.evict(handle)
         if handle.is_moved:
-            assert self.engine.bytes_to_fetch([handle, handle]) == handle.cargo().span.num_bytes
+            assert self.engine.bytes_to_fetch([handle, handle]) == handle.stored().span.num_bytes
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), by_dropping=st.booleans())
@@ -289,7 +291,7 @@ class EngineWithDiskUnderAnyUse(EngineUnderAnyUse):
 
     @invariant()
     def extents_have_owners(self) -> None:
-        live_bytes = sum(cargo.span.num_bytes for cargo in self.engine._moves.live)
+        live_bytes = sum(stored.span.num_bytes for stored in self.engine._moves.live)
         assert self.disk.used_bytes <= live_bytes
 
 
@@ -318,14 +320,14 @@ def _one_training(device: FakeDevice) -> None:
     del dropped
 
 
-def _forget_source(leaving: Leaving, leave_bytes: int | None) -> None:
-    for _, cargo in leaving._queue:
-        cargo.source = cargo.watched = None
+def _forget_source(pending: PendingCopies, max_pending_d2h_bytes: int | None) -> None:
+    for _, stored in pending._queue:
+        stored.source = stored.watched = None
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a source is freed without waiting for its copy": lambda patch: patch.setattr(
-        Leaving, "close_frame", _forget_source
+        PendingCopies, "close_frame", _forget_source
     ),
     "a copy counts as ordered from the start": lambda patch: patch.setattr(
         StreamTicket, "ordered", property(lambda self: True)
@@ -334,10 +336,10 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         StreamTicket, "wait", lambda self: None
     ),
     "device bytes are evicted under the copy into them": lambda patch: patch.setattr(
-        Cargo, "evict", lambda self: setattr(self, "on_device", None)
+        OffloadedStorage, "evict", lambda self: setattr(self, "on_device", None)
     ),
     "regions and device bytes are given back under their copies": lambda patch: patch.setattr(
-        Cargo, "ordered", property(lambda self: True)
+        OffloadedStorage, "ordered", property(lambda self: True)
     ),
 }
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.frames import OffloadFrame
-from sppo_hf.offload.lanes import StreamCopier, StreamTicket
+from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.pool import HostPool
 from tests.fakes.device import FakeDevice, RaceError
 from tests.offload.small_stack import (
@@ -163,13 +163,13 @@ def test_a_spent_budget_ends_the_step_and_not_the_engine() -> None:
 
 def test_in_place_changes_of_what_stays_are_refused() -> None:
     engine = cpu_engine()
-    tape = engine.new_tape()
+    prefetch_order = engine.new_prefetch_order()
     weight = nn.Parameter(torch.rand(100))
-    loss = in_a_frame(engine, tape, lambda: (weight * torch.rand(100)).sin().sum())
+    loss = in_a_frame(engine, prefetch_order, lambda: (weight * torch.rand(100)).sin().sum())
     loss.backward()
     scale = torch.rand(4)
     small = torch.rand(4, requires_grad=True)
-    loss = in_a_frame(engine, engine.new_tape(), lambda: (small * scale).sum())
+    loss = in_a_frame(engine, engine.new_prefetch_order(), lambda: (small * scale).sum())
     scale.add_(1.0)
     with pytest.raises(OffloadError, match="modified in place"):
         loss.backward()
@@ -177,7 +177,7 @@ def test_in_place_changes_of_what_stays_are_refused() -> None:
 
 def test_frames_open_and_close_once() -> None:
     engine = cpu_engine()
-    frame = OffloadFrame(engine, engine.new_tape())
+    frame = LayerOffload(engine, engine.new_prefetch_order())
     with pytest.raises(AssertionError, match="while it is open"):
         frame.close()
     frame.open()
@@ -211,7 +211,7 @@ def test_200_steps_hold_no_more_than_the_first() -> None:
         moved.append(stats.d2h_bytes)
         assert stats.host_used_bytes == stats.live_handles == 0
     assert len(set(after_step)) == len(set(peaks)) == len(set(moved)) == 1
-    assert not engine._moves.origins
+    assert not engine._moves.registry
     assert not engine._moves.live
     assert engine.pool.fragmentation == 0.0
 

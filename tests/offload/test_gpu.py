@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.lanes import StreamCopier, StreamTicket
 from sppo_hf.offload.pool import HostPool
 from tests.fakes.delays import DelayedRuntime, delayed_cuda, delayed_fake
 from tests.fakes.device import FakeDevice, RaceError

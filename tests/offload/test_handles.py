@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.lanes import HostCopier
 from sppo_hf.offload.pool import HostPool
 
 VIEWS = {

@@ -19,14 +19,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.offload.cargo import Cargo
+from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
-from sppo_hf.offload.lanes import StreamCopier, StreamTicket
 from sppo_hf.offload.pool import PAGE_BYTES, HostPool
-from sppo_hf.offload.returns import _Return
-from sppo_hf.offload.staging import Staging
-from sppo_hf.offload.tape import Tape
+from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.staging import Staging, _Return
+from sppo_hf.offload.storage import OffloadedStorage
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.offload.orders import asked_within
@@ -51,8 +50,8 @@ class Machine:
     own_streams: bool = True
     host_pages: int = 4
     staging_pages: int = 4
-    leave_bytes: int | None = None
-    fetch_bytes: int | None = None
+    max_pending_d2h_bytes: int | None = None
+    max_prefetch_bytes: int | None = None
 
 
 MACHINES = st.builds(
@@ -61,8 +60,8 @@ MACHINES = st.builds(
     own_streams=st.sampled_from([True, True, True, False]),
     host_pages=st.integers(0, 20),
     staging_pages=st.integers(3, 12),
-    leave_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
-    fetch_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
+    max_pending_d2h_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
+    max_prefetch_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
 )
 FRAMES = st.lists(
     st.tuples(
@@ -103,10 +102,10 @@ class Training:
     def step(self, plan: list[tuple[Mode, list[int]]], fails_at: int | None = None) -> None:
         """One step; the exception comes after so many events, forward and backward together."""
         self.events_left = fails_at
-        frames, tape = self.forward(plan)
-        self.backward(frames, tape)
+        frames, prefetch_order = self.forward(plan)
+        self.backward(frames, prefetch_order)
 
-    def forward(self, plan: list[tuple[Mode, list[int]]]) -> tuple[list[Frame], Tape]:
+    def forward(self, plan: list[tuple[Mode, list[int]]]) -> tuple[list[Frame], PrefetchOrder]:
         machine = self.machine
         # What a frame is handed by the one before is as long as that one's last.
         handed = list(accumulate(plan, lambda long, frame: (frame[1] or [long])[-1], initial=8))
@@ -114,12 +113,14 @@ class Training:
             4 * (long + sum(sizes)) * (mode != "keep")
             for long, (mode, sizes) in zip(handed, plan, strict=False)
         ]
-        asked = asked_within(away, machine.fetch_bytes)
-        tape = self.engine.new_tape(leave_bytes=machine.leave_bytes, asked=asked)
+        asked = asked_within(away, machine.max_prefetch_bytes)
+        prefetch_order = self.engine.new_prefetch_order(
+            max_pending_d2h_bytes=machine.max_pending_d2h_bytes, asked=asked
+        )
         frames: list[Frame] = []
         carried = self.device.tensor(torch.rand(8))
         self.largest_bytes, self.dropped = 0, False
-        self.used: set[Cargo] = set()
+        self.used: set[OffloadedStorage] = set()
         for mode, sizes in plan:
             frame = Frame()
             before_bytes = self._leaving_bytes()
@@ -132,20 +133,24 @@ class Training:
             frame_bytes = sum(4 * value.numel() for _, value in frame.held)
             self.largest_bytes = max(self.largest_bytes, frame_bytes)
             assert self._leaving_bytes() <= before_bytes + frame_bytes
-            tape.record(frame, len(frames))
-            left_bytes = self.largest_bytes if machine.leave_bytes is None else machine.leave_bytes
+            prefetch_order.record(frame, len(frames))
+            left_bytes = (
+                self.largest_bytes
+                if machine.max_pending_d2h_bytes is None
+                else machine.max_pending_d2h_bytes
+            )
             assert self._leaving_bytes() <= left_bytes
             frames.append(frame)
             self.device.advance(self.seconds())
-        return frames, tape
+        return frames, prefetch_order
 
-    def backward(self, frames: list[Frame], tape: Tape) -> None:
+    def backward(self, frames: list[Frame], prefetch_order: PrefetchOrder) -> None:
         while frames:
             frame = frames.pop()
             if self.random.random() < 0.05:
                 self.dropped = True  # a part of the graph, without its backward
                 continue
-            tape.on_backward(frame)
+            prefetch_order.on_backward(frame)
             self._check_ahead(frames, frame)
             while frame.held:
                 handle, expected = frame.held.pop()
@@ -191,7 +196,7 @@ class Training:
 
     def _leaving_bytes(self) -> int:
         live = self.engine._moves.live
-        return sum(cargo.span.num_bytes for cargo in live if not cargo.out_ticket.ordered)
+        return sum(stored.span.num_bytes for stored in live if not stored.out_ticket.ordered)
 
     def _check_budgets(self) -> None:
         assert self.pool.used_bytes <= self.pool.reserved_bytes
@@ -201,16 +206,18 @@ class Training:
     def _check_ahead(self, frames: list[Frame], entered: Frame) -> None:
         """Only what the window allows was asked for of frames that are not in use yet."""
         # What frames share was planned with twice.
-        most_bytes = max(self.machine.fetch_bytes or 0, self.largest_bytes)
-        in_use = {handle.cargo() for handle, _ in entered.held if handle.is_moved}
-        assert all(cargo.coming for cargo in in_use)
+        most_bytes = max(self.machine.max_prefetch_bytes or 0, self.largest_bytes)
+        in_use = {handle.stored() for handle, _ in entered.held if handle.is_moved}
+        assert all(stored.coming for stored in in_use)
         if self.dropped:
             return  # what a dropped frame shared with one that is left is in nobody's window
-        held = {handle.cargo() for frame in frames for handle in frame.handles() if handle.is_moved}
+        held = {
+            handle.stored() for frame in frames for handle in frame.handles() if handle.is_moved
+        }
         # What was in use and is shared with a frame before stays for that one's use.
         self.used |= in_use
-        on_device = [cargo for cargo in held - self.used if cargo.on_device is not None]
-        assert sum(cargo.span.num_bytes for cargo in on_device) <= most_bytes
+        on_device = [stored for stored in held - self.used if stored.on_device is not None]
+        assert sum(stored.span.num_bytes for stored in on_device) <= most_bytes
 
 
 @settings(max_examples=250)
@@ -268,9 +275,9 @@ def test_two_forwards_before_their_backwards(
     training = Training(machine, seed)
     forwards = [training.forward(plan) for plan in plans]
     while forwards:
-        frames, tape = forwards.pop()
+        frames, prefetch_order = forwards.pop()
         training.largest_bytes = 2**20  # of which forward is not known any more
-        training.backward(frames, tape)
+        training.backward(frames, prefetch_order)
     training.end()
     training.engine.close()
     assert training.engine.pool.used_bytes == 0
@@ -300,11 +307,11 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 def _end_reads_at_once(staging: Staging, land: Callable[[object], None]) -> None:
     while staging._reading:
-        cargo = staging._reading.popleft()
-        if not cargo.retired:
-            cargo.disk.read = None
-            staging._arrived[cargo] = None
-            land(cargo)
+        stored = staging._reading.popleft()
+        if not stored.retired:
+            stored.disk.read = None
+            staging._arrived[stored] = None
+            land(stored)
 
 
 def _some_steps() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.offload.handles import OffloadedTensor
-from sppo_hf.offload.lanes import StreamCopier
 from sppo_hf.offload.pool import PAGE_BYTES, HostPool
 from sppo_hf.offload.staging import Staging
 from tests.fakes.device import FakeDevice, RaceError
@@ -160,21 +160,21 @@ def test_a_full_host_spills_to_disk() -> None:
 
 def test_reads_start_before_copies_and_within_half_of_staging() -> None:
     bench = _Bench(staging_pages=8)
-    tape = bench.engine.new_tape(leave_bytes=0)
+    prefetch_order = bench.engine.new_prefetch_order(max_pending_d2h_bytes=0)
     frames = []
     for _ in range(12):
         frames.append(_Frame(bench.send()))
-        tape.record(frames[-1], len(frames) - 1)
+        prefetch_order.record(frames[-1], len(frames) - 1)
         bench.settle()
     bench.engine.wait_for(frames[-1].handle)
-    tape.on_backward(frames[-1])
+    prefetch_order.on_backward(frames[-1])
     # The one in use, the one after it on its way to the device, and half of staging.
     assert bench.disk.reads == 1 + 1 + 4
     assert bench.staging.ahead_bytes == 4 * PAGE_BYTES
     bench.settle()
     stall_seconds = bench.engine.stats().disk_stall_seconds
     for frame in reversed(frames[-6:]):
-        tape.on_backward(frame)
+        prefetch_order.on_backward(frame)
         bench.engine.wait_for(frame.handle)
         bench.device.advance(2.0)
     assert bench.engine.stats().disk_stall_seconds == stall_seconds, "all of it was there"
@@ -277,11 +277,11 @@ def test_closing_waits_for_transfers_and_closes_the_disk() -> None:
 def test_the_fake_device_sees_a_write_before_the_copy_it_writes() -> None:
     bench = _Bench()
     handle = bench.send()
-    cargo = handle.cargo()
-    cargo.out_ticket.wait()  # ordered for compute, which says nothing to a thread
-    assert cargo.region is not None
+    stored = handle.stored()
+    stored.out_ticket.wait()  # ordered for compute, which says nothing to a thread
+    assert stored.region is not None
     with pytest.raises(RaceError, match="read by lane"):
-        bench.disk.start_write(cargo.region.memory)
+        bench.disk.start_write(stored.region.memory)
 
 
 def test_the_fake_device_sees_a_region_lent_under_its_write() -> None:
@@ -289,9 +289,9 @@ def test_the_fake_device_sees_a_region_lent_under_its_write() -> None:
     handle = bench.send()
     bench.device.advance(2.0)
     bench.engine.close_frame()
-    cargo = handle.cargo()
-    assert cargo.region is not None
-    bench.staging.pool.release(cargo.region)  # as a broken engine would
-    cargo.region = None
+    stored = handle.stored()
+    assert stored.region is not None
+    bench.staging.pool.release(stored.region)  # as a broken engine would
+    stored.region = None
     with pytest.raises(RaceError, match="copy's write on lane 1"):
         bench.send()

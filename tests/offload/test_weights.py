@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.lanes import StreamCopier
+from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.weights import HostWeights, can_rest
 from tests.fakes.device import FakeDevice, RaceError
 

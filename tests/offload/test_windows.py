@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo_hf.errors import OffloadError
+from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
-from sppo_hf.offload.lanes import StreamCopier
 from sppo_hf.offload.pool import HostPool
 from tests.fakes.device import FakeDevice
 from tests.offload.orders import asked_within
@@ -37,53 +37,58 @@ def _slow_device(seconds: float = 10.0) -> FakeDevice:
 
 
 def _leaving_bytes(engine: OffloadEngine) -> int:
-    return sum(cargo.span.num_bytes for cargo in engine._moves.live if not cargo.out_ticket.ordered)
+    return sum(
+        stored.span.num_bytes for stored in engine._moves.live if not stored.out_ticket.ordered
+    )
 
 
 @settings(max_examples=150)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
     lane_seconds=st.tuples(DURATIONS, DURATIONS),
-    leave_bytes=WINDOWS,
-    fetch_bytes=WINDOWS,
+    max_pending_d2h_bytes=WINDOWS,
+    max_prefetch_bytes=WINDOWS,
     data=st.data(),
 )
 def test_the_device_holds_the_frame_in_work_and_one_window(
     sizes: list[int],
     lane_seconds: tuple[float, float],
-    leave_bytes: int | None,
-    fetch_bytes: int | None,
+    max_pending_d2h_bytes: int | None,
+    max_prefetch_bytes: int | None,
     data: st.DataObject,
 ) -> None:
     # Half of the runs never look at the clock: the host is ahead of the device without limit.
     device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
     engine = _engine(device)
     sizes_bytes = [4 * size for size in sizes]
-    asked = asked_within(sizes_bytes, fetch_bytes)
-    tape, frames = engine.new_tape(leave_bytes=leave_bytes, asked=asked), []
+    asked = asked_within(sizes_bytes, max_prefetch_bytes)
+    prefetch_order, frames = (
+        engine.new_prefetch_order(max_pending_d2h_bytes=max_pending_d2h_bytes, asked=asked),
+        [],
+    )
     largest_bytes = max(sizes_bytes)
     passes = data.draw(st.booleans())
     for size in sizes:
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
         frames.append(_Frame(engine.start_offload(tensor)))
         del tensor
-        window_bytes = largest_bytes if leave_bytes is None else leave_bytes
+        window_bytes = largest_bytes if max_pending_d2h_bytes is None else max_pending_d2h_bytes
         assert _leaving_bytes(engine) <= window_bytes + 4 * size
-        tape.record(frames[-1], len(frames) - 1)
+        prefetch_order.record(frames[-1], len(frames) - 1)
         assert _leaving_bytes(engine) <= window_bytes
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     if data.draw(st.booleans()):
-        tape.start_backward(len(frames) - 1)
-        assert frames[-1].held[0].cargo().on_device is not None
+        prefetch_order.start_backward(len(frames) - 1)
+        assert frames[-1].held[0].stored().on_device is not None
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     while frames:
         frame = frames.pop()
-        tape.on_backward(frame)
+        prefetch_order.on_backward(frame)
         tensor = engine.wait_for(frame.held[0])
         device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
-        ahead = [one.held[0].cargo() for one in frames]
+        ahead = [one.held[0].stored() for one in frames]
         ahead_bytes = sum(one.span.num_bytes for one in ahead if one.on_device is not None)
-        assert ahead_bytes <= max(fetch_bytes or 0, largest_bytes)
+        assert ahead_bytes <= max(max_prefetch_bytes or 0, largest_bytes)
         assert not frames or ahead[-1].on_device is not None, "the next frame is on its way"
         del tensor, frame, ahead
         device.advance(data.draw(DURATIONS) if passes else 0.0)
@@ -92,46 +97,46 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
     device.look_for_freed()
     assert device.device_bytes == 0
     # The frame in work, what is ahead of it, and what forward left on its way out.
-    left_bytes = largest_bytes if leave_bytes is None else leave_bytes
-    bound_bytes = largest_bytes + max(fetch_bytes or 0, largest_bytes) + left_bytes
+    left_bytes = largest_bytes if max_pending_d2h_bytes is None else max_pending_d2h_bytes
+    bound_bytes = largest_bytes + max(max_prefetch_bytes or 0, largest_bytes) + left_bytes
     assert device.peak_device_bytes <= bound_bytes
 
 
 def test_what_leaves_is_bounded_for_all_tapes_together() -> None:
     engine = _engine(_slow_device())
-    tapes = [engine.new_tape(leave_bytes=800) for _ in range(2)]
+    prefetch_orders = [engine.new_prefetch_order(max_pending_d2h_bytes=800) for _ in range(2)]
     held = []
     for _ in range(4):
-        for tape in tapes:
+        for prefetch_order in prefetch_orders:
             held.append(_Frame(engine.start_offload(torch.rand(100))))
-            tape.record(held[-1])
+            prefetch_order.record(held[-1])
     assert _leaving_bytes(engine) == 800
 
 
 def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
     engine = _engine(_slow_device())
-    tape = engine.new_tape()
+    prefetch_order = engine.new_prefetch_order()
     held = [engine.start_offload(torch.rand(500)), engine.start_offload(torch.rand(100))]
-    tape.record(_Frame(*held))
+    prefetch_order.record(_Frame(*held))
     assert _leaving_bytes(engine) == 2400
     held.append(engine.start_offload(torch.rand(100)))
-    tape.record(_Frame(held[-1]))
+    prefetch_order.record(_Frame(held[-1]))
     assert _leaving_bytes(engine) == 400
 
 
 def test_a_frame_that_closes_puts_one_wait_at_most_on_compute() -> None:
     device = _slow_device()
     engine = _engine(device)
-    tape, frames = engine.new_tape(leave_bytes=1000), []
+    prefetch_order, frames = engine.new_prefetch_order(max_pending_d2h_bytes=1000), []
     for _ in range(5):
         frames.append(_Frame(*(engine.start_offload(torch.rand(100)) for _ in range(7))))
         before = device.compute.waits
-        tape.record(frames[-1])
+        prefetch_order.record(frames[-1])
         assert device.compute.waits == before + 1
         assert _leaving_bytes(engine) == 800
     # Used in another order than they come back in: the first that is used is behind the others.
     last = frames.pop()
-    tape.on_backward(last)
+    prefetch_order.on_backward(last)
     before = device.compute.waits
     for handle in reversed(last.held):
         engine.wait_for(handle)
@@ -142,7 +147,7 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
     device = _slow_device()
     engine = _engine(device)
     handles = [engine.start_offload(torch.rand(100)) for _ in range(8)]
-    engine.close_frame(leave_bytes=0)
+    engine.close_frame(max_pending_d2h_bytes=0)
     for handle in handles:
         engine.prefetch(handle)
     handles += [engine.start_offload(torch.rand(100)) for _ in range(8)]
@@ -155,7 +160,7 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
 
 def test_frames_that_were_kept_are_passed_over() -> None:
     engine = _engine(_slow_device())
-    tape = engine.new_tape(leave_bytes=0, asked=[0, 0, 0, 0])
+    prefetch_order = engine.new_prefetch_order(max_pending_d2h_bytes=0, asked=[0, 0, 0, 0])
     frames = [
         _Frame(engine.start_offload(torch.rand(100))),
         _Frame(),
@@ -163,8 +168,8 @@ def test_frames_that_were_kept_are_passed_over() -> None:
         _Frame(engine.start_offload(torch.rand(100))),
     ]
     for number, frame in enumerate(frames):
-        tape.record(frame, number)
-    tape.on_backward(frames[3])
+        prefetch_order.record(frame, number)
+    prefetch_order.on_backward(frames[3])
     assert engine.stats().h2d_bytes == 800
 
 

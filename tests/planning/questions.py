@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.ask import Answer, Question, ask, question_for
+from sppo_hf.planning.plan_request import PlanRequest, PlanResult, question_for, request_plan
 from sppo_hf.planning.profile_store import load_profile
 from tests.planning.shapes import by_hand, llama_config
 
@@ -13,7 +13,7 @@ TOO_LONG_TOKENS = 262_144
 """More than fits without a disk."""
 
 
-def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> Question:
+def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> PlanRequest:
     """40 GiB on the device, 64 GiB in the host, and 64 GiB of disk where asked.
 
     A small machine, because its limits are found sooner.
@@ -32,6 +32,6 @@ def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> Quest
 
 
 @cache
-def answer(total_tokens: int) -> Answer:
+def answer(total_tokens: int) -> PlanResult:
     """The answer to the plain question of a length; answering takes a second or two."""
-    return ask(question(total_tokens))
+    return request_plan(question(total_tokens))

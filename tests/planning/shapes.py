@@ -1,7 +1,7 @@
 """Shapes of Llama models worked out by hand, and configurations of published models.
 
 The planner's tests need neither torch nor a traced model: a Llama layer is simple enough to be
-written down. `tests/model/test_trace.py` holds the tracer to the same numbers.
+written down. `tests/engine/test_trace_profile.py` holds the tracer to the same numbers.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from typing import Any
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape
 
 
 def shape_of(
@@ -78,10 +78,10 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         input_gradient_flops=2 * weights,
         weight_gradient_flops=2 * weights,
         # Nothing needs keys and values, nor the last product.
-        skeleton_recompute_flops=2 * (weights - hidden * width - 2 * hidden * kv),
-        products_recompute_flops=0,
-        skeleton_bytes=skeleton,
-        products_bytes=products,
+        inputs_recompute_flops=2 * (weights - hidden * width - 2 * hidden * kv),
+        matmuls_recompute_flops=0,
+        inputs_bytes=skeleton,
+        matmuls_bytes=products,
         # What the norms scale, and what they give to projections; gate, activated gate, up and
         # their product.
         whole_bytes=both + 4 * hidden * size + 4 * width * size,
@@ -98,9 +98,9 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         input_gradient_flops=2 * (weights + adapters),
         weight_gradient_flops=2 * adapters,
         # All but the last adapter's second factor, which saves what it multiplies first.
-        skeleton_recompute_flops=common.skeleton_recompute_flops + 2 * (adapters - rank * hidden),
-        products_recompute_flops=2 * rank * (sum(outputs) - hidden),
-        products_bytes=products + 7 * rank * 4,
+        inputs_recompute_flops=common.inputs_recompute_flops + 2 * (adapters - rank * hidden),
+        matmuls_recompute_flops=2 * rank * (sum(outputs) - hidden),
+        matmuls_bytes=products + 7 * rank * 4,
         # Each adapter: its input in float32, and what the first factor makes of it.
         whole_bytes=both + 3 * width * size + (sum(inputs) + 7 * rank) * 4,
         largest_bytes=width * 4,

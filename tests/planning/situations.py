@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, FrameMode
+from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, Order
 from sppo_hf.planning.hardware import Curve
-from sppo_hf.planning.modes import ALL_MODES, KEEP, FrameMode
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.shape import ModelShape
 from tests.planning.profiles import changed
 from tests.planning.shapes import llama_config, shape_of
 
@@ -39,7 +39,7 @@ def small_shape(layers: int = 4, *, window: int | None = None, kv_heads: int = 2
     return shape_of(config, dtype_bytes=2, trainable_parameters=1000)
 
 
-def slow_cost(shape: ModelShape, **changes: Any) -> StageCost:
+def slow_cost(shape: ModelShape, **changes: Any) -> ModelCost:
     """A machine of 1 TFLOP/s whose copies take about as long as its compute."""
     curve = {"bfloat16": Curve(((256, 1e12),))}
     figures: dict[str, Any] = {
@@ -55,7 +55,7 @@ def slow_cost(shape: ModelShape, **changes: Any) -> StageCost:
         "disk_write_bytes_per_second": 1e8,
         "disk_read_bytes_per_second": 2e8,
     }
-    return StageCost(shape=shape, profile=changed(**{**figures, **changes}), dtype_name="bfloat16")
+    return ModelCost(shape=shape, profile=changed(**{**figures, **changes}), dtype_name="bfloat16")
 
 
 def decided(
@@ -75,7 +75,7 @@ def falling_bounds(num_chunks: int, tokens: int = 512) -> Bounds:
 
 
 @st.composite
-def costs(draw: st.DrawFn, *, layers: st.SearchStrategy[int] | None = None) -> StageCost:
+def costs(draw: st.DrawFn, *, layers: st.SearchStrategy[int] | None = None) -> ModelCost:
     """Dense, grouped or windowed models on machines with random copy speeds."""
     shape = small_shape(
         draw(st.integers(1, 5) if layers is None else layers),
@@ -113,7 +113,7 @@ def any_modes(draw: st.DrawFn, chunks: int, layers: int) -> LayerModes:
 @st.composite
 def runs(
     draw: st.DrawFn, orders: tuple[Order, ...] = ("by_chunk", "by_layer")
-) -> tuple[StageCost, Decisions]:
+) -> tuple[ModelCost, Decisions]:
     """Anything the engine may be told to do, with any look-ahead and any place for K/V."""
     cost = draw(costs())
     bounds = draw(bounds_of())
@@ -131,8 +131,8 @@ def runs(
     )
     base = replace(
         base,
-        leave_bytes=ahead(),
-        fetch_bytes=ahead(),
+        max_pending_d2h_bytes=ahead(),
+        max_prefetch_bytes=ahead(),
         staging_bytes=draw(st.sampled_from([largest, 3 * largest])),
         order=draw(st.sampled_from(orders)),
     )

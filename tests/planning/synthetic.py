@@ -3,11 +3,11 @@
 from dataclasses import fields
 from itertools import pairwise
 
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, mode_of
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import estimate, lower
-from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, mode_of
-from sppo_hf.planning.moments import Budgets
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.plan import DeviceFacts, Plan
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE, changed
@@ -53,7 +53,7 @@ def _row(chunk: int, num_chunks: int, layers: int) -> tuple[FrameMode, ...]:
     spread = (
         (DISK,) * disk
         + (OFFLOAD,) * (rest // 2)
-        + (mode_of("skeleton", "host"),) * (rest - rest // 2)
+        + (mode_of("inputs", "host"),) * (rest - rest // 2)
     )
     return spread + (RECOMPUTE,) * recompute
 
@@ -66,5 +66,5 @@ def simulated(plan: Plan, copy_slowness: float = 1.0) -> Timeline:
         for way in ("d2h", "h2d")
         for name in (f"{way}_bytes_per_second", f"both_{way}_bytes_per_second")
     }
-    cost = StageCost(shape=shape, profile=changed(**rates), dtype_name="bfloat16")
+    cost = ModelCost(shape=shape, profile=changed(**rates), dtype_name="bfloat16")
     return lower(plan, cost).simulate(with_bytes=True)

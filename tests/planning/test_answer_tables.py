@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from sppo_hf.planning.answer_tables import chunk_table, estimate_table, plan_tables
-from sppo_hf.planning.ask import ask, compare_policies, plan_for
-from sppo_hf.planning.report import format_seconds
+from sppo_hf.planning.plan_request import compare_policies, plan_for, request_plan
+from sppo_hf.reporting.answer_tables import chunk_table, estimate_table, plan_tables
+from sppo_hf.reporting.plan_tables import format_seconds
 from sppo_hf.rules import format_bytes
 from tests.planning.questions import TOO_LONG_TOKENS, answer, question
 
@@ -34,7 +34,7 @@ def test_an_estimate_that_fits() -> None:
 
 
 def test_an_estimate_that_does_not_fit() -> None:
-    found = ask(question(TOO_LONG_TOKENS))
+    found = request_plan(question(TOO_LONG_TOKENS))
     limit = found.first_limit
     assert limit is not None
     flat = " ".join(shown(estimate_table(found, "m")).split())
@@ -45,7 +45,7 @@ def test_an_estimate_that_does_not_fit() -> None:
 
 
 def test_nothing_fits_however_short() -> None:
-    found = ask(question(1024, device_memory="16GiB"))
+    found = request_plan(question(1024, device_memory="16GiB"))
     assert found.max_seq_len == 0
     assert "longest none" in " ".join(shown(estimate_table(found, "m")).split())
 
@@ -67,7 +67,7 @@ def test_a_plan_with_its_chunks_and_policies() -> None:
 
 def test_policies_are_compared_also_where_nothing_fits() -> None:
     asked = question(TOO_LONG_TOKENS)
-    found = ask(asked)
+    found = request_plan(asked)
     results = compare_policies(asked, plan_for(asked))
     flat = " ".join(shown(plan_tables(found, results, "m")).split())
     assert "yes" not in flat

@@ -2,9 +2,7 @@
 
 import pytest
 
-from sppo_hf.planning.chunk_groups import ChunkGroup, group_chunks, span, words
-from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.modes import (
+from sppo_hf.planning.activation_modes import (
     ALL_MODES,
     KEEP,
     OFFLOAD,
@@ -13,6 +11,8 @@ from sppo_hf.planning.modes import (
     FrameMode,
     mode_of,
 )
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.reporting.plan_tables import ChunkGroup, group_chunks, span, words
 
 
 def decisions(*rows: tuple[FrameMode, ...]) -> Decisions:
@@ -61,7 +61,7 @@ def test_never_more_than_asked_and_every_chunk_once(chunks: int, most: int) -> N
 def test_words_tell_all_modes_apart() -> None:
     assert len({words(mode) for mode in ALL_MODES}) == 9
     assert words(RECOMPUTE_OFFLOAD) == "full recompute to host"
-    assert words(mode_of("products", "disk")) == "selective recompute to disk"
+    assert words(mode_of("matmuls", "disk")) == "selective recompute to disk"
 
 
 def test_span() -> None:

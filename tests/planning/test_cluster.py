@@ -15,8 +15,8 @@ from sppo_hf.planning.cluster import (
     simulate_layout,
     solve_cluster,
 )
-from sppo_hf.planning.cost import StageCost
-from sppo_hf.planning.moments import Budgets
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.memory_snapshots import Budgets
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 
@@ -26,7 +26,7 @@ SHAPE = shape_of(
 )
 GIB = 2**30
 QUESTION = ClusterQuestion(
-    cost=StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16"),
+    cost=ModelCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16"),
     total_tokens=16_384,
     rows=4,
     gpus=4,
@@ -62,14 +62,14 @@ EVERYTHING = SearchSpace(
 @pytest.mark.parametrize("tokens", [16_384, 65_536])
 def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
     question = replace(QUESTION, total_tokens=tokens, space=EVERYTHING)
-    glance = question.glance
+    bounds_of_layout = question.bounds_of_layout
     looked_at = list(layouts(question))
     assert {layout.sp for layout in looked_at} == {1, 2, 4}
     for layout in looked_at[:: max(1, len(looked_at) // 197)]:
         plan = simulate_layout(question, layout)
-        assert glance.device_bytes(layout) <= max(plan.peak_bytes), layout
-        assert glance.host_bytes(layout, 4) <= plan.host_bytes, layout
-        assert glance.seconds(layout) <= plan.step_seconds * (1 + 1e-9), layout
+        assert bounds_of_layout.device_bytes(layout) <= max(plan.peak_bytes), layout
+        assert bounds_of_layout.host_bytes(layout, 4) <= plan.host_bytes, layout
+        assert bounds_of_layout.seconds(layout) <= plan.step_seconds * (1 + 1e-9), layout
 
 
 def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
@@ -145,7 +145,7 @@ def test_keys_and_values_on_the_host_let_longer_rows_fit() -> None:
     space = SearchSpace(
         schedules=("seq1f1b",),
         partitions=("bounded",),
-        frames=(("skeleton", "full"),),
+        frames=(("inputs", "full"),),
         chunk_tokens=(8192, 8192),
         kv_tiers=("device",),
         sp=(1,),
@@ -165,9 +165,9 @@ def test_many_rows_are_what_few_rows_show(monkeypatch: pytest.MonkeyPatch) -> No
     # Zero-bubble's and 1F1B's ranks drift longest; interleaved rows pass in groups of two.
     looked_at = [
         Layout("seq1f1b", 4, 1, 1, 4, "flops", "whole", "sppo"),
-        Layout("1f1b", 4, 1, 1, 4, "flops", "products", "none"),
-        Layout("zb_seq1f1b", 4, 1, 1, 4, "flops", "skeleton", "full", "host"),
-        Layout("interleaved_seq1f1b", 2, 2, 4, 2, "even", "products", "full"),
+        Layout("1f1b", 4, 1, 1, 4, "flops", "matmuls", "none"),
+        Layout("zb_seq1f1b", 4, 1, 1, 4, "flops", "inputs", "full", "host"),
+        Layout("interleaved_seq1f1b", 2, 2, 4, 2, "even", "matmuls", "full"),
         Layout("interleaved_seq1f1b", 4, 1, 2, 2, "flops", "whole", "none"),
     ]
     question = replace(QUESTION, rows=64)
@@ -203,5 +203,5 @@ def test_a_search_cut_short_says_what_it_did_not_see() -> None:
     least = solve_cluster(question, most_actions=1)
     assert least.tried == 1
     assert least.unseen == least.candidates - 1 - sum(
-        question.glance.device_bytes(layout) > 6 * GIB for layout in layouts(question)
+        question.bounds_of_layout.device_bytes(layout) > 6 * GIB for layout in layouts(question)
     )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sppo_hf.planning.cost import Correction, StageCost
+from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.hardware import Curve
 from tests.planning.profiles import changed
 from tests.planning.situations import slow_cost, small_shape
@@ -52,8 +52,8 @@ def test_attention_backward_is_two_and_a_half_forwards() -> None:
 def test_recomputation_never_runs_attention() -> None:
     cost = slow_cost(small_shape())
     assert cost.recompute_seconds(0, 100, "whole") == 0.0
-    products, skeleton = (cost.recompute_seconds(0, 100, s) for s in ("products", "skeleton"))
-    assert 0.0 < products < skeleton < cost.forward_seconds(0, 0, 100)
+    products, inputs = (cost.recompute_seconds(0, 100, s) for s in ("matmuls", "inputs"))
+    assert 0.0 < products < inputs < cost.forward_seconds(0, 0, 100)
 
 
 def test_a_unit_takes_as_long_as_its_launches() -> None:
@@ -64,11 +64,11 @@ def test_a_unit_takes_as_long_as_its_launches() -> None:
 
 def test_a_mode_that_keeps_python_busy_costs_that_of_short_chunks_alone() -> None:
     calm, busy = (slow_cost(small_shape(), launch_seconds=s) for s in (0.0, 1.0))
-    short = [busy.recompute_seconds(0, 1, saved) for saved in ("skeleton", "products")]
+    short = [busy.recompute_seconds(0, 1, saved) for saved in ("inputs", "matmuls")]
     # Forward and backward of a token take the device three launches, the rest waits for Python.
     assert short == pytest.approx([max(1.0, 4.1 - 3), 8.4 - 3])
     long = 10**7
-    for saved in ("skeleton", "products"):
+    for saved in ("inputs", "matmuls"):
         assert calm.forward_seconds(0, 0, long) > 10
         assert busy.recompute_seconds(0, long, saved) == pytest.approx(
             calm.recompute_seconds(0, long, saved)
@@ -91,8 +91,8 @@ def test_a_changed_cost_forgets_what_it_knew() -> None:
     twice = replace(cost, correction=Correction(forward=2.0, backward=3.0, d2h=4.0, h2d=5.0))
     assert twice.forward_seconds(0, 0, 500) == pytest.approx(2 * before)
     assert twice.backward_seconds(0, 0, 500) == pytest.approx(3 * cost.backward_seconds(0, 0, 500))
-    assert twice.recompute_seconds(0, 9, "skeleton") == pytest.approx(
-        3 * cost.recompute_seconds(0, 9, "skeleton")
+    assert twice.recompute_seconds(0, 9, "inputs") == pytest.approx(
+        3 * cost.recompute_seconds(0, 9, "inputs")
     )
     assert twice.d2h_seconds(10) == pytest.approx(4 * cost.d2h_seconds(10))
     assert twice.h2d_seconds(10) == pytest.approx(5 * cost.h2d_seconds(10))
@@ -115,7 +115,7 @@ def test_a_disk_that_nobody_measured_is_slow() -> None:
 
 def test_short_chunks_are_slower_per_token() -> None:
     curve = {"bfloat16": Curve(((128, 1e11), (2048, 1e12)))}
-    cost = StageCost(
+    cost = ModelCost(
         shape=small_shape(),
         profile=changed(matmul_flops=curve, **NO_MEMORY_TIME, launch_seconds=0.0),
         dtype_name="bfloat16",

@@ -1,6 +1,6 @@
 """What decisions say of themselves."""
 
-from sppo_hf.planning.modes import KEEP, OFFLOAD
+from sppo_hf.planning.activation_modes import KEEP, OFFLOAD
 from tests.planning.situations import decided
 
 

@@ -1,7 +1,7 @@
 """What a search may choose from: nothing outside its space, nothing twice, cuts as they say."""
 
+from sppo_hf.planning.chunk_bounds import PrefixCost
 from sppo_hf.planning.layouts import Layout, SearchSpace, bounds_of
-from sppo_hf.planning.partition import PrefixCost
 from tests.planning.shapes import gpt_shape
 
 

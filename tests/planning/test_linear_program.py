@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
 from sppo_hf.planning.causes import Cause
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix, Rows, minimise
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
-from sppo_hf.planning.moments import Budgets
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.policies import uniform_modes
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 
@@ -22,7 +22,7 @@ NO_LIMIT = Budgets(device=None, host=None, disk=None)
 
 def optimum(
     what: Decisions,
-    cost: StageCost,
+    cost: ModelCost,
     budgets: Budgets = NO_LIMIT,
     modes: tuple[FrameMode, ...] = ALL_MODES,
 ) -> Mix:
@@ -42,7 +42,9 @@ def test_kinds_of_layers() -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_counts_are_all_layers(window: int | None) -> None:
     cost = slow_cost(small_shape(5, window=window))
-    what = decided(falling_bounds(4), layers=5, leave_bytes=2**20, fetch_bytes=2**20)
+    what = decided(
+        falling_bounds(4), layers=5, max_pending_d2h_bytes=2**20, max_prefetch_bytes=2**20
+    )
     everything = estimate(cost.shape, what).device
     budget = everything.total - everything[Cause.FRAMES] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
@@ -70,7 +72,9 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
     for rate, preferred in ((1e12, OFFLOAD), (1e5, RECOMPUTE)):
         cost = slow_cost(small_shape(), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
         frame = cost.frame_bytes(0, 768, "whole")
-        what = decided(falling_bounds(6), leave_bytes=2 * frame, fetch_bytes=2 * frame)
+        what = decided(
+            falling_bounds(6), max_pending_d2h_bytes=2 * frame, max_prefetch_bytes=2 * frame
+        )
         modes = (KEEP, OFFLOAD, RECOMPUTE)
         everything = estimate(cost.shape, what).device
         budgets = Budgets(device=everything.total - everything[Cause.FRAMES] // 4, host=None)
@@ -82,7 +86,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
 
 @given(run=runs())
 @settings(max_examples=100)
-def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -> None:
+def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     largest = max(
         cost.frame_bytes(layer, end - start, "whole")
@@ -90,17 +94,21 @@ def test_the_optimum_bounds_every_simulation(run: tuple[StageCost, Decisions]) -
         for layer in range(what.num_layers)
     )
     # The engine's own look-ahead (None) has no bound in bytes for the program to know.
-    leave = what.leave_bytes or 2 * largest
+    leave = what.max_pending_d2h_bytes or 2 * largest
     if what.by_layer:
         # Keys of a layer leave in one.
         leave += max(cost.kv_bytes(layer, what.total_tokens) for layer in range(what.num_layers))
-    what = replace(what, leave_bytes=leave, fetch_bytes=max(what.fetch_bytes or 0, largest))
+    what = replace(
+        what,
+        max_pending_d2h_bytes=leave,
+        max_prefetch_bytes=max(what.max_prefetch_bytes or 0, largest),
+    )
     simulated = lower(what, cost).simulate().end_seconds
     assert _fixed_seconds(what, cost) <= simulated * (1 + 1e-6)
     assert optimum(what, cost).seconds <= simulated * (1 + 1e-6)
 
 
-def _fixed_seconds(what: Decisions, cost: StageCost) -> float:
+def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
     """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
     ways = get_args(KVMode) if what.by_layer else ()
     program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, kv_modes=ways, device_kind="cuda")
@@ -133,8 +141,8 @@ def test_the_bound_is_near() -> None:
         falling_bounds(8),
         uniform_modes(8, 16, OFFLOAD),
         layers=16,
-        leave_bytes=2 * frame,
-        fetch_bytes=2 * frame,
+        max_pending_d2h_bytes=2 * frame,
+        max_prefetch_bytes=2 * frame,
     )
     simulated = lower(what, cost).simulate().end_seconds
     assert simulated > 1.2 * compute_seconds(what, cost)

@@ -1,4 +1,4 @@
-"""The lowering: dependencies by hand, the tape's rule, bytes, and laws that hold for any decisions.
+"""The lowering: dependencies by hand, the look-ahead, bytes, and laws that hold for any decisions.
 
 The estimate and the simulation are two readings of one program, so their peaks are equal; what the
 program itself says is checked by hand and against who could hold what when.
@@ -12,8 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo_hf.planning.activation_modes import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    TIERS,
+    FrameMode,
+    Tier,
+    mode_of,
+)
 from sppo_hf.planning.causes import Cause
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import (
     COMPUTE,
@@ -25,16 +35,6 @@ from sppo_hf.planning.lowering import (
     StepProgram,
     estimate,
     lower,
-)
-from sppo_hf.planning.modes import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    TIERS,
-    FrameMode,
-    Tier,
-    mode_of,
 )
 from sppo_hf.schedule.actions import Action
 from tests.planning.shapes import llama_config, shape_of
@@ -60,11 +60,11 @@ def after(lanes: Lanes, action: str) -> set[str]:
     return set(text(lanes.after(Action.parse(action))))
 
 
-def lanes_of(what: Decisions, cost: StageCost) -> Lanes:
+def lanes_of(what: Decisions, cost: ModelCost) -> Lanes:
     return lower(what, cost).lanes
 
 
-def frame(cost: StageCost, tokens: int = 512) -> int:
+def frame(cost: ModelCost, tokens: int = 512) -> int:
     return cost.frame_bytes(0, tokens, "whole")
 
 
@@ -187,7 +187,7 @@ def test_evaluation_only_runs_forward() -> None:
 def test_offload_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     one = frame(cost)
-    what = decided(TWO_BY_TWO, OFFLOAD, layers=2, leave_bytes=one, fetch_bytes=one)
+    what = decided(TWO_BY_TWO, OFFLOAD, layers=2, max_pending_d2h_bytes=one, max_prefetch_bytes=one)
     lanes = lanes_of(what, cost)
     assert text(lanes.actions[D2H]) == ["0D0.0", "0D0.1", "0D1.0", "0D1.1"]
     assert text(lanes.actions[H2D]) == ["0H1.1", "0H1.0", "0H0.1", "0H0.0"]
@@ -198,7 +198,7 @@ def test_offload_by_hand() -> None:
     assert after(lanes, "0F1.0") == set()
     assert after(lanes, "0F1.1") == {"0D0.1"}
     assert after(lanes, "0F1.2") == {"0D1.0"}
-    # One frame may be ahead: entering a frame asks for the one before it on the tape.
+    # One frame may be ahead: entering a frame asks for the one before it on the prefetch order.
     assert after(lanes, "0H1.1") == {"0F1.2", "0D1.1"}
     assert after(lanes, "0H1.0") == {"0F1.2", "0D1.0"}
     assert after(lanes, "0H0.1") == {"0B1.1", "0D0.1"}
@@ -209,8 +209,8 @@ def test_offload_by_hand() -> None:
 def test_kept_frames_ask_for_nothing() -> None:
     cost = slow_cost(small_shape(2))
     modes = ((OFFLOAD, OFFLOAD), (KEEP, KEEP))
-    lanes = lanes_of(decided(TWO_BY_TWO, modes, layers=2, fetch_bytes=9 * MIB), cost)
-    # Nothing enters the tape before the first frame that is on it.
+    lanes = lanes_of(decided(TWO_BY_TWO, modes, layers=2, max_prefetch_bytes=9 * MIB), cost)
+    # Nothing enters the prefetch order before the first frame that is on it.
     assert after(lanes, "0H0.1") == {"0B1.0", "0D0.1"}
     assert after(lanes, "0H0.0") == {"0B1.0", "0D0.0"}
 
@@ -226,7 +226,7 @@ def test_recomputed_frames_ask_for_those_before_them() -> None:
 def test_disk_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     one = frame(cost)
-    what = decided(TWO_BY_TWO, DISK, layers=2, leave_bytes=9 * one, staging_bytes=2 * one)
+    what = decided(TWO_BY_TWO, DISK, layers=2, max_pending_d2h_bytes=9 * one, staging_bytes=2 * one)
     lanes = lanes_of(what, cost)
     assert text(lanes.actions[WRITE]) == ["0S0.0", "0S0.1", "0S1.0", "0S1.1"]
     assert text(lanes.actions[READ]) == ["0L1.1", "0L1.0", "0L0.1", "0L0.0"]
@@ -292,7 +292,7 @@ class _Mover:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def close_frame(self, leave_bytes: int | None = None) -> None:
+    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
         pass
 
     def prefetch(self, handle: _Handle) -> None:
@@ -303,14 +303,14 @@ class _Mover:
 @pytest.mark.fake
 @given(run=runs())
 @settings(max_examples=60)
-def test_the_engine_prefetches_where_the_program_does(run: tuple[StageCost, Decisions]) -> None:
-    from sppo_hf.offload.tape import Tape
+def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Decisions]) -> None:
+    from sppo_hf.offload.prefetch_order import PrefetchOrder
 
     cost, what = run
     what = keys_here(what)
     lanes = lanes_of(what, cost)
     mover = _Mover()
-    tape = Tape(mover, asked=lower(what, cost).lowest_asked)  # type: ignore[arg-type]
+    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_asked)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
     order = in_order(what)
     for at, (chunk, layer) in enumerate(order):
@@ -321,13 +321,13 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[StageCost, Deci
         frames[chunk, layer] = _Frame([_Handle(at, size)] if mode.offload else [])
         # By layer a layer's keys have the number behind its frames.
         number = at + layer * what.by_layer
-        tape.record(frames[chunk, layer], number)  # type: ignore[arg-type]
+        prefetch_order.record(frames[chunk, layer], number)  # type: ignore[arg-type]
     asked_in: dict[int, Action | None] = {}
     previous = lanes.actions[COMPUTE][len(lanes.actions[COMPUTE]) - len(order) - 1]
     for chunk, layer in reversed(order):
         before = len(mover.asked)
         if (chunk, layer) in frames:
-            tape.on_backward(frames[chunk, layer])  # type: ignore[arg-type]
+            prefetch_order.on_backward(frames[chunk, layer])  # type: ignore[arg-type]
         for frame_at in mover.asked[before:]:
             asked_in[frame_at] = previous
         previous = Action("B", 0, chunk, layer)
@@ -335,12 +335,12 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[StageCost, Deci
     assert lanes.actions[H2D] == expected
     for at, gate in asked_in.items():
         assert gate in lanes.after(Action("H", 0, *order[at]))
-    assert weakref.ref(tape)() is tape
+    assert weakref.ref(prefetch_order)() is prefetch_order
 
 
 @given(run=runs())
 @settings(max_examples=80)
-def test_any_decisions_run_to_their_end(run: tuple[StageCost, Decisions]) -> None:
+def test_any_decisions_run_to_their_end(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     lanes = lanes_of(what, cost)
     timeline = lanes.simulate()  # raises on a deadlock
@@ -363,7 +363,7 @@ def test_any_decisions_run_to_their_end(run: tuple[StageCost, Decisions]) -> Non
 
 @given(run=runs())
 @settings(max_examples=80)
-def test_windows_of_the_look_ahead(run: tuple[StageCost, Decisions]) -> None:
+def test_windows_of_the_look_ahead(run: tuple[ModelCost, Decisions]) -> None:
     """Leaving: as a unit begins, no more than the limit waits. Ahead: the limit, or one frame."""
     cost, what = run
     if what.by_layer:
@@ -382,7 +382,7 @@ def test_windows_of_the_look_ahead(run: tuple[StageCost, Decisions]) -> None:
         if what.mode(layer, chunk).offload
     ]
     ends = {at: timeline.span(Action("D", 0, *at)).end_seconds for at in away}
-    if what.leave_bytes is not None:
+    if what.max_pending_d2h_bytes is not None:
         for span in timeline.spans(COMPUTE):
             now = span.action
             if now.kind == "F":
@@ -392,8 +392,8 @@ def test_windows_of_the_look_ahead(run: tuple[StageCost, Decisions]) -> None:
                     if place(*at) < place(now.unit, now.layer or 0)
                     and ends[at] > span.start_seconds
                 ]
-                assert sum(size(*at) for at in waiting) <= what.leave_bytes
-    limit = what.fetch_bytes or 0
+                assert sum(size(*at) for at in waiting) <= what.max_pending_d2h_bytes
+    limit = what.max_prefetch_bytes or 0
     starts = {at: timeline.span(Action("H", 0, *at)).start_seconds for at in away}
     for span in timeline.spans(COMPUTE):
         if span.action.kind == "B":
@@ -424,7 +424,7 @@ def test_infinitely_fast_copies_cost_nothing(bounds: object, streams: bool) -> N
 
 def test_slow_copies_bound_the_step() -> None:
     cost = slow_cost(small_shape(4), d2h_bytes_per_second=1e6, h2d_bytes_per_second=1e9)
-    what = decided(falling_bounds(4), OFFLOAD, leave_bytes=0, fetch_bytes=MIB)
+    what = decided(falling_bounds(4), OFFLOAD, max_pending_d2h_bytes=0, max_prefetch_bytes=MIB)
     timeline = lower(what, cost).simulate()
     moved = sum(frame(cost, length) for length in what.chunk_lengths) * 4
     assert timeline.end_seconds > moved / 1e6
@@ -436,7 +436,7 @@ def test_slow_copies_bound_the_step() -> None:
 @given(run=runs(), kind=st.sampled_from(["cuda", "cpu"]), training=st.booleans())
 @settings(max_examples=150)
 def test_simulated_peaks_are_the_estimates(
-    run: tuple[StageCost, Decisions], kind: str, training: bool
+    run: tuple[ModelCost, Decisions], kind: str, training: bool
 ) -> None:
     cost, what = run
     cost = replace(cost, profile=replace(cost.profile, kind=kind))
@@ -454,7 +454,7 @@ def test_simulated_peaks_are_the_estimates(
 
 @given(run=runs())
 @settings(max_examples=60)
-def test_all_bytes_return(run: tuple[StageCost, Decisions]) -> None:
+def test_all_bytes_return(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     program = lower(what, cost)
     timeline = program.simulate(with_bytes=True)
@@ -468,7 +468,7 @@ def test_all_bytes_return(run: tuple[StageCost, Decisions]) -> None:
 
 @given(run=runs())
 @settings(max_examples=60)
-def test_copies_hold_no_less_than_what_is_under_way(run: tuple[StageCost, Decisions]) -> None:
+def test_copies_hold_no_less_than_what_is_under_way(run: tuple[ModelCost, Decisions]) -> None:
     """Of the look-ahead the program counts what its own copies hold at any time."""
     cost, what = run
     what = keys_here(what)
@@ -494,7 +494,7 @@ def test_copies_hold_no_less_than_what_is_under_way(run: tuple[StageCost, Decisi
 
 @given(run=runs())
 @settings(max_examples=60)
-def test_staging_is_bounded(run: tuple[StageCost, Decisions]) -> None:
+def test_staging_is_bounded(run: tuple[ModelCost, Decisions]) -> None:
     """Bytes that pass through the host to the disk and back stay within the staging region."""
     cost, what = run
     to_disk = tuple(
@@ -530,7 +530,7 @@ def test_kept_frames_by_hand() -> None:
 def test_copies_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     one = frame(cost)
-    what = decided(TWO_BY_TWO, OFFLOAD, layers=2, leave_bytes=one, fetch_bytes=one)
+    what = decided(TWO_BY_TWO, OFFLOAD, layers=2, max_pending_d2h_bytes=one, max_prefetch_bytes=one)
     levels = lower(what, cost).levels
     copies = levels["device"][Cause.COPIES].during.tolist()
     # The running frame and one that leaves; the head runs beside one. Backward begins with the
@@ -545,8 +545,8 @@ def test_what_recomputed_frames_keep_on_a_cpu_goes_chunk_by_chunk() -> None:
     cost = slow_cost(small_shape(2))
     what = decided(TWO_BY_TWO, RECOMPUTE, layers=2)
     sizes = [
-        StepProgram(what, cost.shape, kind).levels["device"][Cause.SKELETONS].after[-3:-1].tolist()
+        StepProgram(what, cost.shape, kind).levels["device"][Cause.INPUTS].after[-3:-1].tolist()
         for kind in ("cuda", "cpu")
     ]
-    one = cost.frame_bytes(0, 512, "skeleton")
+    one = cost.frame_bytes(0, 512, "inputs")
     assert sizes == [[2 * one, one], [2 * one, 2 * one]]

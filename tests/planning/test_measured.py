@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sppo_hf.planning.comparison import comparison_table
-from sppo_hf.planning.cost import Correction, StageCost
+from sppo_hf.planning.activation_modes import OFFLOAD
+from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.modes import OFFLOAD
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.solve import play
+from sppo_hf.reporting.comparison import comparison_table
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
 from tests.planning.synthetic import mixed_plan
 
-WHAT = decided(falling_bounds(6), OFFLOAD, leave_bytes=2**20, fetch_bytes=2**20)
+WHAT = decided(falling_bounds(6), OFFLOAD, max_pending_d2h_bytes=2**20, max_prefetch_bytes=2**20)
 
 
-def predicted(cost: StageCost, what: Decisions = WHAT) -> Prediction:
+def predicted(cost: ModelCost, what: Decisions = WHAT) -> Prediction:
     solution = play(what, cost, policy="set")
     return predict(what, cost, solution.timeline, policy="set")
 

@@ -8,18 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
+from sppo_hf.planning.activation_modes import (
+    ALL_MODES,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    FrameMode,
+)
 from sppo_hf.planning.causes import Cause
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
+from sppo_hf.planning.memory_snapshots import MemoryEstimate
 from sppo_hf.planning.model_profile import Training
-from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
-from sppo_hf.planning.moments import MemoryEstimate
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.portions import loss_tile_tokens
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from tests.planning.shapes import by_hand, llama_config, shape_of, tiny_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))
@@ -105,7 +112,7 @@ def test_offloaded_skeletons_leave_kv_and_dkv_on_the_device() -> None:
     assert predicted.moment == "end of backward of chunk 2 of 2"
     assert predicted.device["dkv"] == 500 * shape.dkv_bytes_per_token()
     assert predicted.device["frames"] == predicted.device["skeletons"] == 0
-    assert predicted.host["skeletons"] == 32 * 1000 * shape.skeleton_bytes_per_token(0)
+    assert predicted.host["skeletons"] == 32 * 1000 * shape.inputs_bytes_per_token(0)
     assert predicted.host["frames"] == 0
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.choices import DeviceFacts
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.pipeline_bounds import stage_shape
 from sppo_hf.planning.pipeline_choice import (
     LINK_BYTES_PER_SECOND,
     RULE,
@@ -20,10 +21,9 @@ from sppo_hf.planning.pipeline_choice import (
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.stage_plan import stage_shape
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import simulate_pipeline
+from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
 from tests.planning.shapes import tiny_shape
 
 SHAPE = tiny_shape(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192)
@@ -48,7 +48,7 @@ def _seconds(choice: PipelineChoice, micro_batches: int) -> float:
     """A step in the planner's own simulation, with layers kept whole."""
     assert H100.profile is not None
     schedule = generate(choice.schedule, Size(4, micro_batches, len(choice.bounds)))
-    cost = StageCost(shape=SHAPE, profile=H100.profile, dtype_name="bfloat16")
+    cost = ModelCost(shape=SHAPE, profile=H100.profile, dtype_name="bfloat16")
     link = LINK_BYTES_PER_SECOND
     costs = PipelineCost.of(schedule, cost, choice.bounds, link_bytes_per_second=link)
     return simulate_pipeline(lower(schedule), seconds=costs.seconds).end_seconds
@@ -91,11 +91,11 @@ def test_memory_decides_before_speed() -> None:
 def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> None:
     """What ranks say of their own stages gives the step that the search over layouts predicts."""
     ranks, rows, profile = 4, 3, H100.profile
-    saved = {"none": "whole", "selective": "products", "full": "skeleton"}[recompute]
+    saved = {"none": "whole", "selective": "matmuls", "full": "inputs"}[recompute]
     bounds = tuple((at * 4096, (at + 1) * 4096) for at in range(4))
     schedule = generate(name, Size(ranks, rows, len(bounds)))
     assert profile is not None
-    cost = StageCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
+    cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
     costs = PipelineCost.of(
         schedule,
         cost,

@@ -6,33 +6,33 @@ from typing import Any
 import pytest
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.activation_modes import Saved, mode_of
 from sppo_hf.planning.choices import DeviceFacts
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, balanced_bounds, even_bounds
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import COMPUTE
 from sppo_hf.planning.lowering import lower as lower_stage
 from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.modes import Saved, mode_of
-from sppo_hf.planning.partition import Bounds, PrefixCost, balanced_bounds, even_bounds
+from sppo_hf.planning.pipeline_bounds import stage_shape
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
-from sppo_hf.planning.portions import loss_tile_tokens
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.stage_plan import stage_shape
+from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import decided
 
 SHAPE = shape_of(llama_config(), dtype_bytes=2)
-COST = StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
+COST = ModelCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
 TOKENS = 65_536
 
 
@@ -72,7 +72,7 @@ def test_a_stage_offloads_by_the_papers_rule_what_its_rank_will() -> None:
     assert 0 < sum(planned) < 8 * len(layers)
 
 
-@pytest.mark.parametrize("saved", ["whole", "skeleton"])
+@pytest.mark.parametrize("saved", ["whole", "inputs"])
 def test_one_rank_is_what_the_planner_simulates(saved: Saved) -> None:
     schedule, costs = made("gpipe", Size(1, 1, 8), saved=saved)
     timeline = run(schedule, costs)
@@ -195,8 +195,8 @@ def test_messages_take_a_buffer_at_both_ends_for_as_long_as_they_pass() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_keys_and_values_that_wait_on_the_host(name: str, rows: int) -> None:
     size = Size(2, rows, 8)
-    here = run(*made(name, size, saved="skeleton"))
-    schedule, costs = made(name, size, saved="skeleton", kv_tier="host")
+    here = run(*made(name, size, saved="inputs"))
+    schedule, costs = made(name, size, saved="inputs", kv_tier="host")
     timeline = run(schedule, costs)
     for rank, layers in enumerate(costs.stages):
         kv = sum(COST.kv_bytes(i, TOKENS) for i in layers)
@@ -215,7 +215,7 @@ def test_keys_and_values_that_wait_on_the_host(name: str, rows: int) -> None:
 
 def test_units_take_as_long_as_what_they_stream() -> None:
     slow = replace(PROFILE, both_h2d_bytes_per_second=1e8, both_d2h_bytes_per_second=1e12)
-    cost = StageCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
+    cost = ModelCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
     schedule = generate("seq1f1b", Size(2, 1, 4))
     away, here = (
         PipelineCost.of(schedule, cost, bounds_of(4), kv_tier=tier) for tier in ("host", "device")
@@ -280,7 +280,7 @@ def test_bubbles_of_equal_lengths_are_those_of_the_notes(ratio: float, idle: flo
 def test_the_papers_rule_is_what_each_stage_runs(kv_tier: Any) -> None:
     """As many layers of every chunk leave in the simulation as in the plans of the stages."""
     profile, bounds = load_profile("a100"), bounds_of(8)
-    cost = StageCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
+    cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
     schedule = generate("seq1f1b", Size(2, 2, len(bounds)))
     costs = PipelineCost.of(schedule, cost, bounds, offload="sppo", kv_tier=kv_tier)
     kv = "none" if kv_tier == "device" else "full"

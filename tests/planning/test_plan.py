@@ -7,8 +7,8 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.choices import HOLES
-from sppo_hf.planning.modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
 from tests.planning.shapes import llama_config, shape_of
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.planning.ask import ask, compare_policies
-from sppo_hf.planning.plan_json import answer_to_dict, chunks_to_list, policies_to_list
+from sppo_hf.planning.plan_request import compare_policies, request_plan
+from sppo_hf.reporting.plan_json import answer_to_dict, chunks_to_list, policies_to_list
 from tests.planning.questions import TOO_LONG_TOKENS, answer, question
 
 REQUIRED = {
@@ -75,14 +75,14 @@ def test_chunks_cover_the_sequence_and_add_up() -> None:
 
 
 def test_the_ratio_is_of_bytes() -> None:
-    found = ask(question(8192, offload="full", recompute="full", num_chunks=2))
+    found = request_plan(question(8192, offload="full", recompute="full", num_chunks=2))
     ratios = [chunk["offload_ratio"] for chunk in answer_to_dict(found)["chunks"]]
     assert ratios == [1.0, 1.0]
     assert all(c["d2h_seconds"] > 0 < c["h2d_seconds"] for c in answer_to_dict(found)["chunks"])
 
 
 def test_an_answer_that_does_not_fit() -> None:
-    found = ask(question(TOO_LONG_TOKENS))
+    found = request_plan(question(TOO_LONG_TOKENS))
     result = through_json(answer_to_dict(found))
     assert set(result) == REQUIRED | ADDED
     assert result["fits"] is False

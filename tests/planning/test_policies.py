@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.planning.modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
+from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
 from sppo_hf.planning.policies import sppo_modes, spread, spread_kinds, uniform_modes
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
 
@@ -67,7 +67,7 @@ def test_sppo_of_skeletons_leaves_more_layers() -> None:
     cost = slow_cost(small_shape(40), d2h_bytes_per_second=3e8)
     whole, reduced = (
         sppo_modes(cost, decided(falling_bounds(6), layers=40), saved=saved)
-        for saved in ("whole", "skeleton")
+        for saved in ("whole", "inputs")
     )
     assert sum(mode.offload for row in reduced for mode in row) > sum(
         mode.offload for row in whole for mode in row

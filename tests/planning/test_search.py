@@ -5,11 +5,10 @@ from typing import get_args
 
 import pytest
 
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Order
-from sppo_hf.planning.least import least_memory
 from sppo_hf.planning.lowering import estimate
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import Bounds
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.search import (
     TARGET_TOKENS,
     Batch,
@@ -17,7 +16,7 @@ from sppo_hf.planning.search import (
     longest,
     solve_chunks,
 )
-from sppo_hf.planning.solve import Choices, FirstLimit, Solution, solve
+from sppo_hf.planning.solve import BudgetViolation, Choices, Solution, min_memory, solve
 from tests.planning.situations import MIB, decided, falling_bounds, slow_cost, small_shape
 
 BATCH = Batch(batch_rows=1, tile_tokens=64, staging_bytes=MIB)
@@ -72,8 +71,8 @@ def test_a_cut_that_does_not_fit_gives_way() -> None:
         solve(cost, decided(bounds), Budgets(device=10, host=None), Choices())
         for bounds in (long, short)
     ]
-    assert all(isinstance(limit, FirstLimit) for limit in needs)
-    more, less = (10 + limit.missing_bytes for limit in needs if isinstance(limit, FirstLimit))
+    assert all(isinstance(limit, BudgetViolation) for limit in needs)
+    more, less = (10 + limit.missing_bytes for limit in needs if isinstance(limit, BudgetViolation))
     assert less < more
     budgets = Budgets(device=(less + more) // 2, host=None)
     found = solve_chunks(cost, BATCH, [long, short], budgets, Choices())
@@ -81,7 +80,7 @@ def test_a_cut_that_does_not_fit_gives_way() -> None:
     assert found.decisions.bounds == short
     tight = Budgets(device=less - 5, host=None)
     limit = solve_chunks(cost, BATCH, [long, short], tight, Choices())
-    assert isinstance(limit, FirstLimit)
+    assert isinstance(limit, BudgetViolation)
     assert limit.missing_bytes == 5
 
 
@@ -99,7 +98,7 @@ def test_of_two_orders_the_faster_that_fits() -> None:
         [
             estimate(
                 cost.shape,
-                least_memory(cost, base, roomy, choices, "cuda"),
+                min_memory(cost, base, roomy, choices, "cuda"),
             ).device.total
             for order in orders
             for base in [BATCH.decisions(bounds, 8, order)]

@@ -6,18 +6,18 @@ import pytest
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import even_bounds
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.stages import StageWeights
+from sppo_hf.planning.stage_split import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import simulate_pipeline
+from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
@@ -31,17 +31,17 @@ CONFIG = llama_config(
     vocab_size=32_000,
 )
 SHAPE = shape_of(CONFIG)
-COST = StageCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
+COST = ModelCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
 TOKENS = 65_536
 GIB = 2**30
 SAVED = OF_SAVED["whole"]
 
 
-def shared(sp: int, rate: float = 1e11, cost: StageCost = COST) -> StageCost:
+def shared(sp: int, rate: float = 1e11, cost: ModelCost = COST) -> ModelCost:
     return replace(cost, sp=sp, exchange_bytes_per_second=rate)
 
 
-def run(name: str, size: Size, cost: StageCost, **changes: object) -> tuple[PipelineCost, Timeline]:
+def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[PipelineCost, Timeline]:
     schedule = generate(name, size)
     bounds = even_bounds(TOKENS, size.num_chunks)
     costs = PipelineCost.of(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
@@ -71,11 +71,11 @@ def test_all_to_alls_move_what_ulysses_says() -> None:
     for of in ("forward_seconds", "backward_seconds"):
         more = getattr(slow, of)(0, 0, tokens) - getattr(fast, of)(0, 0, tokens)
         assert more == pytest.approx(sent / rate, rel=1e-5)
-    again = slow.recompute_seconds(0, tokens, "skeleton")
-    again -= fast.recompute_seconds(0, tokens, "skeleton")
+    again = slow.recompute_seconds(0, tokens, "inputs")
+    again -= fast.recompute_seconds(0, tokens, "inputs")
     assert again == pytest.approx(sent / rate * 8 / 10, rel=1e-5)
-    assert slow.recompute_seconds(0, tokens, "products") == pytest.approx(
-        fast.recompute_seconds(0, tokens, "products")
+    assert slow.recompute_seconds(0, tokens, "matmuls") == pytest.approx(
+        fast.recompute_seconds(0, tokens, "matmuls")
     )
 
 
@@ -194,7 +194,7 @@ def msp(stages: int = 4, **changes: object) -> Layout:
     return layout._replace(**changes)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("frames", [("whole", "sppo"), ("skeleton", "full"), ("products", "none")])
+@pytest.mark.parametrize("frames", [("whole", "sppo"), ("inputs", "full"), ("matmuls", "none")])
 @pytest.mark.parametrize("kv_tier", ["device", "host"])
 def test_shared_units_fill_the_pipeline(frames: tuple[str, str], kv_tier: str) -> None:
     saved, offload = frames

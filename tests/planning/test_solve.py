@@ -10,24 +10,26 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.planning.cost import StageCost
+from sppo_hf.planning.activation_modes import SAVED, TIERS, Tier, mode_of
+from sppo_hf.planning.chunk_bounds import PrefixCost, balanced_bounds
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
-from sppo_hf.planning.least import kv_modes_of, least_memory, with_lookahead
 from sppo_hf.planning.lowering import compute_seconds, estimate
-from sppo_hf.planning.modes import SAVED, TIERS, Tier, mode_of
-from sppo_hf.planning.moments import Budgets
-from sppo_hf.planning.partition import PrefixCost, balanced_bounds
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import (
+    BudgetViolation,
     Choices,
-    FirstLimit,
     Solution,
     fits,
     fixed_policies,
+    kv_modes_of,
+    min_memory,
     over_budget,
     play,
     solve,
     with_kv,
+    with_lookahead,
 )
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
@@ -45,12 +47,12 @@ GIB = 2**30
 NO_DISK: tuple[Tier, ...] = ("device", "host")
 
 
-def device_bytes(cost: StageCost, what: Decisions) -> int:
+def device_bytes(cost: ModelCost, what: Decisions) -> int:
     return estimate(cost.shape, what).device.total
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[StageCost, Decisions, Budgets, Choices]:
+def problems(draw: st.DrawFn) -> tuple[ModelCost, Decisions, Budgets, Choices]:
     """Budgets from just too little to more than enough."""
     cost = draw(costs(layers=st.sampled_from([1, 2, 5, 16])))
     order = draw(st.sampled_from(get_args(Order)))
@@ -76,7 +78,7 @@ def problems(draw: st.DrawFn) -> tuple[StageCost, Decisions, Budgets, Choices]:
 @given(problem=problems())
 @settings(max_examples=60)
 def test_within_budgets_and_never_worse_than_a_fixed_policy(
-    problem: tuple[StageCost, Decisions, Budgets, Choices],
+    problem: tuple[ModelCost, Decisions, Budgets, Choices],
 ) -> None:
     cost, base, budgets, choices = problem
     found = solve(cost, base, budgets, choices)
@@ -88,7 +90,7 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
         )
         if fits(estimate(cost.shape, what), budgets)
     ]
-    if isinstance(found, FirstLimit):
+    if isinstance(found, BudgetViolation):
         assert not rivals
         broken = [
             limit
@@ -96,7 +98,7 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
             for limit in over_budget(
                 estimate(
                     cost.shape,
-                    least_memory(
+                    min_memory(
                         cost,
                         with_kv(base, kv_mode, cost.shape, budgets, "cuda"),
                         budgets,
@@ -129,12 +131,12 @@ def test_first_limit_says_what_is_missing_to_the_byte() -> None:
     cost, base = slow_cost(small_shape(16)), decided(falling_bounds(4), layers=16)
     choices = Choices(tiers=NO_DISK)
     roomy = Budgets(device=None, host=None)
-    least = least_memory(cost, base, roomy, choices, "cuda")
+    least = min_memory(cost, base, roomy, choices, "cuda")
     need = device_bytes(cost, least)
     enough = solve(cost, base, Budgets(device=need, host=None), choices)
     assert isinstance(enough, Solution)
     limit = solve(cost, base, Budgets(device=need - 1000, host=None), choices)
-    assert limit == FirstLimit(
+    assert limit == BudgetViolation(
         tier="device", missing_bytes=1000, moment=estimate(cost.shape, least).moment
     )
 
@@ -143,7 +145,7 @@ def test_first_limit_of_the_host() -> None:
     cost, base = slow_cost(small_shape(16)), decided(falling_bounds(8, 4096), layers=16)
     choices = Choices(tiers=("host",), saved=("whole",))
     limit = solve(cost, base, Budgets(device=None, host=256 * MIB), choices)
-    assert isinstance(limit, FirstLimit)
+    assert isinstance(limit, BudgetViolation)
     assert limit.tier == "host"
     needs = 256 * MIB + limit.missing_bytes
     assert isinstance(solve(cost, base, Budgets(device=None, host=needs), choices), Solution)
@@ -151,10 +153,10 @@ def test_first_limit_of_the_host() -> None:
 
 def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
     cost, base = slow_cost(small_shape(4)), decided(((0, 512), (512, 1024), (1024, 1536)))
-    frame = cost.frame_bytes(0, 512, "skeleton")
+    frame = cost.frame_bytes(0, 512, "inputs")
     budgets = Budgets(device=None, host=256 * MIB, disk=6 * frame)
     choices = Choices(tiers=("device", "disk"))
-    rows = least_memory(cost, base, budgets, choices, "cuda").layer_modes
+    rows = min_memory(cost, base, budgets, choices, "cuda").layer_modes
     tiers = [mode.tier for row in rows for mode in row]
     assert tiers == ["disk"] * 6 + ["device"] * 6
 
@@ -164,7 +166,7 @@ def test_the_earliest_frames_go_to_the_disk() -> None:
     base = decided(tuple((i * 65_536, (i + 1) * 65_536) for i in range(4)), staging_bytes=MIB)
     choices = Choices(tiers=TIERS)
     budgets = Budgets(device=None, host=512 * MIB, disk=None)
-    what = least_memory(cost, base, budgets, choices, "cuda")
+    what = min_memory(cost, base, budgets, choices, "cuda")
     tiers = [mode.tier for row in what.layer_modes for mode in row]
     assert set(tiers) == {"disk", "host"}
     assert tiers == sorted(tiers)  # disk, then host
@@ -174,7 +176,7 @@ def test_the_earliest_frames_go_to_the_disk() -> None:
 def test_more_memory_is_never_slower() -> None:
     cost, base = slow_cost(small_shape(8)), decided(falling_bounds(6), layers=8)
     low = device_bytes(
-        cost, least_memory(cost, base, Budgets(device=None, host=None), Choices(), "cuda")
+        cost, min_memory(cost, base, Budgets(device=None, host=None), Choices(), "cuda")
     )
     high = device_bytes(cost, base)
     seconds: list[float] = []
@@ -200,7 +202,7 @@ def test_keys_leave_when_that_makes_room_for_frames() -> None:
     )
     base = decided(falling_bounds(16, 1024), layers=16)
     here = Choices(tiers=NO_DISK)
-    least = least_memory(cost, base, Budgets(device=None, host=None), here, "cuda")
+    least = min_memory(cost, base, Budgets(device=None, host=None), here, "cuda")
     budgets = Budgets(device=device_bytes(cost, least) + 8 * MIB, host=None)
     stays = solve(cost, base, budgets, here)
     free = solve(cost, base, budgets, replace(here, kv_tiers=NO_DISK))
@@ -216,9 +218,9 @@ def test_near_the_best_of_all_assignments(share: float, rate: float) -> None:
     """Every assignment of four modes to two chunks of three layers, simulated."""
     cost = slow_cost(small_shape(3), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
     base = decided(((0, 1024), (1024, 1792)), layers=3)
-    choices = Choices(tiers=NO_DISK, saved=("whole", "skeleton"))
+    choices = Choices(tiers=NO_DISK, saved=("whole", "inputs"))
     everything = device_bytes(cost, base)
-    least = least_memory(cost, base, Budgets(device=None, host=None), choices, "cuda")
+    least = min_memory(cost, base, Budgets(device=None, host=None), choices, "cuda")
     low = device_bytes(cost, least)
     budgets = Budgets(device=int(low + share * (everything - low)), host=None)
     found = solve(cost, base, budgets, choices)
@@ -231,7 +233,7 @@ def test_near_the_best_of_all_assignments(share: float, rate: float) -> None:
     assert found.step_seconds <= 1.05 * best
 
 
-def _all_assignments(cost: StageCost, base: Decisions, choices: Choices) -> Iterator[Decisions]:
+def _all_assignments(cost: ModelCost, base: Decisions, choices: Choices) -> Iterator[Decisions]:
     modes = [mode_of(saved, tier) for saved in choices.saved for tier in choices.tiers]
     for flat in product(modes, repeat=base.num_chunks * base.num_layers):
         rows = tuple(
@@ -254,7 +256,7 @@ def test_sixty_four_chunks_of_eighty_layers_in_time(
         num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=28_672
     )
     shape = shape_of(config, dtype_bytes=2, trainable_parameters=200_000_000, weight_bytes=35 * GIB)
-    cost = StageCost(shape=shape, profile=PROFILE, dtype_name="bfloat16")
+    cost = ModelCost(shape=shape, profile=PROFILE, dtype_name="bfloat16")
     bounds = balanced_bounds(PrefixCost.of(shape), 262_144, 64)
     base = Batch(batch_rows=1, tile_tokens=512).decisions(bounds, 80)
     budgets = Budgets(device=device * GIB, host=host * GIB, disk=disk * GIB)
@@ -267,8 +269,8 @@ def test_sixty_four_chunks_of_eighty_layers_in_time(
 
 @given(cost=costs(), bounds=bounds_of())
 @settings(max_examples=20)
-def test_compute_seconds_are_the_lanes(cost: StageCost, bounds: object) -> None:
-    base = decided(bounds, mode_of("skeleton", "host"), layers=cost.shape.num_layers)  # type: ignore[arg-type]
+def test_compute_seconds_are_the_lanes(cost: ModelCost, bounds: object) -> None:
+    base = decided(bounds, mode_of("inputs", "host"), layers=cost.shape.num_layers)  # type: ignore[arg-type]
     assume(base.num_chunks > 0)
     timeline = play(base, cost, policy="").timeline
     assert compute_seconds(base, cost) == pytest.approx(timeline.busy_seconds("compute"))

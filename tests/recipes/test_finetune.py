@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.model.adapters import quiet_peft
+from sppo_hf.engine.loaders import quiet_peft
 from tests.deprecations import assert_no_deprecation
+from tests.pipeline.nursery import shared_nursery
 from tests.recipes.tiny import save_jsonl, save_text_folder, save_tiny_model
-from tests.runtime.nursery import shared_nursery
 
 peft = pytest.importorskip("peft", reason="needs the extra `recipes`")
 pytest.importorskip("datasets", reason="needs the extra `recipes`")

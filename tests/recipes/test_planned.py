@@ -62,11 +62,11 @@ def test_the_fastest_layout(tmp_path: Path) -> None:
 
 
 _PIPELINES = {
-    "selective, K/V on the host": ("zb_seq1f1b", 2, 1, 1, 4, "flops", "products", "full", "host"),
+    "selective, K/V on the host": ("zb_seq1f1b", 2, 1, 1, 4, "flops", "matmuls", "full", "host"),
     "the paper's rule": ("seq1f1b", 2, 1, 1, 4, "flops", "whole", "sppo", "device"),
-    "shared by two": ("seq1f1b", 1, 1, 1, 4, "even", "skeleton", "full", "device", 2),
+    "shared by two": ("seq1f1b", 1, 1, 1, 4, "even", "inputs", "full", "device", 2),
     "interleaved, bounded": (
-        *("interleaved_seq1f1b", 2, 1, 2, 4, "bounded", "skeleton", "full", "device"),
+        *("interleaved_seq1f1b", 2, 1, 2, 4, "bounded", "inputs", "full", "device"),
     ),
 }
 

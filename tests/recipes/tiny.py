@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 
 SENTENCES = (

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import Trainer
 
-from sppo_hf.model.tiny import build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 if __name__ == "__main__":

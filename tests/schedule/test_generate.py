@@ -10,8 +10,8 @@ from sppo_hf.schedule import formulas
 from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED, Size, generate
 from sppo_hf.schedule.grid import over_time
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import fixed_seconds, peak_units, simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import fixed_seconds, peak_units, simulate_pipeline
 from sppo_hf.schedule.validate import validate
 from tests.schedule.sizes import FEW, Named, named_sizes
 

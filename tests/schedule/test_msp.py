@@ -13,14 +13,14 @@ from sppo_hf.schedule.formulas import msp_forward_units
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_offload, add_transfers, lower
 from sppo_hf.schedule.messages import messages
-from sppo_hf.schedule.pipeline import (
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import (
     bubble_fraction,
     fixed_seconds,
     peak_units,
     shared_seconds,
     simulate_pipeline,
 )
-from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.torch_csv import to_torch_csv
 from sppo_hf.schedule.validate import validate
 

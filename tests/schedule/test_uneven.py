@@ -8,8 +8,8 @@ from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import EVEN, GENERATORS, Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.pipeline import fixed_seconds, peak_units, simulate_pipeline
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import fixed_seconds, peak_units, simulate_pipeline
 from sppo_hf.schedule.validate import validate
 
 NAMES = [name for name in GENERATORS if name not in EVEN]

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.aligned import (
-    AlignedBackend,
+from sppo_hf.attention.backends.base import AttentionSpec, Backend, register_backend
+from sppo_hf.attention.backends.bottom_right import (
+    BottomRightBackend,
     Offsets,
     Reach,
     cuda_half_reason,
     with_documents,
 )
-from sppo_hf.attention.backends.base import Backend, Requirement, register_backend
 from sppo_hf.attention.backends.heads import KernelNeeds
 
 
 @register_backend("aten_flash", cuda=4)
-class AtenFlash(AlignedBackend):
+class AtenFlash(BottomRightBackend):
     """`aten::_flash_attention_forward` and its backward."""
 
     @classmethod
@@ -48,7 +48,7 @@ class AtenFlash(AlignedBackend):
         self.documents_at_once = documents_at_once
         self._aten = torch.ops.aten if aten is None else aten
 
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 bits, head sizes up to 256, no soft cap."""
         head_size = max(requirement.qk_head_size, requirement.v_head_size)
         reason = cuda_half_reason(
@@ -69,7 +69,7 @@ class AtenFlash(AlignedBackend):
         softcap: float | None,
         offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `AlignedBackend.kernel_forward`."""
+        """See `BottomRightBackend.kernel_forward`."""
         assert softcap is None, "aten_flash was chosen although scores are soft-capped"
         out_BCNH, lse_BNC, *_ = self._aten._flash_attention_forward(
             q_BCNH,
@@ -99,7 +99,7 @@ class AtenFlash(AlignedBackend):
         softcap: float | None,
         offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AlignedBackend.kernel_backward`."""
+        """See `BottomRightBackend.kernel_backward`."""
         # The state of the random generator is read only under dropout.
         random_state = torch.zeros(2, dtype=torch.uint64, device=q_BCNH.device)
         dq_BCNH, dk_BTKH, dv_BTKH = self._aten._flash_attention_backward(

@@ -124,7 +124,7 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requirement:
+class AttentionSpec:
     """What a model asks of a backend; enough to choose one and to say why."""
 
     device_type: str
@@ -171,7 +171,7 @@ class Requirement:
         return ", ".join([device, str(self.dtype).removeprefix("torch."), *features])
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """Result of a forward.
 
     `out_BNCH` has the dtype of the queries; `lse_BNC` is the natural log-sum-exp of the scaled
@@ -217,7 +217,7 @@ class Backend(ABC):
         return (cls,)
 
     @abstractmethod
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """Say in a few words why this backend cannot serve `requirement`; None if it can."""
 
     @abstractmethod
@@ -230,7 +230,7 @@ class Backend(ABC):
         band: CausalBand,
         scale: float,
         softcap: float | None = None,
-    ) -> Attended:
+    ) -> AttentionOutput:
         """Attend.
 
         Args:
@@ -311,7 +311,7 @@ class DocumentsBackend(Backend):
         window: int | None,
         scale: float,
         softcap: float | None = None,
-    ) -> Attended:
+    ) -> AttentionOutput:
         """Attend, document by document; one row.
 
         Args:
@@ -355,7 +355,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_forward(q_BNCH: Tensor, v_head_size: int) -> Attended:
+def empty_forward(q_BNCH: Tensor, v_head_size: int) -> AttentionOutput:
     """Output 0 and log-sum-exp -inf for every row: what queries that see no key get."""
     num_rows, num_heads, num_tokens, _ = q_BNCH.shape
     # In memory [B, C, N, H], as projections give queries and take outputs.
@@ -363,4 +363,4 @@ def empty_forward(q_BNCH: Tensor, v_head_size: int) -> Attended:
     lse_BNC = q_BNCH.new_full(
         q_BNCH.shape[:3], float("-inf"), dtype=accumulation_dtype(q_BNCH.dtype)
     )
-    return Attended(out_BNCH, lse_BNC)
+    return AttentionOutput(out_BNCH, lse_BNC)

@@ -1,7 +1,7 @@
 """Attention on PyTorch's fused CPU kernel.
 
 The kernel is the one behind `scaled_dot_product_attention` on the CPU. It is causal only from the
-top left, so bands come from `RectangleBackend`. Not covered: soft-capped scores.
+top left, so bands come from `TopLeftBackend`. Not covered: soft-capped scores.
 
 16-bit inputs are computed in float32. The kernel would sum key gradients in 16 bits, which puts
 them up to twice as far from the truth, and its float16 backward is ten times slower; a float32
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.base import (
-    Attended,
+    AttentionOutput,
+    AttentionSpec,
     Gradients,
-    Requirement,
     accumulation_dtype,
     register_backend,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds
-from sppo_hf.attention.backends.rectangles import RectangleBackend
+from sppo_hf.attention.backends.top_left import TopLeftBackend
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @register_backend("cpu_flash", cpu=1)
-class CPUFlash(RectangleBackend):
+class CPUFlash(TopLeftBackend):
     """Fused CPU kernel, forward and backward; memory linear in tokens."""
 
     widens = True
@@ -42,13 +42,13 @@ class CPUFlash(RectangleBackend):
         Args:
             grouped_heads: let the kernel handle fewer key heads than query heads; None asks the
                 kernel, once per process.
-            tile_rows: rows per tile under a window, see `rectangles.cut_band`.
+            tile_rows: rows per tile under a window, see `top_left.cut_band`.
         """
         if grouped_heads is None:
             grouped_heads = _takes_grouped_heads()
         super().__init__(KernelNeeds(grouped_heads=grouped_heads), tile_rows=tile_rows)
 
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CPU tensors of the usual dtypes, without soft cap."""
         if requirement.device_type != "cpu":
             return f"runs on the CPU, not on {requirement.device_type}"
@@ -60,11 +60,11 @@ class CPUFlash(RectangleBackend):
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
-    ) -> Attended:
-        """See `RectangleBackend.kernel_forward`."""
+    ) -> AttentionOutput:
+        """See `TopLeftBackend.kernel_forward`."""
         dtype = accumulation_dtype(q_BNCH.dtype)
         q, k, v = q_BNCH.to(dtype), k_BKTH.to(dtype), v_BKTH.to(dtype)
-        return Attended(
+        return AttentionOutput(
             *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, scale=scale
             )
@@ -76,12 +76,12 @@ class CPUFlash(RectangleBackend):
         q_BNCH: Tensor,
         k_BKTH: Tensor,
         v_BKTH: Tensor,
-        attended: Attended,
+        attended: AttentionOutput,
         *,
         causal: bool,
         scale: float,
     ) -> Gradients:
-        """See `RectangleBackend.kernel_backward`."""
+        """See `TopLeftBackend.kernel_backward`."""
         dtype = accumulation_dtype(q_BNCH.dtype)
         dout, q, k, v, out = (
             x.to(dtype) for x in (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)

@@ -1,6 +1,6 @@
 """cuDNN's fused attention as built into PyTorch, on CUDA.
 
-Its mask is causal only for as many queries as keys here, so bands come from `RectangleBackend`.
+Its mask is causal only for as many queries as keys here, so bands come from `TopLeftBackend`.
 Not covered: soft-capped scores, float32, and single queries or keys, which go to the reference:
 PyTorch itself keeps one key from cuDNN, and with one query some releases of cuDNN raise in backward
 and others are wrong.
@@ -27,25 +27,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.aligned import cuda_half_reason
 from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.base import (
-    Attended,
+    AttentionOutput,
+    AttentionSpec,
     Backend,
     CausalBand,
     Gradients,
-    Requirement,
     accumulation_dtype,
     determinism,
     register_backend,
 )
+from sppo_hf.attention.backends.bottom_right import cuda_half_reason
 from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
-from sppo_hf.attention.backends.rectangles import RectangleBackend
 from sppo_hf.attention.backends.reference import Reference
+from sppo_hf.attention.backends.top_left import TopLeftBackend
 
 
 @register_backend("cudnn", cuda=5)
-class CuDNN(RectangleBackend):
+class CuDNN(TopLeftBackend):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
 
     plans_each_shape = True
@@ -81,7 +81,7 @@ class CuDNN(RectangleBackend):
         self._reference = Reference()
         self._flash = AtenFlash(aten=aten)
 
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 bits, head sizes up to 256, no soft cap, no demand for determinism."""
         head_size = max(requirement.qk_head_size, requirement.v_head_size)
         reason = cuda_half_reason(
@@ -98,8 +98,8 @@ class CuDNN(RectangleBackend):
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
-    ) -> Attended:
-        """See `RectangleBackend.kernel_forward`."""
+    ) -> AttentionOutput:
+        """See `TopLeftBackend.kernel_forward`."""
         if _is_single(q_BNCH, k_BKTH):
             band = _band(k_BKTH, causal=causal)
             return self._reference.forward(q_BNCH, k_BKTH, v_BKTH, band=band, scale=scale)
@@ -109,7 +109,7 @@ class CuDNN(RectangleBackend):
         )
         # PyTorch's versions differ in whether a unit dim is left; backward wants the same.
         self._lse_rank = lse.dim()
-        return Attended(out_BNCH, lse.squeeze(-1) if lse.dim() == 4 else lse)
+        return AttentionOutput(out_BNCH, lse.squeeze(-1) if lse.dim() == 4 else lse)
 
     def kernel_backward(
         self,
@@ -117,12 +117,12 @@ class CuDNN(RectangleBackend):
         q_BNCH: Tensor,
         k_BKTH: Tensor,
         v_BKTH: Tensor,
-        attended: Attended,
+        attended: AttentionOutput,
         *,
         causal: bool,
         scale: float,
     ) -> Gradients:
-        """See `RectangleBackend.kernel_backward`."""
+        """See `TopLeftBackend.kernel_backward`."""
         if _is_single(q_BNCH, k_BKTH):
             band = _band(k_BKTH, causal=causal)
             return self._reference.backward(
@@ -165,7 +165,7 @@ class CuDNN(RectangleBackend):
         q_BNCH: Tensor,
         k_BKTH: Tensor,
         v_BKTH: Tensor,
-        attended: Attended,
+        attended: AttentionOutput,
         *,
         causal: bool,
         scale: float,

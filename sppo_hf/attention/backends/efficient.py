@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo_hf.attention.backends.base import Attended, Gradients, Requirement, register_backend
+from sppo_hf.attention.backends.base import (
+    AttentionOutput,
+    AttentionSpec,
+    Gradients,
+    register_backend,
+)
 from sppo_hf.attention.backends.heads import KernelNeeds
-from sppo_hf.attention.backends.rectangles import RectangleBackend
+from sppo_hf.attention.backends.top_left import TopLeftBackend
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LSE_MULTIPLE = 32
 
 
 @register_backend("efficient", cuda=6)
-class Efficient(RectangleBackend):
+class Efficient(TopLeftBackend):
     """`aten::_scaled_dot_product_efficient_attention` and its backward."""
 
     def __init__(self, *, aten: Any = None) -> None:
@@ -35,7 +40,7 @@ class Efficient(RectangleBackend):
         super().__init__(KernelNeeds(grouped_heads=False, head_multiple=8, equal_head_sizes=False))
         self._aten = torch.ops.aten if aten is None else aten
 
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 or 32 bits, no soft cap."""
         if requirement.device_type != "cuda":
             return f"runs on CUDA, not on {requirement.device_type}"
@@ -45,12 +50,12 @@ class Efficient(RectangleBackend):
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
-    ) -> Attended:
-        """See `RectangleBackend.kernel_forward`."""
+    ) -> AttentionOutput:
+        """See `TopLeftBackend.kernel_forward`."""
         out_BNCH, lse, *_ = self._aten._scaled_dot_product_efficient_attention(
             q_BNCH, k_BKTH, v_BKTH, None, True, 0.0, causal, scale=scale
         )
-        return Attended(out_BNCH, lse[..., : q_BNCH.shape[2]])
+        return AttentionOutput(out_BNCH, lse[..., : q_BNCH.shape[2]])
 
     def kernel_backward(
         self,
@@ -58,12 +63,12 @@ class Efficient(RectangleBackend):
         q_BNCH: Tensor,
         k_BKTH: Tensor,
         v_BKTH: Tensor,
-        attended: Attended,
+        attended: AttentionOutput,
         *,
         causal: bool,
         scale: float,
     ) -> Gradients:
-        """See `RectangleBackend.kernel_backward`."""
+        """See `TopLeftBackend.kernel_backward`."""
         # The kernel reads whole groups of rows; +inf gives the rows that do not exist weight 0.
         missing = -attended.lse_BNC.shape[2] % _LSE_MULTIPLE
         lse = functional.pad(attended.lse_BNC, (0, missing), value=float("inf")).contiguous()

@@ -19,21 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.aligned import (
-    AlignedBackend,
+from sppo_hf.attention.backends.base import AttentionSpec, Backend, register_backend
+from sppo_hf.attention.backends.bottom_right import (
+    BottomRightBackend,
     Offsets,
     Reach,
     cuda_half_reason,
     with_documents,
 )
-from sppo_hf.attention.backends.base import Backend, Requirement, register_backend
 from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
 
 _UNLIMITED = -1
 """An unlimited window side, in the packages' words."""
 
 
-class _FlashAttention(AlignedBackend):
+class _FlashAttention(BottomRightBackend):
     """What the three packages share: finding the module, and calling by argument names."""
 
     module_name: str
@@ -69,7 +69,7 @@ class _FlashAttention(AlignedBackend):
         self.documents_at_once = documents_at_once
         self._interface = interface
 
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """Not installed, or CUDA, 16 bits and head sizes up to 256 are not what is asked."""
         head_size = max(requirement.qk_head_size, requirement.v_head_size)
         reason = cuda_half_reason(
@@ -112,7 +112,7 @@ class _FlashAttention(AlignedBackend):
         softcap: float | None,
         offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `AlignedBackend.kernel_forward`."""
+        """See `BottomRightBackend.kernel_forward`."""
         tensors = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH}
         settings = _settings(reach, scale, softcap, offsets)
         out_BCNH, lse_BNC, *_ = self._call_forward(tensors, settings)
@@ -132,7 +132,7 @@ class _FlashAttention(AlignedBackend):
         softcap: float | None,
         offsets: Offsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AlignedBackend.kernel_backward`."""
+        """See `BottomRightBackend.kernel_backward`."""
         tensors = {
             "dout": dout_BCNH.contiguous(),
             "q": q_BCNH,

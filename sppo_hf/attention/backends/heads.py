@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo_hf.attention.backends.base import Attended, Backend, Gradients
+from sppo_hf.attention.backends.base import AttentionOutput, Backend, Gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,14 @@ def head_variants(
 
 
 def adapted_forward(
-    kernel: Callable[[Tensor, Tensor, Tensor], Attended],
+    kernel: Callable[[Tensor, Tensor, Tensor], AttentionOutput],
     q_BNCH: Tensor,
     k_BKTH: Tensor,
     v_BKTH: Tensor,
     *,
     needs: KernelNeeds,
     unmasked: bool,
-) -> Attended:
+) -> AttentionOutput:
     """Call a forward kernel with heads as it needs them.
 
     Args:
@@ -95,16 +95,16 @@ def adapted_forward(
     if ungrouped and unmasked:
         out = ungroup_queries(out, num_heads)
         lse = ungroup_queries(lse.unsqueeze(-1), num_heads).squeeze(-1)
-    return Attended(out[..., : v_BKTH.shape[3]], lse)
+    return AttentionOutput(out[..., : v_BKTH.shape[3]], lse)
 
 
 def adapted_backward(
-    kernel: Callable[[Tensor, Tensor, Tensor, Tensor, Attended], Gradients],
+    kernel: Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOutput], Gradients],
     dout_BNCH: Tensor,
     q_BNCH: Tensor,
     k_BKTH: Tensor,
     v_BKTH: Tensor,
-    attended: Attended,
+    attended: AttentionOutput,
     *,
     needs: KernelNeeds,
     unmasked: bool,
@@ -135,7 +135,7 @@ def adapted_backward(
         lse = group_queries(lse.unsqueeze(-1), num_kv_heads).squeeze(-1)
     elif ungrouped:
         k, v = repeat_heads(k, num_heads), repeat_heads(v, num_heads)
-    dq, dk, dv = kernel(dout, q, k, v, Attended(out, lse))
+    dq, dk, dv = kernel(dout, q, k, v, AttentionOutput(out, lse))
     if ungrouped and unmasked:
         dq = ungroup_queries(dq, num_heads)
     dk, dv = sum_repeated_heads(dk, num_kv_heads), sum_repeated_heads(dv, num_kv_heads)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.base import (
-    Attended,
+    AttentionOutput,
+    AttentionSpec,
     Backend,
     CausalBand,
     Gradients,
-    Requirement,
     accumulation_dtype,
     empty_forward,
     register_backend,
@@ -51,7 +51,7 @@ class Reference(Backend):
         """
         self._tile_bytes = tile_bytes
 
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """Only non-floating dtypes are out of reach."""
         if not requirement.dtype.is_floating_point:
             return f"{requirement.dtype} is no floating-point type"
@@ -67,7 +67,7 @@ class Reference(Backend):
         band: CausalBand,
         scale: float,
         softcap: float | None = None,
-    ) -> Attended:
+    ) -> AttentionOutput:
         """See `Backend.forward`."""
         num_kv_heads = k_BKTH.shape[1]
         out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
@@ -80,12 +80,12 @@ class Reference(Backend):
             _hide(s_BKRt, band, rows, keys)
             lse_BKR = torch.logsumexp(s_BKRt, dim=-1)
             p_BKRt = s_BKRt.sub_(_finite(lse_BKR).unsqueeze(-1)).exp_()
-            part = Attended(
+            part = AttentionOutput(
                 _ungroup(p_BKRt @ v_BKtH, q_BNCH.shape[1]),
                 lse_BKR.view(*q_BNCH.shape[:2], rows.stop - rows.start),
             )
             merge_into(out_BNCH[:, :, rows], lse_BNC[:, :, rows], part)
-        return Attended(out_BNCH.to(q_BNCH.dtype), lse_BNC)
+        return AttentionOutput(out_BNCH.to(q_BNCH.dtype), lse_BNC)
 
     @torch.no_grad()
     def backward(

@@ -17,12 +17,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sppo_hf.attention.backends.base import Backend, Requirement, determinism
-from sppo_hf.attention.backends.race import race, race_key
-from sppo_hf.attention.backends.timing import run_apart
+from sppo_hf.attention.backends.autotune import autotune, autotune_key, run_apart
+from sppo_hf.attention.backends.base import AttentionSpec, Backend, determinism
 from sppo_hf.attention.backends.verify import find_mismatch
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.race_store import RaceResult, publish_race, race_path, read_race
+from sppo_hf.planning.autotune_store import (
+    AutotuneResult,
+    autotune_path,
+    publish_autotune,
+    read_autotune,
+)
 from sppo_hf.registry import ATTENTION_BACKENDS
 
 logger = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {kind: _auto_order(kind) for kind in ("
 VERIFIED_DEVICE_TYPES = frozenset({"cuda"})
 """Where a backend must agree with the reference before its first use."""
 
-RACED_DEVICE_TYPES = frozenset({"cuda"})
+AUTOTUNED_DEVICE_TYPES = frozenset({"cuda"})
 """Where "auto" times the backends that it may take, if there is such a device."""
 
 
@@ -56,7 +60,7 @@ class Selection:
     "cpu_flash: CPU, float32, head size 64; reference not needed"."""
 
 
-def select_backend(name: str, requirement: Requirement) -> Selection:
+def select_backend(name: str, requirement: AttentionSpec) -> Selection:
     """Choose the attention backend.
 
     Args:
@@ -66,7 +70,7 @@ def select_backend(name: str, requirement: Requirement) -> Selection:
     Returns:
         The backend, ready to use, and the reason. On CUDA the first call with a requirement runs
         small checks on the current device, and "auto" a race of under two seconds unless one was
-        run before, see `race`.
+        run before, see `autotune`.
 
     Raises:
         ConfigError: if the name is unknown, or the named backend cannot serve the requirement;
@@ -91,7 +95,7 @@ def select_backend(name: str, requirement: Requirement) -> Selection:
     )
 
 
-def _select_automatically(requirement: Requirement) -> Selection:
+def _select_automatically(requirement: AttentionSpec) -> Selection:
     """The fastest or first backend of the device's order that works, else the reference."""
     raced = _select_fastest(requirement)
     if raced is not None:
@@ -116,10 +120,10 @@ def _select_automatically(requirement: Requirement) -> Selection:
     )
 
 
-def _select_fastest(requirement: Requirement) -> Selection | None:
+def _select_fastest(requirement: AttentionSpec) -> Selection | None:
     """The winner of the race; None where none is run, or nobody finished."""
     kind = requirement.device_type
-    if kind not in RACED_DEVICE_TYPES or (kind == "cuda" and not torch.cuda.is_available()):
+    if kind not in AUTOTUNED_DEVICE_TYPES or (kind == "cuda" and not torch.cuda.is_available()):
         return None
     result = _race_on(_alike(requirement), _device_name(requirement), determinism())
     if result is None:
@@ -137,18 +141,18 @@ def _select_fastest(requirement: Requirement) -> Selection | None:
     return None
 
 
-def _stumbles(name: str, requirement: Requirement) -> bool:
+def _stumbles(name: str, requirement: AttentionSpec) -> bool:
     """Whether a race, whose shapes do not change, flatters a backend."""
     return requirement.varied and BACKENDS[name][0]().plans_each_shape
 
 
-def _alike(requirement: Requirement) -> Requirement:
+def _alike(requirement: AttentionSpec) -> AttentionSpec:
     """The requirement as far as it decides what a backend can do, and how fast it is."""
     return replace(requirement, varied=False)
 
 
 @functools.cache
-def _race_on(requirement: Requirement, device_name: str, mode: int) -> RaceResult | None:
+def _race_on(requirement: AttentionSpec, device_name: str, mode: int) -> AutotuneResult | None:
     """The race of all backends that can serve `requirement`; None where there is no choice.
 
     Cached for each `mode`, of `determinism`, apart.
@@ -158,22 +162,22 @@ def _race_on(requirement: Requirement, device_name: str, mode: int) -> RaceResul
     if len(hopeful) < 2:
         return None
     device = torch.device(device_name)
-    path = race_path(*race_key(hopeful, requirement, device))
-    result = read_race(path)
+    path = autotune_path(*autotune_key(hopeful, requirement, device))
+    result = read_autotune(path)
     if result is None:
         verdicts = {name: find_backend(name, requirement) for name in order}
         able = [found for found in verdicts.values() if isinstance(found, Backend)]
         if len(able) < 2:
             return None
-        result = run_apart(lambda: race(able, requirement, device), device)
+        result = run_apart(lambda: autotune(able, requirement, device), device)
         wrong = {name: found for name, found in verdicts.items() if isinstance(found, str)}
         result = replace(result, left_out={**wrong, **result.left_out})
-        result = publish_race(path, result)
+        result = publish_autotune(path, result)
     logger.info("attention backends raced for %s: %s", requirement, result)
     return result
 
 
-def find_backend(name: str, requirement: Requirement) -> Backend | str:
+def find_backend(name: str, requirement: AttentionSpec) -> Backend | str:
     """The variant of the named backend that serves the requirement, or why none does.
 
     Args:
@@ -187,7 +191,7 @@ def find_backend(name: str, requirement: Requirement) -> Backend | str:
     return _find_on(name, _alike(requirement), _device_name(requirement), determinism())
 
 
-def _device_name(requirement: Requirement) -> str:
+def _device_name(requirement: AttentionSpec) -> str:
     """The device that is meant, with its number where there is one."""
     if requirement.device_type == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.current_device()}"
@@ -195,7 +199,7 @@ def _device_name(requirement: Requirement) -> str:
 
 
 @functools.cache
-def _find_on(name: str, requirement: Requirement, device_name: str, mode: int) -> Backend | str:
+def _find_on(name: str, requirement: AttentionSpec, device_name: str, mode: int) -> Backend | str:
     """`find_backend` for one device; cached, since checking runs kernels.
 
     For each `mode`, of `determinism`, apart: not every backend can serve all of them.

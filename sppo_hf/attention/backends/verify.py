@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.base import (
-    Attended,
+    AttentionOutput,
+    AttentionSpec,
     Backend,
     CausalBand,
     Documents,
     DocumentsBackend,
-    Requirement,
 )
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.merge import merge_partials
@@ -84,7 +84,7 @@ class _Case:
         )
 
 
-def find_mismatch(backend: Backend, requirement: Requirement, device: torch.device) -> str | None:
+def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.device) -> str | None:
     """Compare a backend with the reference, forward and backward.
 
     Args:
@@ -111,7 +111,7 @@ def find_mismatch(backend: Backend, requirement: Requirement, device: torch.devi
     return None
 
 
-def _cases(requirement: Requirement) -> list[_Case]:
+def _cases(requirement: AttentionSpec) -> list[_Case]:
     """Small problems that cover what chunks meet under this requirement."""
     shapes = [(77, 77, 0), (77, 207, 130), (1, 131, 130), (77, 180, 130), (40, 90, 90)]
     windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
@@ -125,7 +125,7 @@ def _cases(requirement: Requirement) -> list[_Case]:
     return cases + [_Case(64, 192, CausalBand(start), low_scores=True) for start in (192, 128)]
 
 
-def _document_cases(requirement: Requirement) -> list[_Case]:
+def _document_cases(requirement: AttentionSpec) -> list[_Case]:
     """Packed rows: a document that began earlier, short ones, one of a single token."""
     documents = Documents((40, 1, 77, 9), (170, 1, 77, 9))
     rows, keys = sum(documents.num_queries), sum(documents.num_keys)
@@ -150,7 +150,7 @@ def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, case: _Case, **s
         )
         for rows, keys, band in case.documents
     ]
-    return Attended(*(torch.cat(x, dim=2) for x in zip(*parts, strict=True)))
+    return AttentionOutput(*(torch.cat(x, dim=2) for x in zip(*parts, strict=True)))
 
 
 def _backward(
@@ -185,7 +185,7 @@ def _backward(
 
 
 def _compare(
-    backend: Backend, requirement: Requirement, device: torch.device, case: _Case, *, seed: int
+    backend: Backend, requirement: AttentionSpec, device: torch.device, case: _Case, *, seed: int
 ) -> str | None:
     """Name of the first result that differs, with its error; None if all agree."""
     # A generator of our own: the user's random numbers stay as they are.
@@ -218,7 +218,7 @@ def _compare(
     if not torch.equal(actual.lse_BNC > float("-inf"), seen):
         return "the rows that see no key"
     # Values merged with keys elsewhere: backward must use what it is given.
-    merged = merge_partials(expected, Attended(other_out, expected.lse_BNC + 0.5))
+    merged = merge_partials(expected, AttentionOutput(other_out, expected.lse_BNC + 0.5))
     out, lse = merged.out_BNCH.to(requirement.dtype), merged.lse_BNC.to(actual.lse_BNC.dtype)
     grads = _backward(backend, dout, q, k, v, out, lse, case=case, **scores)
     wide = [x.double() for x in (dout, q, k, v, out, lse)]

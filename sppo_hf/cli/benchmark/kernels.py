@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape
 
 NAMED = {"cudnn": "cudnn", "flash": "aten_flash", "efficient": "efficient"}
 """Kernels that can be asked for, and our backends that call them."""
@@ -76,7 +76,7 @@ def choose_kernel(
             )
         return Kernel(NAMED[choice], ours=NAMED[choice], sdpa=_SDPA[NAMED[choice]])
     layer = shape.layers[0]
-    requirement = Requirement(
+    requirement = AttentionSpec(
         device_type=device.type,
         dtype=dtype,
         qk_head_size=layer.qk_head_size,

@@ -15,7 +15,7 @@ from rich.text import Text
 from sppo_hf.cli.benchmark.contenders import IDEAL, TODAY, parse
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.results import Row, best_environment, groups
-from sppo_hf.planning.report import format_seconds
+from sppo_hf.reporting.plan_tables import format_seconds
 from sppo_hf.rules import format_bytes
 
 DEFINITIONS = (

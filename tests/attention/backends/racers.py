@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from sppo_hf.attention.backends.base import Attended, Backend, Gradients, Requirement
+from sppo_hf.attention.backends.base import AttentionOutput, AttentionSpec, Backend, Gradients
 
 
 class FakeClock:
@@ -39,7 +39,7 @@ class Racer(Backend):
         self.forwards = 0
         self.seen: list[tuple[tuple[int, ...], int, int | None, float | None]] = []
 
-    def reason_unsupported(self, requirement: Requirement) -> str | None:
+    def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         return None
 
     def forward(self, q_BNCH, k_BKTH, v_BKTH, *, band, scale, softcap=None):  # type: ignore[no-untyped-def]
@@ -48,7 +48,7 @@ class Racer(Backend):
         self.clock.now += (self.first_seconds if warming else self.seconds) / 4
         self.forwards += 1
         self.seen.append((tuple(k_BKTH.shape), band.q_start, band.window, softcap))
-        return Attended(torch.empty_like(q_BNCH), torch.empty(q_BNCH.shape[:3]))
+        return AttentionOutput(torch.empty_like(q_BNCH), torch.empty(q_BNCH.shape[:3]))
 
     def backward(self, dout, q, k, v, out, lse, *, band, scale, softcap=None):  # type: ignore[no-untyped-def]
         self.clock.now += self.seconds * 3 / 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sppo_hf.attention.backends.aten_flash import AtenFlash
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import AttentionSpec
 from tests.attention.backends.cases import CASES, check
 from tests.attention.backends.fake_kernels import FakeAten
 
@@ -39,5 +39,5 @@ def test_says_what_it_cannot(changes, reason):
         "qk_head_size": 128,
         "v_head_size": 128,
     }
-    found = AtenFlash(aten=FakeAten()).reason_unsupported(Requirement(**settings | changes))
+    found = AtenFlash(aten=FakeAten()).reason_unsupported(AttentionSpec(**settings | changes))
     assert found is None if reason is None else reason in found

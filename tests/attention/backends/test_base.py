@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given
 
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import AttentionSpec
 from tests.attention.backends.cases import bands
 from tests.attention.oracle import visible
 
@@ -34,7 +34,7 @@ def test_trim_drops_a_window_that_hides_nothing(case):
 
 
 def test_requirement_says_itself_in_words():
-    requirement = Requirement(
+    requirement = AttentionSpec(
         device_type="cuda",
         dtype=torch.bfloat16,
         qk_head_size=192,

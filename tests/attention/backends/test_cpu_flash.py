@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from tests.attention.backends.cases import CASES, bands, check
 from tests.attention.oracle import make_problem, solve, visible
@@ -112,5 +112,5 @@ def test_strides_without_dense_heads():
 )
 def test_says_what_it_cannot(changes, reason):
     settings = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 64, "v_head_size": 64}
-    found = CPUFlash().reason_unsupported(Requirement(**settings | changes))
+    found = CPUFlash().reason_unsupported(AttentionSpec(**settings | changes))
     assert found is None if reason is None else reason in found

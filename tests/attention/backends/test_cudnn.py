@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.cudnn import CuDNN
 from tests.attention.backends.cases import CASES, check, deterministic
 from tests.attention.backends.fake_kernels import FakeAten
@@ -97,12 +97,14 @@ def test_says_what_it_cannot(changes, reason):
         "qk_head_size": 128,
         "v_head_size": 128,
     }
-    found = CuDNN(aten=FakeAten()).reason_unsupported(Requirement(**settings | changes))
+    found = CuDNN(aten=FakeAten()).reason_unsupported(AttentionSpec(**settings | changes))
     assert found is None if reason is None else reason in found
 
 
 def test_it_is_not_deterministic():
-    asked = Requirement(device_type="cuda", dtype=torch.bfloat16, qk_head_size=128, v_head_size=128)
+    asked = AttentionSpec(
+        device_type="cuda", dtype=torch.bfloat16, qk_head_size=128, v_head_size=128
+    )
     with deterministic("warn"):
         assert CuDNN().reason_unsupported(asked) is None
     with deterministic("error"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sppo_hf.attention.backends.aten_flash import AtenFlash
-from sppo_hf.attention.backends.base import Documents, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, Documents
 from sppo_hf.attention.backends.flash_attn import (
     FlashAttention2,
     FlashAttention3,
@@ -61,7 +61,7 @@ def test_one_call_equals_the_oracle(backend, documents, window):
 
 def requirement(**changes):
     sizes = {"qk_head_size": 16, "v_head_size": 16, "window": True, "gqa_ratio": 2}
-    return Requirement(device_type="cpu", dtype=torch.float32, **sizes | changes)
+    return AttentionSpec(device_type="cpu", dtype=torch.float32, **sizes | changes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.efficient import Efficient
 from tests.attention.backends.cases import CASES, check
 from tests.attention.backends.fake_kernels import FakeAten
@@ -43,5 +43,5 @@ def test_says_what_it_cannot(changes, reason):
         "qk_head_size": 128,
         "v_head_size": 128,
     }
-    found = Efficient(aten=FakeAten()).reason_unsupported(Requirement(**settings | changes))
+    found = Efficient(aten=FakeAten()).reason_unsupported(AttentionSpec(**settings | changes))
     assert found is None if reason is None else reason in found

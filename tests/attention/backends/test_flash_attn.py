@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.flash_attn import (
     FlashAttention2,
     FlashAttention3,
@@ -51,13 +51,13 @@ def test_a_release_that_lacks_what_is_used_says_so():
 @pytest.mark.parametrize("backend", [FlashAttention2, FlashAttention3, FlashAttention4])
 def test_says_what_it_cannot(backend, monkeypatch):
     settings = {"qk_head_size": 64, "v_head_size": 64, "softcap": True}
-    good = Requirement(device_type="cuda", dtype=torch.float16, **settings)
+    good = AttentionSpec(device_type="cuda", dtype=torch.float16, **settings)
     monkeypatch.setattr(
         "sppo_hf.attention.backends.flash_attn._is_installed", lambda module_name: False
     )
     assert "is not installed (package flash-attn" in backend().reason_unsupported(good)
     assert backend(interface=FakeFlash2).reason_unsupported(good) is None
-    wide = Requirement(device_type="cuda", dtype=torch.float32, **settings)
+    wide = AttentionSpec(device_type="cuda", dtype=torch.float32, **settings)
     assert "float32" in backend().reason_unsupported(wide)
-    cpu = Requirement(device_type="cpu", dtype=torch.float16, **settings)
+    cpu = AttentionSpec(device_type="cpu", dtype=torch.float16, **settings)
     assert "CUDA" in backend().reason_unsupported(cpu)

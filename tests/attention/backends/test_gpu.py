@@ -7,7 +7,7 @@ GPU. Sinks are not a backend's affair: see `tests/attention/test_gpu.py`.
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.select import AUTO_ORDER, BACKENDS, _race_on, select_backend
 from sppo_hf.errors import ConfigError
@@ -28,7 +28,7 @@ DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 def check(name, device, dtype, *, sizes, heads, kv_heads, softcap, window, shapes=SHAPES):
     """Forward and backward of the named backend; skips what it says it cannot do."""
-    requirement = Requirement(
+    requirement = AttentionSpec(
         device_type=device,
         dtype=dtype,
         qk_head_size=sizes[0],
@@ -107,7 +107,7 @@ def test_auto_takes_a_fused_kernel_and_says_how_fast_it_is(dtype, features, monk
     square = torch.ones(1, 8, 8, dtype=torch.float64, device="cuda")
     torch.bmm(square, square)
     torch.cuda.synchronize()
-    requirement = Requirement(
+    requirement = AttentionSpec(
         device_type="cuda", dtype=dtype, qk_head_size=128, v_head_size=128, **features
     )
     torch.cuda.empty_cache()

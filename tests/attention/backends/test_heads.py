@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import Attended, Gradients
+from sppo_hf.attention.backends.base import AttentionOutput, Gradients
 from sppo_hf.attention.backends.heads import (
     KernelNeeds,
     adapted_backward,
@@ -42,7 +42,7 @@ def test_adapted_kernel_matches_oracle(needs, v_head_size, unmasked):
         return seen if q.shape[2] == 6 else torch.ones(q.shape[2], 6, dtype=torch.bool)
 
     def forward(q, k, v):
-        return Attended(*_attend(q, k, v, look(q, k, v), 0.3))
+        return AttentionOutput(*_attend(q, k, v, look(q, k, v), 0.3))
 
     def backward(dout, q, k, v, attended):
         return Gradients(*_attend_backward(dout, q, k, v, *attended, look(q, k, v), 0.3))
@@ -59,7 +59,7 @@ def test_keys_are_not_repeated_where_nothing_is_masked():
 
     def forward(q, k, v):
         heads.append((q.shape[1], k.shape[1]))
-        return Attended(*_attend(q, k, v, torch.ones(q.shape[2], 6, dtype=torch.bool), 0.3))
+        return AttentionOutput(*_attend(q, k, v, torch.ones(q.shape[2], 6, dtype=torch.bool), 0.3))
 
     needs = KernelNeeds(grouped_heads=False)
     adapted_forward(forward, q, k, v, needs=needs, unmasked=True)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.reference import Reference
 from tests.attention.backends.cases import CASES, bands, check, run
 from tests.attention.oracle import make_problem
@@ -57,5 +57,5 @@ def test_scores_never_exceed_the_tile():
 
 
 def test_supports_floats_only():
-    requirement = Requirement(device_type="cpu", dtype=torch.int32, qk_head_size=8, v_head_size=8)
+    requirement = AttentionSpec(device_type="cpu", dtype=torch.int32, qk_head_size=8, v_head_size=8)
     assert "floating" in Reference().reason_unsupported(requirement)

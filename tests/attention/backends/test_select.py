@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sppo_hf.attention.backends import select
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.errors import ConfigError
 from tests.attention.backends.cases import deterministic
@@ -14,7 +14,7 @@ from tests.attention.backends.cases import deterministic
 
 def requirement(**changes):
     settings = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 64, "v_head_size": 64}
-    return Requirement(**settings | changes)
+    return AttentionSpec(**settings | changes)
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from sppo_hf.attention.backends import select
-from sppo_hf.attention.backends.base import Requirement
-from sppo_hf.attention.backends.race import race
+from sppo_hf.attention.backends.autotune import Workload, autotune
+from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
-from sppo_hf.attention.backends.workload import Workload
 from sppo_hf.errors import ConfigError
 from tests.attention.backends.cases import deterministic
 from tests.attention.backends.racers import FakeClock, Racer, raising
@@ -19,7 +18,7 @@ CPU_FLOAT32 = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 64,
 
 
 def requirement(**changes):
-    return Requirement(**CPU_FLOAT32 | changes)
+    return AttentionSpec(**CPU_FLOAT32 | changes)
 
 
 class Track:
@@ -36,17 +35,17 @@ class Track:
         for name, racer in self.racers.items():
             monkeypatch.setitem(select.BACKENDS, name, (lambda racer=racer: racer,))
         monkeypatch.setitem(select.AUTO_ORDER, "cpu", tuple(self.racers))
-        monkeypatch.setattr(select, "RACED_DEVICE_TYPES", {"cpu"})
+        monkeypatch.setattr(select, "AUTOTUNED_DEVICE_TYPES", {"cpu"})
         monkeypatch.setattr(select, "VERIFIED_DEVICE_TYPES", {"cpu"})
         monkeypatch.setattr(
             select, "find_mismatch", lambda backend, *_: self.mismatches.get(backend.name)
         )
-        monkeypatch.setattr(select, "race", self.run)
+        monkeypatch.setattr(select, "autotune", self.run)
 
     def run(self, backends, asked, device):
         self.races.append([backend.name for backend in backends])
         load = Workload(requirement=asked, query_heads=4, chunk_tokens=8, prefix_tokens=16)
-        return race(backends, asked, device, load=load, clock=self.clock)
+        return autotune(backends, asked, device, load=load, clock=self.clock)
 
     def forget(self):
         """As if another process began."""
@@ -152,16 +151,16 @@ def test_a_race_that_ran_out_of_memory_is_run_again_by_the_next_process(track):
 
 def test_another_process_was_first(track, monkeypatch):
     """Two ranks race at once; both take what the first of them published."""
-    publish = select.publish_race
+    publish = select.publish_autotune
 
     def second(path, result):
         with monkeypatch.context() as other:
-            other.setattr(select, "publish_race", publish)
+            other.setattr(select, "publish_autotune", publish)
             track.racers["a"].seconds, track.racers["b"].seconds = 0.001, 0.01
             select._race_on.__wrapped__(requirement(), "cpu", 0)
         return publish(path, result)
 
-    monkeypatch.setattr(select, "publish_race", second)
+    monkeypatch.setattr(select, "publish_autotune", second)
     assert taken() == "a"
     assert len(track.races) == 2
 
@@ -195,8 +194,8 @@ def test_a_name_is_never_timed(track):
 
 
 def test_on_a_cpu_nothing_races():
-    assert "cpu" not in select.RACED_DEVICE_TYPES
-    assert "cuda" in select.RACED_DEVICE_TYPES
+    assert "cpu" not in select.AUTOTUNED_DEVICE_TYPES
+    assert "cuda" in select.AUTOTUNED_DEVICE_TYPES
 
 
 def test_the_caller_is_left_as_it_was(track):

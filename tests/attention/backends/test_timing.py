@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sppo_hf.attention.backends.timing import device_seconds, run_apart
+from sppo_hf.attention.backends.autotune import device_seconds, run_apart
 from tests.attention.backends.racers import FakeClock
 
 CPU = torch.device("cpu")

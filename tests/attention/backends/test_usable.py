@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sppo_hf.attention.backends import select
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import AttentionSpec
 from tests.attention.backends.usable import known_gap, usable_backend
 
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -12,7 +12,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 def requirement(device="cuda", head_size=128, **changes):
     sizes = {"qk_head_size": head_size, "v_head_size": head_size}
-    return Requirement(device_type=device, dtype=torch.bfloat16, **sizes, **changes)
+    return AttentionSpec(device_type=device, dtype=torch.bfloat16, **sizes, **changes)
 
 
 @pytest.fixture

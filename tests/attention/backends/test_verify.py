@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sppo_hf.attention.backends.aten_flash import AtenFlash
-from sppo_hf.attention.backends.base import Requirement
+from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.cudnn import CuDNN
 from sppo_hf.attention.backends.efficient import Efficient
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def requirement(**changes):
     settings = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 16, "v_head_size": 16}
-    return Requirement(**settings | changes)
+    return AttentionSpec(**settings | changes)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import CausalBand, Requirement
+from sppo_hf.attention.backends.autotune import Workload, short
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.backends.workload import Workload, short
 from tests.attention.oracle import Answer, Problem, assert_equal, solve, visible
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def _load(chunk, prefix, *, window=None, heads=4, **needs):
     settings = {"device_type": "cpu", "dtype": torch.float64, "qk_head_size": 8, "v_head_size": 6}
-    requirement = Requirement(**settings | {"gqa_ratio": 2} | needs, window=window is not None)
+    requirement = AttentionSpec(**settings | {"gqa_ratio": 2} | needs, window=window is not None)
     return Workload(
         requirement=requirement,
         query_heads=heads,

@@ -7,11 +7,11 @@ results, or raised. Only what a card or a release lacks, and its backend cannot 
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import Backend, Requirement
+from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.backends.select import BACKENDS, find_backend, select_backend
 
 
-def usable_backend(name: str, requirement: Requirement) -> Backend:
+def usable_backend(name: str, requirement: AttentionSpec) -> Backend:
     """The backend; "auto" is one too.
 
     Raises:
@@ -37,7 +37,7 @@ def usable_backend(name: str, requirement: Requirement) -> Backend:
 
 
 def known_gap(
-    name: str, requirement: Requirement, capability: tuple[int, int], cudnn_version: int
+    name: str, requirement: AttentionSpec, capability: tuple[int, int], cudnn_version: int
 ) -> str | None:
     """Why the backend may raise here although it says that it can; None if there is no reason.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo_hf.cli.benchmark.extrapolation import (
+from sppo_hf.cli.benchmark.driver import (
     extrapolate,
     extrapolate_length,
     uniform_layers,

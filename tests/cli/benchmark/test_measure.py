@@ -14,15 +14,14 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from sppo_hf.cli.benchmark.contenders import BASES, OURS, TODAY
-from sppo_hf.cli.benchmark.measure import Measurement, _limit_memory
-from sppo_hf.cli.benchmark.meters import UnitClock, host_peak_bytes
+from sppo_hf.cli.benchmark.measure import Measurement, UnitClock, _limit_memory, host_peak_bytes
 from sppo_hf.cli.benchmark.results import Numbers
 from sppo_hf.cli.benchmark.trace_summary import summarise
-from sppo_hf.model.trace import trace_config
+from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.flops import step_flops
 from sppo_hf.planning.model_profile import Training
-from sppo_hf.planning.shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape
 from tests.cli.benchmark.made_rows import JOB
 from tests.cli.benchmark.tiny import tiny_job
 

@@ -118,7 +118,7 @@ def made_row(**changes: Any) -> dict[str, Any]:
         **{"tokens_per_second": 9.0, "never_idle": 10.0, "never_idle_recomputing": 8.0, "rows": 12},
         **{"mfu": 0.4, "idle": 0.1, "device_bytes": 2**30, "host_bytes": 10**12, "lacks": 0},
         **{"stages": 4, "virtual": 2, "replicas": 8, "num_chunks": 32, "partition": "even"},
-        **{"schedule": "interleaved_seq1f1b", "saved": "skeleton", "offload": "full"},
+        **{"schedule": "interleaved_seq1f1b", "saved": "inputs", "offload": "full"},
         **{"kv_tier": "host", "ingredient": "+ x", "sp": 1, "sharded": False},
         **{"again": 0.0, "exchange": 0.0, "published": None},
     }

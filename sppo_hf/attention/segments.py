@@ -1,0 +1,142 @@
+"""Which keys a chunk's queries see, as a list of plain causal problems.
+
+A chunk of a padded or packed batch is cut into *pieces*: a run of queries of some rows that
+attends to one run of keys, causally. Block-diagonal masks (packed documents) and key padding
+then need no mask tensor and no special kernel: every backend that can do causal attention can
+do them, exactly. This module is integers only; it knows nothing of tensors and kernels.
+
+Padding in front of a row is a document of its own. Not covered: masks that are not causal, holes in
+the padding mask. The batch layout (`sppo_hf.engine.batch_layout`) refuses those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSegment:
+    """Queries `[q_start, q_end)` of `row` attend causally to keys `[k_start, k_end)`.
+
+    Positions are indices into the whole sequence. `k_end <= q_end`; it is smaller than `q_start`
+    only for padded queries, which see every real key of their row.
+    """
+
+    row: int | None
+    """Row of the batch, or None for all rows at once."""
+    q_start: int
+    q_end: int
+    k_start: int
+    k_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpans:
+    """The documents of one row: consecutive `[start, end)` spans that cover `[0, total)`.
+
+    With padding there is one document `[0, length)` and the padded tail sees the keys of it.
+    """
+
+    documents: tuple[tuple[int, int], ...]
+    valid_tokens: int
+    """Keys at and after this index are padding that no query may see."""
+
+
+def chunk_pieces(
+    start: int,
+    end: int,
+    rows: tuple[RowSpans, ...] | None,
+    *,
+    window: int | None,
+    local: int | None = None,
+) -> tuple[AttentionSegment, ...]:
+    """Cut chunk `[start, end)` into pieces.
+
+    Args:
+        start: First token of the chunk.
+        end: One past its last token.
+        rows: The spans of every row, or None when every row is one document without padding.
+        window: Sliding window in tokens (a query sees itself and `window - 1` earlier keys).
+        local: Tokens of a block (Llama 4's chunked attention): a query sees the keys of its own
+            block, counted from the start of its document.
+
+    Returns:
+        Pieces in order of row and query. Queries that see no key at all (a row without real
+        tokens, padding further than a window behind the last real token) are in no piece.
+    """
+    if rows is None:
+        return tuple(
+            AttentionSegment(None, q_start, q_end, _first_key(first, q_start, window), q_end)
+            for first, q_start, q_end in _own_blocks(0, start, end, local)
+        )
+    same = all(spans == rows[0] for spans in rows)
+    pieces: list[AttentionSegment] = []
+    for row, spans in enumerate(rows[:1] if same else rows):
+        pieces += _row_pieces(None if same else row, spans, start, end, window, local)
+    return tuple(pieces)
+
+
+def side_by_side(pieces: Iterable[AttentionSegment]) -> Iterator[tuple[AttentionSegment, ...]]:
+    """Group the pieces that a kernel for documents of any length can do in one call.
+
+    Yields:
+        Runs of pieces of one row whose queries and whose keys follow each other, and each of which
+        ends at its last query's own key. Any other piece is a run of its own.
+    """
+    run: list[AttentionSegment] = []
+    for piece in pieces:
+        if run and not _follows(run[-1], piece):
+            yield tuple(run)
+            run = []
+        run.append(piece)
+    if run:
+        yield tuple(run)
+
+
+def _follows(one: AttentionSegment, other: AttentionSegment) -> bool:
+    ends_alike = one.q_end == one.k_end and other.q_end == other.k_end
+    adjacent = one.q_end == other.q_start and one.k_end == other.k_start
+    return one.row == other.row and ends_alike and adjacent
+
+
+def _row_pieces(
+    row: int | None,
+    spans: RowSpans,
+    start: int,
+    end: int,
+    window: int | None,
+    local: int | None,
+) -> list[AttentionSegment]:
+    pieces: list[AttentionSegment] = []
+    for document_start, document_end in spans.documents:
+        begin = max(start, document_start)
+        stop = min(end, document_end, max(spans.valid_tokens, document_start))
+        for first, q_start, q_end in _own_blocks(document_start, begin, stop, local):
+            first_key = _first_key(first, q_start, window)
+            pieces.append(AttentionSegment(row, q_start, q_end, first_key, q_end))
+    pad_start = max(start, spans.valid_tokens)
+    document_start = max(s for s, _ in spans.documents if s <= spans.valid_tokens)
+    for first, q_start, q_end in _own_blocks(document_start, pad_start, end, local):
+        first_key = _first_key(first, q_start, window)
+        if first_key < spans.valid_tokens:
+            pieces.append(AttentionSegment(row, q_start, q_end, first_key, spans.valid_tokens))
+    return pieces
+
+
+def _own_blocks(
+    document_start: int, start: int, end: int, local: int | None
+) -> Iterator[tuple[int, int, int]]:
+    """Runs of queries `[start, end)` that may see the same first key: (that key, start, end)."""
+    while start < end:
+        if local is None:
+            yield document_start, start, end
+            return
+        first = start - (start - document_start) % local
+        stop = min(end, first + local)
+        yield first, start, stop
+        start = stop
+
+
+def _first_key(first: int, q_start: int, window: int | None) -> int:
+    return first if window is None else max(first, q_start - window + 1)

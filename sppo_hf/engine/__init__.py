@@ -1,0 +1,1 @@
+"""Conversion, the chunk loop, layer hooks, recomputation, loss; one rank, no Accelerate."""

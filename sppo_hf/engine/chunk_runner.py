@@ -1,0 +1,957 @@
+"""One forward call in chunks: what lives between its first chunk and its last backward.
+
+By chunk, a `ChunkRunner` runs the untouched base model on each slice of tokens; by layer, once on
+all of them, and each decoder layer's hooks run the layer's forward on each slice. Either way the
+hooks call `before_layer` and `after_layer`, which open and close a frame for each (layer, chunk);
+in between, attention finds the running (layer, chunk) and its keys, and the frame decides what
+becomes of the tensors that autograd saves.
+
+[Note: the reverse walk] Nothing here runs backward. The chunks' graphs hang together through the
+links of `sppo_hf.attention.chunk_attention`, so a plain `loss.backward()` walks them from the last
+chunk to the first, and the frames bring back or recompute what they need when autograd asks for it.
+
+[Note: what a frame must not hold] A link has a grad_fn, whose saved tensors hold frames. Frames
+live inside the autograd graph, where Python's garbage collector cannot see circles; a frame that
+held a link would never be freed. So a frame's copy of its `LayerCall` has none, and frames never
+see a `ChunkRunner`. The same is true of states, which a frame holds detached.
+
+[Note: states of recurrent layers] What a layer's mixers leave behind a chunk goes into the next
+chunk with its graph (see `recurrent_state`), so gradients come back as autograd walks from chunk to
+chunk. Where each chunk's backward is run by itself, a chunk's states begin a graph of their own,
+and their gradients wait for the backward of the chunk that left them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sppo_hf.attention.kv_cache import KVStore, LayerKV
+from sppo_hf.attention.segments import RowSpans
+from sppo_hf.attention.streamed_kv import KVStream
+from sppo_hf.engine.action_log import ActionLog
+from sppo_hf.engine.attend import (
+    ChooseBackend,
+    KeyOwners,
+    LayerCall,
+    attention_taken_over,
+    begin_layer,
+    end_layer,
+    running_states,
+)
+from sppo_hf.engine.by_layer import (
+    EXAMPLE_TOKENS,
+    NORM,
+    CutCall,
+    Example,
+    NotByLayer,
+    Pieces,
+    PrefixLength,
+    layer_examples,
+    put_next_to_forward,
+)
+from sppo_hf.engine.cpu_heap import CpuChunkArena, return_free_heap
+from sppo_hf.engine.kv_offload import EngineTransfer, kv_stream
+from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.recurrent_state import (
+    LayerStates,
+    Spans,
+    StateCache,
+    States,
+    documents_apart,
+    documents_in,
+)
+from sppo_hf.engine.sequence_group import SequenceGroup, part_of
+from sppo_hf.engine.stage_input import StateEnd, enter
+from sppo_hf.engine.step_timer import StepTimer
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.versions import ReadTensors
+from sppo_hf.errors import SPPOError, UnsupportedModelError
+from sppo_hf.offload.casts import WeightCasts
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
+from sppo_hf.offload.layer_offload import LayerOffload
+from sppo_hf.offload.weights import HostWeights
+from sppo_hf.planning.activation_modes import AWAY_TIERS, AwayTier, FrameMode
+from sppo_hf.planning.decisions import KVMode
+from sppo_hf.planning.plan import Plan
+from sppo_hf.schedule.actions import Action, Kind
+
+# B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
+
+Frame = RecomputedLayer | LayerOffload
+
+_Apart = contextlib.AbstractContextManager[object]
+
+AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
+"""Makes a context in which layers run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    """The inputs of a forward call, ready to be cut along the tokens."""
+
+    tokens: dict[str, Tensor]
+    """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and whatever else has a token dim."""
+    position_ids: Tensor
+    """`[B or 1, T]`, or `[A, B or 1, T]` where they have A axes (text, time, height, width)."""
+    constants: dict[str, Any]
+    """Keyword arguments that are the same for every chunk."""
+
+    def rows(self, start: int, end: int) -> ChunkInputs:
+        """The same for batch rows `[start, end)`."""
+        positions = self.position_ids
+        return ChunkInputs(
+            {name: x[start:end] for name, x in self.tokens.items()},
+            positions if positions.shape[-2] == 1 else positions[..., start:end, :],
+            self.constants,
+        )
+
+    def chunk(self, start: int, end: int) -> dict[str, Any]:
+        """Keyword arguments of the base model for tokens `[start, end)`."""
+        tokens = {name: x[:, start:end] for name, x in self.tokens.items()}
+        first = next(iter(tokens.values()))
+        return {
+            **self.constants,
+            **tokens,
+            "position_ids": self.position_ids[..., start:end],
+            # All ones: padding is known to the layout. A mask that is there keeps Transformers from
+            # looking for packed documents in the positions, which would wait for the device.
+            "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
+        }
+
+
+_RECOMPUTED = FrameMode("inputs", "device")
+
+# Layers times tokens of prefix between two times that free heap is given back in backward.
+_TRIM_TOKENS = 8192
+
+
+class ChunkRunner:
+    """The state of one forward call over one group of rows."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        plan: Plan,
+        *,
+        rows: tuple[RowSpans, ...] | None,
+        last_position: Tensor,
+        choose_backend: ChooseBackend,
+        counters: dict[str, int],
+        offload: OffloadEngine,
+        layers: range | None = None,
+        linked: bool = True,
+        around_layers: AroundLayers = contextlib.nullcontext,
+        log: ActionLog | None = None,
+        first_unit: int = 0,
+        weights: HostWeights | None = None,
+        group: SequenceGroup | None = None,
+    ) -> None:
+        """Prepare empty stores for every layer.
+
+        Args:
+            parts: The model.
+            plan: Bounds and modes; its layers are those of `layers`.
+            rows: Documents and padding per row, or None for plain causal rows.
+            last_position: Largest position of the sequence, `[1, 1]`.
+            choose_backend: Picks the attention backend for what a layer asks.
+            counters: Receives counts for tests and logs.
+            offload: Moves frames, and keys and values where they do not stay, away and back.
+            layers: The layers that run here, of all that the model has; None for all.
+            linked: Whether autograd itself walks from chunk to chunk. If not, the caller runs each
+                chunk's backward by itself, in reverse.
+            around_layers: Is entered around every forward of layers, the first and the second.
+            log: Is told what each layer does; None where nobody asks, or whole units are noted.
+            first_unit: How the log counts this sequence's first chunk.
+            weights: What rests on the host and comes for each layer; None where nothing does.
+            group: The ranks that share every chunk; None where this one has all tokens.
+        """
+        self._parts = parts
+        self._plan = plan
+        self._rows = rows
+        self._choose_backend = choose_backend
+        self._counters = counters
+        self._offload = offload
+        # Without links the caller says when the frames of a chunk are to come.
+        away = any(mode.offload for row in plan.layer_modes for mode in row)
+        away = plan.training and (away or any(mode in AWAY_TIERS for mode in plan.kv_modes))
+        self._stream = kv_stream(
+            plan, offload, rows=rows, max_pending_d2h_bytes=plan.max_pending_d2h_bytes
+        )
+        self._log = None if log is None else _LayerLog(log, plan, self._stream, first_unit)
+        self._prefetch_order = offload.new_prefetch_order(
+            max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
+            asked=plan.program().lowest_asked if away and linked else [],
+            # Not a method of ours: see [Note: what a frame must not hold].
+            on_prefetch=None if self._log is None else self._log.prefetched,
+        )
+        self._layers = range(len(parts.layers)) if layers is None else layers
+        self._linked = linked
+        self._around_layers = around_layers
+        self._weights = weights
+        self._group = group
+        attending = parts.attending_layers()
+        self._stores: list[KVStore | None] = [
+            self._new_store() if layer in attending else None for layer in self._layers
+        ]
+        self._cache: StateCache | None = None
+        if any(parts.has_state(layer) for layer in self._layers):
+            self._cache = StateCache(len(parts.layers), running_states)
+        self._states: list[States] = [{} for _ in self._layers]
+        self._state_ends: dict[int, list[StateEnd]] = {}
+        self._links: list[Tensor | None] = [None] * len(self._layers)
+        self._open: list[tuple[LayerCall, LayerCall | None, Frame | None, _Apart]] = []
+        self._norm: RecomputedLayer | None = None
+        self._reads: dict[nn.Module, ReadTensors] = {}
+        self._watch: StepTimer | None = None
+        self._chunks = range(0)  # those of the running call of the base model
+        self._chunk = 0
+        self._examples: dict[int, Example] = {}
+        self._cut: CutCall | None = None
+        self._layer_frames: dict[int, weakref.ref[RecomputedLayer]] = {}
+        self._owners = KeyOwners()
+        self._arena = CpuChunkArena(len(self._layers))
+        self.last_position = last_position
+
+    def _new_store(self) -> KVStore:
+        return LayerKV(self._plan.bounds) if self._stream is None else self._stream.add_layer()
+
+    def run(
+        self, slices: ChunkInputs, *, stop_token: int, watch: StepTimer
+    ) -> Iterator[tuple[int, Any]]:
+        """Run the base model over the chunks; yields (chunk, the base model's output).
+
+        Args:
+            slices: Inputs.
+            stop_token: Chunks that start at or after this token are left out (only padding).
+            watch: Is told of each unit before it runs.
+
+        Raises:
+            NotByLayer: The plan goes layer by layer, and the model cannot be run so.
+        """
+        self._watch = watch
+        chunks = range(sum(start < stop_token for start, _ in self._plan.bounds))
+        if self._plan.order == "by_layer":
+            made = self._run_by_layer(slices, chunks)
+        else:
+            made = self._run_by_chunk(slices, chunks, watch)
+        for chunk, output in made:
+            yield chunk, output
+            del output
+            if self._log is not None:
+                self._log.end_head()  # the loss is done when the next chunk is asked for
+        self.end_forward()
+
+    def part(self, chunk: int) -> tuple[int, int]:
+        """The tokens of a chunk that are this rank's: all, or its part of them."""
+        start, end = self._plan.bounds[chunk]
+        if self._group is None:
+            return start, end
+        return part_of(start, end, self._group.rank, self._group.size)
+
+    def run_tokens(self, chunk: int) -> tuple[int, int]:
+        """`part`, or one token where it has none; see [Note: a rank without tokens]."""
+        start, end = self.part(chunk)
+        return start, max(start + 1, end)
+
+    def _run_by_chunk(
+        self, slices: ChunkInputs, chunks: range, watch: StepTimer
+    ) -> Iterator[tuple[int, Any]]:
+        for chunk in chunks:
+            watch.forward_unit(chunk)
+            yield chunk, self.run_chunk(chunk, slices.chunk(*self.run_tokens(chunk)))
+
+    def _run_by_layer(self, slices: ChunkInputs, chunks: range) -> Iterator[tuple[int, Any]]:
+        assert self._group is None, "ranks that share a sequence go chunk by chunk"
+        bounds = self._plan.bounds[: chunks.stop]
+        for module in (*self._parts.layers, self._parts.final_norm()):
+            if module is not None:
+                put_next_to_forward(module)
+        if len(chunks) > 1:
+            few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
+            inputs = slices.chunk(0, few)
+            self._examples = layer_examples(
+                self._parts, lambda: self._run_base(inputs, range(1), few)
+            )
+        output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
+        output_class, hidden = type(output), Pieces(output.last_hidden_state, dim=1)
+        # Of each layer with a router, those of all chunks.
+        router_logits = output.get("router_logits")
+        del output
+        for chunk, (start, end) in enumerate(bounds):
+            part = output_class(last_hidden_state=hidden.take(start, end))
+            if router_logits is not None:
+                part["router_logits"] = tuple(router_logits[chunk :: len(chunks)])
+            if self._log is not None:
+                self._log.begin_head(chunk)
+            yield chunk, part
+
+    def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
+        """Run the base model over one chunk; chunks come in order.
+
+        Args:
+            chunk: Index of the chunk.
+            inputs: Keyword arguments of the base model, as `ChunkInputs.chunk` makes them of
+                `run_tokens`.
+
+        Returns:
+            The base model's output.
+        """
+        return self._run_base(inputs, range(chunk, chunk + 1), self._plan.bounds[chunk][1])
+
+    def _run_base(self, inputs: dict[str, Any], chunks: range, end: int) -> Any:
+        """Run the base model once over the tokens of `chunks`, the last of which is at `end`."""
+        self._chunks = chunks
+        self._chunk = chunks.start
+        self._arena = CpuChunkArena(len(self._layers))
+        self._owners = KeyOwners()
+        start = self._plan.bounds[chunks.start][0]
+        if getattr(self._parts.text_config, "attn_temperature_tuning", False):
+            inputs = {**inputs, "past_key_values": PrefixLength(self.part(chunks.start)[0])}
+        try:
+            with attention_taken_over(self._parts.configs), self._around_layers():
+                inputs = self._with_cache(inputs, start, end)
+                output = self._parts.base(**inputs, return_dict=True)
+        finally:
+            # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
+            while self._open:
+                self._close_layer(self._open[-1][0].layer, failed=True)
+            self._close_norm(failed=True)
+            self._cut = None
+        if self._plan.device.kind == "cpu":
+            return_free_heap()  # the head's logits come next
+        return output
+
+    def _with_cache(self, inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+        """The base model's arguments, with the states' cache where it has any."""
+        if self._cache is None:
+            return {**inputs, "use_cache": False}
+        names = self._parts.base_arguments()
+        if "position_ids" not in names:
+            inputs.pop("position_ids")
+        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], start, end)
+        argument = "cache_params" if "cache_params" in names else "past_key_values"
+        return {**inputs, argument: self._cache, "use_cache": True}
+
+    def _padding_mask(self, ones_BC: Tensor, start: int, end: int) -> Tensor:
+        """Real tokens among `[start, end)`; mixers take padding for zeros.
+
+        Models ask whether it is all ones, which waits for the device unless it is on the host. Only
+        where padding's own outputs count is it in the batch's rows at all.
+        """
+        mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool)
+        for row, spans in enumerate(self._rows or ()):
+            mask_BC[row, max(0, spans.valid_tokens - start) :] = False
+        padded = self._rows is not None and any(row.valid_tokens < end for row in self._rows)
+        return mask_BC.to(ones_BC.device) if padded else mask_BC
+
+    def state_ends(self, chunk: int) -> list[StateEnd]:
+        """Where the backward of `chunk` starts besides its output, if chunks are not linked."""
+        return self._state_ends.pop(chunk, [])
+
+    def end_forward(self) -> None:
+        """No chunk comes any more."""
+        self._states = [{} for _ in self._layers]
+        if self._stream is not None:
+            self._stream.end_forward()
+
+    def start_backward(self) -> None:
+        """Bring back what backward needs first: little else runs on the device before it."""
+        last = len(self._layers) - 1
+        numbers = [self._number(self._chunk, last)]
+        if self._plan.order == "by_layer":  # the layer's keys and values come first
+            numbers.insert(0, self._number(self._plan.num_chunks, last))
+        self._prefetch_order.start_backward(*numbers)
+
+    def prefetch(self, chunk: int) -> None:
+        """Bring back all frames of a chunk, first needed first."""
+        first = self._number(chunk, 0)
+        self._prefetch_order.prefetch(range(first + len(self._layers) - 1, first - 1, -1))
+
+    def settle(self) -> None:
+        """Let compute wait until few enough bytes are on their way out."""
+        self._offload.close_frame(self._plan.max_pending_d2h_bytes)
+
+    def _number(self, chunk: int, layer: int) -> int:
+        """A frame's number: its place in the order of forward; `layer` counts from the first.
+
+        By layer, `chunk` behind the last one stands for the layer's keys and values.
+        """
+        if self._plan.order == "by_layer":
+            return layer * (self._plan.num_chunks + 1) + chunk
+        return chunk * len(self._layers) + layer
+
+    def before_layer(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
+        if self._weights is not None:
+            self._weights.enter(index)
+        where = f"layer {index} ({type(layer).__name__})"
+        self._layer_frames = {}
+        if len(self._chunks) > 1:
+            if layer._backward_hooks:
+                raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
+            modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
+            stays = all(mode.recompute and mode.tier == "device" for mode in modes)
+            self._arena = CpuChunkArena(len(self._chunks), inputs_stay=stays)
+        self._cut = self._cut_call(args, kwargs, self._examples.get(index), where)
+        return self._open_layer(index, layer, self._chunks.start)
+
+    def _cut_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        example: Example | None,
+        where: str,
+    ) -> CutCall:
+        bounds = self._plan.bounds[self._chunks.start : self._chunks.stop]
+        return CutCall(args, kwargs, bounds=bounds, example=example, where=where)
+
+    def _other_chunks(
+        self,
+        module: nn.Module,
+        output: Any,
+        open_chunk: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+        close_chunk: Callable[[Any], None],
+    ) -> Any:
+        """Close the first chunk of `module`, whose output is `output`, and run the others.
+
+        Returns:
+            The output over all tokens of this call; None where that is `output` itself.
+        """
+        cut, self._cut = self._cut, None
+        close_chunk(output)
+        if len(self._chunks) == 1:
+            return None
+        assert cut is not None, "what runs in chunks was cut"
+        cut.put(0, output)
+        for index in range(1, len(self._chunks)):
+            self._cut = cut
+            args, kwargs = open_chunk(self._chunks[index])
+            self._cut = None
+            output = module.forward(*args, **kwargs)
+            del args, kwargs
+            close_chunk(output)
+            cut.put(index, output)
+        return cut.joined()
+
+    def _open_layer(
+        self, index: int, layer: nn.Module, chunk: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._cut is not None, "a layer that runs was given its arguments"
+        self._chunk = chunk
+        if self._plan.order == "by_layer" and self._watch is not None:
+            self._watch.forward_unit(chunk, index)
+        args, kwargs = self._cut.take(chunk - self._chunks.start)
+        start, end = self._plan.bounds[chunk]
+        call = LayerCall(
+            layer=index,
+            chunk=chunk,
+            start=start,
+            end=end,
+            rows=self._rows,
+            kv=self._stores[index - self._layers.start],
+            choose_backend=self._choose_backend,
+            counters=self._counters,
+            keep=self._arena.keep,
+            states=self._begin_states(index, start, end),
+            owners=self._owners,
+            group=self._group,
+            model_name=self._parts.name,
+        )
+        frame = self._frame(layer, call) if torch.is_grad_enabled() else None
+        if isinstance(frame, RecomputedLayer):
+            call.stash = frame
+            self._layer_frames[chunk] = weakref.ref(frame)
+        call.link = self._links[index - self._layers.start]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._watch_heap(index, end, hidden)
+        if self._log is not None:
+            self._log.begin_layer(self._chunk, index - self._layers.start, hidden)
+        apart = documents_apart(layer, call.states)
+        apart.__enter__()
+        self._open.append((call, begin_layer(call), frame, apart))
+        if isinstance(frame, RecomputedLayer):
+            frame.open(args, kwargs)
+        elif frame is not None:
+            frame.open()
+        return args, kwargs
+
+    def _begin_states(self, index: int, start: int, end: int) -> LayerStates | None:
+        """The states of layer `index` for the running chunk; None in a model without any."""
+        if self._cache is None:
+            return None
+        before = self._states[index - self._layers.start]
+        assert not before or end - start > 1, "see [Note: chunks of one token] in states"
+        if not self._linked:
+            before = {key: self._enter_state(state) for key, state in before.items()}
+        return LayerStates(before, documents_in(self._rows, start, end))
+
+    def _enter_state(self, state: Tensor) -> Tensor:
+        """`state` as the beginning of the running chunk's graph."""
+        if not state.requires_grad:
+            return state
+        given, inlet = enter(state)
+        assert inlet is not None, "what needs a gradient is computed with gradients enabled"
+        self._state_ends.setdefault(self._chunk - 1, []).append(StateEnd.of(state, inlet))
+        return given
+
+    def _watch_heap(self, index: int, end: int, hidden: Tensor) -> None:
+        """On a CPU, let no holes of many layers' temporaries add up (see `return_free_heap`).
+
+        Measured with SmolLM2 at 2,048 tokens: 7.7 MB a layer in backward, 17% of the peak. What a
+        layer leaves grows with its prefix; so that short ones are not slowed down, only every few
+        layers.
+        """
+        if hidden.device.type != "cpu":
+            return
+        if index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
+            return_free_heap()
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _grad: return_free_heap())
+
+    def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Close the frame of layer `index` and the first chunk, and run the layer on the others.
+
+        Args:
+            index: Index of the layer.
+            layer: The layer.
+            output: What its forward returned for the first chunk.
+            failed: Whether it raised.
+
+        Returns:
+            The output over all tokens; None where that is `output` itself.
+        """
+        if failed:
+            self._close_layer(index, failed=True)
+            return None
+
+        def open_chunk(chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._open_layer(index, layer, chunk)
+
+        def close_chunk(output: Any) -> None:
+            self._close_layer(index)
+            if self._plan.order == "by_layer" and self._watch is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._watch.watch_backward(self._chunk, hidden, index)
+
+        joined = self._other_chunks(layer, output, open_chunk, close_chunk)
+        away = self._end_layer(index) if self._plan.order == "by_layer" else None
+        whole = output if joined is None else joined
+        hidden = whole[0] if isinstance(whole, tuple) else whole
+        if away is not None and hidden.requires_grad:
+            # They come back in front of the layer's frames. (The prefetch order alone: see [Note:
+            # what a frame must not hold].)
+            hidden.register_hook(
+                functools.partial(_enter_keys, self._prefetch_order, weakref.ref(away))
+            )
+        return joined
+
+    def _kv_mode(self, layer: int) -> KVMode:
+        modes = self._plan.kv_modes
+        return modes[layer - self._layers.start] if modes else "device"
+
+    def _end_layer(self, index: int) -> _KeysAway | None:
+        """All chunks of layer `index` are done: its keys and values wait as the plan says.
+
+        Returns:
+            Those that were sent away.
+        """
+        position = index - self._layers.start
+        self._links[position] = None
+        self._states[position] = {}
+        store, frames = self._stores[position], self._layer_frames
+        self._layer_frames = {}
+        mode = self._kv_mode(index)
+        if mode == "device" or not isinstance(store, LayerKV):
+            return None
+        if mode == "recompute":
+            # Inputs that are away come back for this, and once more for their own chunk.
+            last = self._plan.num_chunks - 1
+            borrowed = (
+                c for c in store.chunks if c < last and self._plan.mode(position, c).offload
+            )
+            first = next(borrowed, None)
+            for chunk in store.chunks:
+                frame, noted = frames.get(chunk), None
+                if self._log is not None and chunk == first:
+                    noted = functools.partial(self._log.keys_moved, position, back=True)
+                if frame is not None or not torch.is_grad_enabled():
+                    store.put_away(chunk, _KeysAgain(index, chunk, frame, noted))
+        elif torch.is_grad_enabled():
+            away = _KeysAway(
+                self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
+            )
+            for chunk in store.chunks:
+                away.add(chunk, store)
+            self._prefetch_order.record(away, self._number(self._plan.num_chunks, position))
+            if self._log is not None:
+                self._log.keys_moved(position, back=False)
+            return away
+        return None
+
+    def _close_layer(self, index: int, *, failed: bool = False) -> None:
+        if not self._open or self._open[-1][0].layer != index:
+            assert failed, "a layer that ran was opened"
+            return
+        call, before, frame, apart = self._open.pop()
+        end_layer(before)
+        apart.__exit__(None, None, None)
+        if failed:
+            if frame is not None and frame.is_open:
+                frame.cancel()
+            return
+        recorded = len(self._prefetch_order)
+        if frame is not None:
+            frame.close()
+        if self._log is not None:
+            self._log.end_layer(self._chunk, index - self._layers.start, frame)
+        if self._stream is not None and len(self._prefetch_order) == recorded:
+            self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
+        if call.kv is not None and not call.attended:
+            raise UnsupportedModelError(
+                f"{self._parts.name} cannot run chunk by chunk: layer {call.layer} did not attend "
+                "through Transformers' AttentionInterface. Train it without sppo_hf."
+            )
+        if self._linked:
+            self._links[call.layer - self._layers.start] = call.link
+        if call.states is not None:
+            self._states[call.layer - self._layers.start] = call.states.after
+
+    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Open the frame of the final norm and the first chunk; returns that chunk's arguments.
+
+        The frame keeps the norm's input, and nothing else. Norms of 16-bit models work in float32
+        and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
+        weights train.
+        """
+        self._cut = self._cut_call(args, kwargs, self._examples.get(NORM), "the final norm")
+        return self._open_norm(norm, self._chunks.start)
+
+    def _open_norm(self, norm: nn.Module, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._cut is not None, "a norm that runs was given its arguments"
+        self._chunk = chunk
+        args, kwargs = self._cut.take(chunk - self._chunks.start)
+        if self._log is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._log.begin_layer(chunk, len(self._layers), hidden)
+        if torch.is_grad_enabled():
+            self._norm = RecomputedLayer(
+                norm,
+                run_layer=_Again(self._around_layers),
+                prefetch_order=self._prefetch_order,
+                offload=self._offload,
+                keep=lambda _kind, hidden: hidden,
+                mode=_RECOMPUTED,
+                label=f"final norm, chunk {chunk}",
+                reads=self._reads_of(norm),
+            )
+            self._norm.open(args, kwargs)
+        return args, kwargs
+
+    def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Close the frame of the final norm; see `after_layer`."""
+        if failed:
+            self._close_norm(failed=True)
+            return None
+        return self._other_chunks(
+            norm,
+            output,
+            lambda chunk: self._open_norm(norm, chunk),
+            lambda _: self._close_norm(),
+        )
+
+    def _close_norm(self, *, failed: bool = False) -> None:
+        frame, self._norm = self._norm, None
+        if frame is None:
+            return
+        if failed:
+            frame.cancel()
+        else:
+            frame.close()
+
+    def _reads_of(self, module: nn.Module) -> ReadTensors:
+        """What `module` reads in this forward; found once, since modules have many parts."""
+        if module not in self._reads:
+            self._reads[module] = ReadTensors.of_module(module)
+        return self._reads[module]
+
+    def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
+        mode = self._plan.mode(call.layer - self._layers.start, call.chunk)
+        weights, before_use = self._weights, None
+        if weights is not None:
+            before_use = functools.partial(weights.enter, call.layer, backward=True)
+        if mode.recompute:
+            return RecomputedLayer(
+                layer,
+                # Without the arena: a frame would keep slabs of all layers until it is done.
+                run_layer=_Rerun(
+                    dataclasses.replace(call, keep=None, states=None, owners=None),
+                    self._parts.configs,
+                    self._around_layers,
+                    None if call.states is None else call.states.documents,
+                ),
+                # The layer's keys are made again from what this frame is about to let go of.
+                before_recompute=None
+                if self._kv_mode(call.layer) != "recompute" or not isinstance(call.kv, LayerKV)
+                else functools.partial(call.kv.bring_until, call.chunk),
+                states={} if call.states is None else call.states.before,
+                prefetch_order=self._prefetch_order,
+                offload=self._offload,
+                keep=self._arena.keep,
+                mode=mode,
+                label=f"layer {call.layer}, chunk {call.chunk}",
+                reads=self._reads_of(layer),
+                number=self._number(call.chunk, call.layer - self._layers.start),
+                before_use=before_use,
+            )
+        label = f"layer {call.layer}, chunk {call.chunk}"
+        casts = WeightCasts.of(layer, self._plan.device.kind, label)
+        if mode.tier == "device" and casts is None and weights is None:
+            return None  # autograd itself keeps it
+        return LayerOffload(
+            self._offload,
+            self._prefetch_order,
+            is_pinned_parameter=_never_moves,
+            label=label,
+            tier=mode.tier,
+            casts=casts,
+            number=self._number(call.chunk, call.layer - self._layers.start),
+            weights=weights,
+            before_use=before_use,
+        )
+
+
+class _LayerLog:
+    """Tells an action log what the layers of one sequence do; see [Note: the order that is noted].
+
+    Layers count from the first of the sequence; the one behind the last is norm and head.
+    """
+
+    def __init__(
+        self, log: ActionLog, plan: Plan, stream: KVStream | None, first_unit: int
+    ) -> None:
+        self._log = log
+        self._plan = plan
+        self._mover = None if stream is None else cast(EngineTransfer, stream.mover)
+        self._first_unit = first_unit
+        self._moved = (0, 0)
+        self._away: set[tuple[int, int]] = set()
+        """(chunk, layer) of frames that moved."""
+        self._last_chunk = 0
+
+    def begin_layer(self, chunk: int, layer: int, hidden: Tensor) -> None:
+        """Forward enters a layer, whose input is `hidden`; by layer norm and head are apart."""
+        self._last_chunk = max(self._last_chunk, chunk)
+        following = self._after_backward(chunk, layer)
+        if following is not None and hidden.requires_grad:
+            # With the gradient of its input the backward of a layer ends, and that of another
+            # begins.
+            hidden.register_hook(lambda _grad: self._enter_backward(*following))
+        if self._plan.order == "by_chunk" or layer < self._plan.num_layers:
+            self._log.begin(self._action("F", chunk, layer))
+
+    def begin_head(self, chunk: int) -> None:
+        """Where norm and head are apart: the head begins."""
+        self._log.begin(self._action("F", chunk, self._plan.num_layers))
+
+    def _after_backward(self, chunk: int, layer: int) -> tuple[int, int] | None:
+        """(chunk, layer) of the layer whose backward comes next; None where none of a layer's."""
+        if self._plan.order == "by_layer" and chunk > 0:
+            return None if layer == self._plan.num_layers else (chunk - 1, layer)
+        if layer == 0:
+            return None
+        return (self._last_chunk if self._plan.order == "by_layer" else chunk), layer - 1
+
+    def end_layer(self, chunk: int, layer: int, frame: Frame | None) -> None:
+        """Forward has left a layer."""
+        came, left = self._streamed()
+        if came:
+            self._log.note(self._action("K", chunk, layer, 0))
+        self._log.end()
+        moved = frame is not None and any(handle.is_moved for handle in frame.handles())
+        if moved:
+            self._away.add((chunk, layer))
+            self._log.note(self._action("D", chunk, layer))
+            if self._plan.mode(layer, chunk).tier == "disk":
+                self._log.note(self._action("S", chunk, layer))
+        if left:
+            self._log.note(self._action("O", chunk, layer, 0))
+
+    def end_head(self) -> None:
+        """A chunk's loss is done."""
+        self._log.end()
+
+    def prefetched(self, number: int) -> None:
+        """The frame of this number (see `ChunkRunner._number`) is on its way back."""
+        if self._plan.order == "by_chunk":
+            chunk, layer = divmod(number, self._plan.num_layers)
+        else:
+            layer, chunk = divmod(number, self._plan.num_chunks + 1)
+        if chunk == self._plan.num_chunks:
+            self.keys_moved(layer, back=True)
+        elif (chunk, layer) in self._away:
+            if self._plan.mode(layer, chunk).tier == "disk":
+                self._log.note(self._action("L", chunk, layer))
+            self._log.note(self._action("H", chunk, layer))
+
+    def keys_moved(self, layer: int, *, back: bool) -> None:
+        """By layer: all keys and values of a layer are on their way."""
+        copy = self._action("K" if back else "O", self._plan.num_chunks - 1, layer, 0)
+        self._log.note(copy)
+
+    def _enter_backward(self, chunk: int, layer: int) -> None:
+        def ended() -> None:
+            came, left = self._streamed()
+            if came:
+                self._log.note(self._action("K", chunk, layer, 1))
+            self._log.end()
+            if left:
+                self._log.note(self._action("O", chunk, layer, 1))
+
+        self._log.begin(self._action("B", chunk, layer), ended)
+
+    def _streamed(self) -> tuple[bool, bool]:
+        """Whether keys and values came, and whether they or their gradients left, since asked."""
+        if self._mover is None:
+            return False, False
+        (came, left), self._moved = self._moved, (self._mover.fetches, self._mover.sends)
+        return self._moved[0] > came, self._moved[1] > left
+
+    def _action(self, kind: Kind, chunk: int, layer: int, part: int | None = None) -> Action:
+        return Action(kind, 0, self._first_unit + chunk, layer, part)
+
+
+class _Again:
+    """Runs a module without attention again."""
+
+    def __init__(self, around_layers: AroundLayers) -> None:
+        self._around_layers = around_layers
+
+    def __call__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: RecomputedLayer,
+    ) -> None:
+        with self._around_layers():
+            module.forward(*args, **kwargs)
+
+
+class _Rerun:
+    """Runs a layer again with its attention answered from the frame's stash."""
+
+    def __init__(
+        self,
+        call: LayerCall,
+        configs: tuple[Any, ...],
+        around_layers: AroundLayers,
+        documents: tuple[Spans, ...] | None,
+    ) -> None:
+        assert call.link is None, "see [Note: what a frame must not hold]"
+        self._call = call
+        self._documents = documents
+        self._configs = configs
+        self._around_layers = around_layers
+
+    def __call__(
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: RecomputedLayer,
+    ) -> None:
+        # What the mixers write now was written in forward: nobody reads it again.
+        states = LayerStates(frame.states, self._documents)
+        call = dataclasses.replace(
+            self._call, stash=frame, states=states, attended=0, take_keys=frame.take_keys
+        )
+        before = begin_layer(call)
+        try:
+            with (
+                attention_taken_over(self._configs),
+                documents_apart(layer, states),
+                self._around_layers(),
+            ):
+                # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
+                layer.forward(*args, **kwargs)
+        finally:
+            end_layer(before)
+
+
+class _KeysAgain:
+    """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
+
+    def __init__(
+        self,
+        layer: int,
+        chunk: int,
+        frame: weakref.ref[RecomputedLayer] | None,
+        noted: Callable[[], None] | None = None,
+    ) -> None:
+        self._where = f"layer {layer}, chunk {chunk}"
+        self._noted = noted
+        self._frame = frame  # weakly: the graph owns it, and it has the store that has this
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        frame = None if self._frame is None else self._frame()
+        if frame is None:
+            raise SPPOError(
+                f"keys and values of {self._where} were dropped, and what they are made from is "
+                "gone: another layer reads them, or this part of the graph was dropped."
+            )
+        if self._noted is not None:
+            self._noted()
+        return frame.keys_again()
+
+
+class _KeysAway:
+    """Keys and values of one layer on another tier, as one frame of the prefetch order."""
+
+    def __init__(
+        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: AwayTier, label: str
+    ) -> None:
+        self._engine = engine
+        self._prefetch_order = prefetch_order
+        self._tier: AwayTier = tier
+        self._label = label
+        self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
+
+    def add(self, chunk: int, store: LayerKV) -> None:
+        """Send those of `chunk` away."""
+        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._bring, chunk))
+        self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
+
+    def _send(self, x: Tensor) -> OffloadedTensor:
+        return self._engine.start_offload(x, label=self._label, tier=self._tier)
+
+    def handles(self) -> Iterator[OffloadedTensor]:
+        """See `sppo_hf.offload.prefetch_order.Frame`."""
+        for pair in self._handles.values():
+            yield from pair
+
+    def _bring(self, chunk: int) -> tuple[Tensor, Tensor]:
+        self._prefetch_order.on_backward(self)
+        k, v = (self._engine.wait_for(handle) for handle in self._handles[chunk])
+        for handle in self._handles.pop(chunk):
+            self._engine.release(handle)
+        return k, v
+
+
+def _enter_keys(prefetch_order: PrefetchOrder, away: weakref.ref[_KeysAway], _: Tensor) -> None:
+    keys = away()
+    if keys is not None:
+        prefetch_order.on_backward(keys)
+
+
+def _never_moves(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)

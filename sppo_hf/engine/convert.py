@@ -1,0 +1,298 @@
+"""Convert a model in place, and take everything back.
+
+Conversion puts a stand-in for `forward` on the causal language model and pre/post hooks on its
+decoder layers (and on rotary modules that need the sequence's length). Class, parameters, names,
+config and checkpoint stay as they are. Nothing about it is global: other models in the process are
+not touched.
+
+Rotary tables whose frequencies depend on the length of the whole sequence.
+
+"dynamic" and "longrope" choose their frequencies by the largest position they are shown, so a chunk
+shown alone would get the short table. While a sequence runs, hooks on those rotary modules append
+the sequence's last position to every call and cut its row off the result: the module's own code
+then chooses, for every chunk, exactly what it would have chosen for the whole. All other kinds
+(default, linear, yarn, llama3 ...) depend on each position alone and are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.by_layer import NextToForward
+from sppo_hf.engine.engine import Engine
+from sppo_hf.engine.family_guard import check_family
+from sppo_hf.engine.stages import AbsentLayer, staged_model_of
+from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.engine.structure import find_causal_lm, find_parts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+
+LastPosition = Callable[[], Tensor | None]
+
+
+def length_dependent_rotaries(base: nn.Module) -> list[nn.Module]:
+    """Rotary modules of `base` whose table depends on the sequence length."""
+    return [m for m in base.modules() if any(_depends(t) for t in _rope_types(m))]
+
+
+def hook_rotary(module: nn.Module, last_position: LastPosition) -> list[RemovableHandle]:
+    """Make `module` see the last position of the running sequence in every call.
+
+    Args:
+        module: A rotary module, called as `module(x, position_ids, ...)`.
+        last_position: Returns the running sequence's largest position as a `[1, 1]` tensor, or None
+            when no sequence runs; the module is then left alone.
+
+    Returns:
+        The hooks' handles.
+    """
+    return [
+        module.register_forward_pre_hook(partial(_append, last_position), with_kwargs=True),
+        module.register_forward_hook(partial(_cut_output, last_position)),
+    ]
+
+
+def _append(
+    last_position: LastPosition, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    last = last_position()
+    if last is None:
+        return None
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": _with_last(kwargs["position_ids"], last)}
+    if len(args) < 2:
+        raise UnsupportedModelError(
+            "a rotary embedding that depends on the sequence length is called without "
+            "position_ids; its table cannot be kept right chunk by chunk."
+        )
+    return (args[0], _with_last(args[1], last), *args[2:]), kwargs
+
+
+def _with_last(position_ids: Tensor, last: Tensor) -> Tensor:
+    return torch.cat([position_ids, last.expand(*position_ids.shape[:-1], 1)], dim=-1)
+
+
+def _cut_output(last_position: LastPosition, _: nn.Module, __: Any, output: Any) -> Any:
+    return None if last_position() is None else _cut(output)
+
+
+def _cut(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output[..., :-1, :]
+    return tuple(_cut(part) for part in output)
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    kind = getattr(module, "rope_type", None)
+    if isinstance(kind, dict):
+        return [str(value) for value in kind.values()]
+    return [kind] if isinstance(kind, str) else []
+
+
+def _depends(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_ATTRIBUTE = "_sppo_conversion"
+
+
+class _Conversion:
+    """What was done to one model, so that it can be undone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.own_forward: Any = None
+        self.stand_in: Any = None
+        self.handles: list[RemovableHandle] = []
+
+
+MakeEngine = Callable[..., Engine]
+"""Makes the engine of a model; takes the arguments of `Engine`."""
+
+
+def convert(
+    model: ModelT,
+    config: SPPOConfig,
+    *,
+    observer: StepObserver | None = None,
+    make_engine: MakeEngine = Engine,
+) -> ModelT:
+    """Make `model` train chunk by chunk, in place.
+
+    Args:
+        model: A Transformers causal language model, bare or wrapped by PEFT.
+        config: The settings.
+        observer: Is told about plans, units and records.
+        make_engine: Makes what runs it; the engine for one device by default.
+
+    Returns:
+        `model` itself. Converting again with equal settings changes nothing.
+
+    Raises:
+        UnsupportedModelError: If the model could not be trained exactly.
+        ConfigError: If it is already converted with other settings.
+    """
+    causal_lm = find_causal_lm(model)
+    engine = get_engine(model)
+    if engine is not None and engine.enabled:
+        if engine.config != config:
+            raise ConfigError(
+                f"{type(causal_lm).__name__} is already converted with other settings. Call "
+                "plugin.revert(model) first; one model takes one SPPOPlugin."
+            )
+        return model
+    if engine is not None:
+        # Reverted while somebody's wrapper stood around our forward: it is still in place.
+        _attach(causal_lm, config, observer or engine.observer, engine, make_engine)
+        return model
+    _attach(causal_lm, config, observer or StepObserver(), None, make_engine)
+    return model
+
+
+def revert(model: ModelT) -> ModelT:
+    """Undo `convert`: the object has the attributes, hooks and forward it had before.
+
+    Returns:
+        `model` itself; a model that is not converted is left alone. One that was cut into stages
+        stays cut, and refuses to run until it is converted again.
+    """
+    causal_lm = find_causal_lm(model)
+    conversion: _Conversion | None = causal_lm.__dict__.get(_ATTRIBUTE)
+    if conversion is None:
+        return model
+    for handle in conversion.handles:
+        handle.remove()
+    conversion.handles.clear()
+    conversion.engine.enabled = False
+    conversion.engine.close()
+    if staged_model_of(causal_lm) is not None:
+        # Only a part of the model is here, which its own forward would run without a word.
+        return model
+    if causal_lm.__dict__.get("forward") is not conversion.stand_in:
+        # Accelerate's mixed-precision wrapper (or another) stands around our forward. We cannot
+        # take ours out of the middle; disabled, it passes every call on unchanged.
+        return model
+    if conversion.own_forward is None:
+        del causal_lm.__dict__["forward"]
+    else:
+        causal_lm.__dict__["forward"] = conversion.own_forward
+    del causal_lm.__dict__[_ATTRIBUTE]
+    return model
+
+
+def check_convertible(model: nn.Module) -> None:
+    """Find out whether `convert` would take `model`, and change nothing; a converted one passes.
+
+    Raises:
+        UnsupportedModelError: If the model could not be trained exactly.
+    """
+    if get_engine(model) is None:
+        check_family(find_parts(model))
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether `model` (or what it wraps) trains chunk by chunk now."""
+    engine = get_engine(model)
+    return engine is not None and engine.enabled
+
+
+def get_engine(model: nn.Module) -> Engine | None:
+    """The engine of a converted model, or None."""
+    conversion = find_causal_lm(model).__dict__.get(_ATTRIBUTE)
+    return None if conversion is None else conversion.engine
+
+
+def _attach(
+    causal_lm: Any,
+    config: SPPOConfig,
+    observer: StepObserver,
+    old: Engine | None,
+    make_engine: MakeEngine,
+) -> None:
+    parts = find_parts(causal_lm)
+    check_family(parts)
+    if old is not None:
+        conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
+        conversion.engine = make_engine(parts, config, observer, old.original_forward)
+    else:
+        conversion = _Conversion(make_engine(parts, config, observer, causal_lm.forward))
+        conversion.own_forward = causal_lm.__dict__.get("forward")
+        causal_lm.__dict__[_ATTRIBUTE] = conversion
+        conversion.stand_in = causal_lm.__dict__["forward"] = _stand_in(causal_lm)
+    engine = conversion.engine
+    for index, layer in enumerate(parts.layers):
+        if isinstance(layer, AbsentLayer):
+            continue
+        conversion.handles += [
+            layer.register_forward_pre_hook(
+                NextToForward(_before_layer, engine, index), with_kwargs=True
+            ),
+            layer.register_forward_hook(
+                NextToForward(_after_layer, engine, index), always_call=True
+            ),
+        ]
+    norm = parts.final_norm()
+    if norm is not None:
+        conversion.handles += [
+            norm.register_forward_pre_hook(NextToForward(_before_norm, engine), with_kwargs=True),
+            norm.register_forward_hook(NextToForward(_after_norm, engine), always_call=True),
+        ]
+    for rotary in length_dependent_rotaries(parts.base):
+        conversion.handles += hook_rotary(rotary, engine.last_position)
+
+
+def _stand_in(causal_lm: Any) -> types.MethodType:
+    original = causal_lm.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_ATTRIBUTE].engine.forward(*args, **kwargs)
+
+    # The Trainer reads the parameters' names to decide which columns of a dataset to keep.
+    signature = inspect.signature(original)
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[self_parameter, *signature.parameters.values()]
+    )
+    # A bound method, so that a deep copy of the model is bound to the copy's engine.
+    return types.MethodType(forward, causal_lm)
+
+
+def _before_layer(
+    engine: Engine, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if engine.running is not None:
+        return engine.running.before_layer(index, layer, args, kwargs)
+    engine.layer_runs_outside(index)
+    return None
+
+
+def _after_layer(engine: Engine, index: int, layer: nn.Module, _: Any, output: Any) -> Any:
+    if engine.running is None:
+        return None
+    # Called with None when the layer (or another hook before it) raised.
+    return engine.running.after_layer(index, layer, output, failed=output is None)
+
+
+def _before_norm(
+    engine: Engine, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if engine.running is None:
+        return None
+    return engine.running.before_norm(norm, args, kwargs)
+
+
+def _after_norm(engine: Engine, norm: nn.Module, _: Any, output: Any) -> Any:
+    if engine.running is None:
+        return None
+    return engine.running.after_norm(norm, output, failed=output is None)

@@ -1,0 +1,80 @@
+"""Room for what a chunk keeps until its backward, side by side instead of between temporaries.
+
+On a CPU the C library puts tensors of a few megabytes into its heap. A layer's temporaries come and
+go there, and what a frame keeps (inputs, attention outputs, keys, values) would stay behind as
+islands between holes that the next chunk's tensors do not fit into: measured with SmolLM2 at 4,096
+tokens, the heap grew to twice what was alive. So a chunk's kept tensors are copied into slabs, one
+per kind for all layers. A slab is large enough to be a mapping of its own and goes back to the
+operating system when the chunk's backward has used its last part. CUDA's allocator does not need
+this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class CpuChunkArena:
+    """Slabs for the kept tensors of one chunk; a slab lives as long as any part of it.
+
+    By layer, for those of one layer: "layers" here are then its chunks.
+    """
+
+    def __init__(self, num_layers: int, *, inputs_stay: bool | None = None) -> None:
+        """Prepare for tensors that every one of `num_layers` layers keeps once.
+
+        Args:
+            num_layers: Parts of a slab.
+            inputs_stay: By layer, whether all chunks keep their inputs: these are parts of one
+                tensor, which then is slab enough. If not, none may keep the whole of it alive.
+                None chunk by chunk.
+        """
+        self._num_layers = num_layers
+        self._inputs_stay = inputs_stay
+        self._slabs: dict[tuple[str, torch.Size, torch.dtype], tuple[Tensor, int]] = {}
+
+    def keep(self, kind: str, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` beside those of the same kind, or the tensor itself if not on a CPU.
+
+        Args:
+            kind: What it is; layers keep one tensor of a kind each.
+            tensor: Any strides; the copy is contiguous and detached.
+        """
+        part = kind == "inputs" and tensor.untyped_storage().nbytes() > tensor.nbytes
+        if part and self._inputs_stay:
+            return tensor.detach()
+        if tensor.device.type != "cpu":
+            return (
+                tensor.detach().clone() if part and self._inputs_stay is False else tensor.detach()
+            )
+        key = (kind, tensor.shape, tensor.dtype)
+        slab, used = self._slabs.get(key, (None, 0))
+        if slab is None or used == self._num_layers:
+            slab, used = torch.empty((self._num_layers, *tensor.shape), dtype=tensor.dtype), 0
+        self._slabs[key] = (slab, used + 1)
+        # As `.data`, each part counts writes into itself alone, not those into the whole slab.
+        return slab[used].copy_(tensor.detach()).data
+
+
+def return_free_heap() -> None:
+    """Give free pages inside the C library's heap back to the operating system.
+
+    glibc before 2.38 cannot reuse a freed block for an aligned block of the same size, so the holes
+    that a chunk's temporaries leave add up. Does nothing where there is no glibc.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+_malloc_trim = _find_malloc_trim()

@@ -1,0 +1,284 @@
+"""Facts about this machine and this model, gathered with torch for the torch-free planner."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.trace_profile import trace_model
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.disk_folder import refuse_unusable
+from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.machine import (
+    EXPANDABLE_SEGMENTS,
+    expand_segments,
+    forget_expanded_segments,
+    free_disk_bytes,
+    free_host_memory_bytes,
+    has_expandable_segments,
+    host_memory_bytes,
+    host_reserve_bytes,
+    nvidia_driver_version,
+    pci_numa_node,
+    processor_name,
+)
+from sppo_hf.planning.model_profile import ModelProfile, Training, config_digest, find_profile
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.plan import DeviceFacts, Plan
+from sppo_hf.planning.profile_store import load_profile, profile_for
+
+logger = logging.getLogger(__name__)
+
+# What a CUDA context takes before any kernel's code is loaded.
+_FRESH_CONTEXT_BYTES = 600 * 2**20
+
+
+def use_expandable_segments(device: torch.device) -> None:
+    """Let PyTorch's CUDA allocator map what it takes from now on in pages, which leave no holes.
+
+    What the environment says of the allocator stays. Called before the first plan, when weights are
+    there but nothing that comes and goes in a step is.
+    """
+    if device.type != "cuda" or not expand_segments(os.environ):
+        return
+    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    try:
+        # The environment is read once, long ago; children of this process still read it.
+        tell(EXPANDABLE_SEGMENTS)
+    except (TypeError, RuntimeError) as error:
+        forget_expanded_segments(os.environ)
+        logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
+
+
+def leave_to_driver(device: torch.device, num_bytes: int) -> None:
+    """Keep PyTorch's cache from growing into the last `num_bytes` of a CUDA device.
+
+    Kernels' code, cuBLAS's workspaces and cuDNN's plans come from the driver, which cannot take
+    back what the cache holds without using it.
+    """
+    if device.type == "cuda":
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(1 - num_bytes / total_bytes, device)
+
+
+def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
+    """Name, memory and speed of `device` and of the host, as far as this process may use them.
+
+    Raises:
+        ConfigError: `config.hardware` names no profile, or `config.offload_dir` no possible folder.
+    """
+    # Processes of one machine share its memory.
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    host_bytes = host_memory_bytes() // processes
+    if device.type == "cuda":
+        # What is pinned already is ours to use; for the other processes, as much again.
+        pinned_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+        free_bytes = free_host_memory_bytes() - host_reserve_bytes(host_memory_bytes())
+        host_bytes = min(host_bytes, max(0, free_bytes // processes + pinned_bytes))
+        name = torch.cuda.get_device_properties(device).name
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        ours_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
+        device_bytes = min(total_bytes, free_bytes + ours_bytes)
+    else:
+        name, device_bytes = processor_name(), host_bytes
+    return DeviceFacts(
+        kind=device.type,
+        name=name,
+        device_memory_bytes=device_bytes,
+        host_memory_bytes=host_bytes,
+        expandable_segments=has_expandable_segments(os.environ),
+        disk_memory_bytes=_free_disk_bytes(config),
+        profile=_profile(device, name, config),
+    )
+
+
+def _free_disk_bytes(config: SPPOConfig) -> int | None:
+    if config.offload_dir is None:
+        return None
+    with refuse_unusable(config.offload_dir):
+        return free_disk_bytes(config.offload_dir)
+
+
+def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwareProfile | None:
+    """How fast the device is; None for a CPU of which nothing was measured or said.
+
+    Processors differ too much for a guess to be worth showing, and on a CPU plans without a
+    `device_memory` are made for memory alone.
+    """
+    if config.hardware is not None:
+        return load_profile(config.hardware)
+    profile = profile_for(name, device.type, device_versions(device))
+    if device.type == "cpu" and profile.estimated and config.device_memory is None:
+        return None
+    return profile
+
+
+def device_versions(device: torch.device) -> dict[str, str]:
+    """What a measured speed of `device` hangs on besides the device: versions, and threads.
+
+    A hardware profile is reused only where all of it agrees; see `profile_for`.
+    """
+    versions = {"torch": torch.__version__}
+    if device.type == "cuda":
+        toolkit = torch.version.cuda or getattr(torch.version, "hip", None)
+        return {
+            **versions,
+            "cuda": toolkit or "unknown",
+            "cudnn": str(torch.backends.cudnn.version()),
+            "driver": nvidia_driver_version(),
+        }
+    return {**versions, "threads": str(torch.get_num_threads())}
+
+
+def device_numa_node(device: torch.device) -> int | None:
+    """NUMA node that a CUDA device hangs on; None for others, and where it is not known."""
+    if device.type != "cuda":
+        return None
+    # By the bus, because the numbers of devices change with CUDA_VISIBLE_DEVICES.
+    properties: Any = torch.cuda.get_device_properties(device)
+    # Not every build of PyTorch tells.
+    domain, bus, slot = (
+        getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
+    )
+    if domain is None or bus is None or slot is None:
+        return None
+    return pci_numa_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+
+
+def model_shape(parts: ModelParts) -> ModelShape:
+    """The model's shape, with the parameters that are really there and really trained.
+
+    LoRA is recognised by its adapters; where ranks differ from module to module, by the largest.
+    """
+    parameters = list(parts.causal_lm.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    return ModelShape.from_profile(
+        model_profile(parts),
+        total_parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in trained),
+        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
+    )
+
+
+def whole_shape(parts: ModelParts) -> ModelShape:
+    """The shape of the model that `parts` may be a stage of, as its configuration has it."""
+    return ModelShape.from_profile(model_profile(parts))
+
+
+def model_profile(parts: ModelParts) -> ModelProfile:
+    """What the model's layers cost as it is trained now; traced once for a configuration."""
+    dtype_bytes, dtype = _compute_bytes(parts), parts.causal_lm.dtype
+    training = Training(
+        dtype_bytes=dtype_bytes,
+        parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
+        lora=_find_lora(parts),
+    )
+    # Not the class that FSDP2 makes of a model's own.
+    own_class = next(c for c in type(parts.causal_lm).__mro__ if not hasattr(c, "unshard"))
+    config = parts.causal_lm.config
+    key = (own_class, config_digest(config), training)
+    if key not in _profiles:
+        make = partial(trace_model, make=own_class._from_config)
+        # Code that is not Transformers' own may change while its settings stay.
+        stock = own_class.__module__.startswith("transformers.")
+        _profiles[key] = find_profile(config, training, make) if stock else make(config, training)
+    return _profiles[key]
+
+
+_profiles: dict[tuple[type, str, Training], ModelProfile] = {}
+
+
+def _find_lora(parts: ModelParts) -> LoraShape | None:
+    """The trained adapters of the decoder layers, by the attributes that PEFT gives them."""
+    targets: set[str] = set()
+    rank = dtype_bytes = 0
+    dropout = 0.0
+    for layer in parts.layers:
+        for name, module in layer.named_modules():
+            adapters = getattr(module, "lora_A", None)
+            if not isinstance(adapters, nn.ModuleDict) or not hasattr(module, "lora_B"):
+                continue
+            for adapter, linear in adapters.items():
+                weight: Any = linear.weight
+                if not weight.requires_grad:
+                    continue
+                targets.add(name.rpartition(".")[2])
+                rank = max(rank, weight.shape[0])
+                dtype_bytes = max(dtype_bytes, weight.element_size())
+                dropout = max(dropout, _dropout_rate(module, adapter))
+    if not targets:
+        return None
+    return LoraShape(
+        rank=rank,
+        targets=tuple(sorted(targets)),
+        dtype_bytes=dtype_bytes,
+        autocast=_is_autocast(parts),
+        dropout=dropout,
+    )
+
+
+def _dropout_rate(module: nn.Module, adapter: str) -> float:
+    layers: Any = getattr(module, "lora_dropout", {})
+    return float(getattr(layers[adapter], "p", 0.0)) if adapter in layers else 0.0
+
+
+def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> OffloadEngine:
+    """The offload engine for `device` under the settings of `config` and the budgets of `plan`.
+
+    Raises:
+        ConfigError: `offload_dir` cannot be used.
+    """
+    disk = None
+    if config.offload_dir is not None:
+        disk = DiskStore(
+            config.offload_dir,
+            budget_bytes=plan.budgets.disk,
+            checksum=config.offload_checksum,
+            max_queued_bytes=plan.staging_bytes,
+        )
+    budget = plan.budgets.host
+    if disk is not None and device.type == "cpu":
+        # The host's memory is the device's: it only stages what is on its way to the disk.
+        budget = plan.staging_bytes
+    return make_engine(
+        device,
+        use_streams=config.use_streams,
+        use_pin_memory=config.use_pin_memory,
+        budget_bytes=budget,
+        min_offload_elements=config.min_offload_size,
+        disk=disk,
+        staging_bytes=plan.staging_bytes if disk is not None else None,
+    )
+
+
+def dtype_name(parts: ModelParts) -> str:
+    """Name of the dtype that the model computes in now, "bfloat16"."""
+    device = next(parts.causal_lm.parameters()).device
+    dtype = parts.causal_lm.dtype
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+    return str(dtype if dtype.is_floating_point else torch.bfloat16).removeprefix("torch.")
+
+
+def _compute_bytes(parts: ModelParts) -> int:
+    if _is_autocast(parts):
+        device = next(parts.causal_lm.parameters()).device
+        return torch.get_autocast_dtype(device.type).itemsize
+    dtype = parts.causal_lm.dtype
+    return dtype.itemsize if dtype.is_floating_point else 2
+
+
+def _is_autocast(parts: ModelParts) -> bool:
+    device = next(parts.causal_lm.parameters()).device
+    # Autocast does not know the device of models without memory.
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)

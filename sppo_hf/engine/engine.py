@@ -1,0 +1,700 @@
+"""The engine of one converted model: its `forward`, its plans, and what it tells observers.
+
+`Engine.forward` stands in for the causal language model's `forward`. With labels (or in training
+without them) it runs the sequence chunk by chunk; every other call goes straight to the untouched
+model, so generation, caches and inference stay what they were. It returns an ordinary loss on an
+ordinary autograd graph: `loss.backward()` is the user's, and so are DDP, FSDP2 and gradient
+scalers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # type: ignore[import-not-found]
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.action_log import ActionLog, TraceFolder
+from sppo_hf.engine.batch_layout import BatchLayout
+from sppo_hf.engine.by_layer import NotByLayer
+from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
+from sppo_hf.engine.family_guard import check_router_loss
+from sppo_hf.engine.forward_calls import ForwardCall, read_call
+from sppo_hf.engine.fused import fused_tile
+from sppo_hf.engine.head import ModelHead
+from sppo_hf.engine.layer_kernels import prepare_layers, restore_layers
+from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
+from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.offload_holder import OffloadHolder
+from sppo_hf.engine.plan_cache import PlanCache
+from sppo_hf.engine.router_loss import RouterLoss
+from sppo_hf.engine.sequence_group import SequenceGroup, part_of
+from sppo_hf.engine.step_observer import Direction, StepObserver
+from sppo_hf.engine.step_timer import StepTimer, let_go_of_failed
+from sppo_hf.engine.structure import ModelParts, check_trainable
+from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier
+from sppo_hf.offload.weights import HostWeights, can_rest
+from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.plan import Plan
+from sppo_hf.rules import format_bytes
+
+# B batch rows, T tokens of the sequence, D model width, V vocabulary.
+
+
+class Engine:
+    """Runs one model chunk by chunk."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        config: SPPOConfig,
+        observer: StepObserver,
+        original_forward: Callable[..., Any],
+        *,
+        group: SequenceGroup | None = None,
+    ) -> None:
+        """Prepare to run `parts` under `config`; touches nothing yet.
+
+        Args:
+            parts: The model.
+            config: The settings.
+            observer: Is told about plans, units and records.
+            original_forward: The model's own.
+            group: The ranks that share every sequence; None where this one has whole sequences.
+        """
+        self.parts = parts
+        self.config = config
+        self.observer = observer
+        self.original_forward = original_forward
+        self.group = group
+        self.enabled = True
+        self.counters: dict[str, int] = {}
+        self.running: ChunkRunner | None = None
+        self.logits_request: LogitsRequest | None = None
+        """What calls in evaluation do with logits while it is set."""
+        self.loss_is_outside = ""
+        """Who computes the loss from logits, as a script names it; "" where nobody said."""
+        self.head = ModelHead(parts, original_forward)
+        self.offload_holder = OffloadHolder(config)
+        self.plans = PlanCache(parts, config, self.offload_holder, group)
+        self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
+        """Keeps what the last step did, where the settings ask for it."""
+        self._log: ActionLog | None = None
+        self.weights: HostWeights | None = None
+        """What rests on the host, once it was put there."""
+        self._warned: set[str] = set()
+        self._has_run = False
+        self._passes_on = False
+        self._thread: int | None = None
+        self._thread_lock = threading.Lock()
+        # Weakly: the graph owns it, and its backward may never come.
+        self._last_watch: Callable[[], StepTimer | None] = lambda: None
+
+    # -- the model's forward -----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand-in for the model's forward.
+
+        Raises:
+            ConfigError: If the batch or the settings cannot be run (see the message).
+            UnsupportedModelError: If the model cannot be trained exactly.
+            BudgetError: If a budget cannot hold what it must.
+            SPPOError: If another thread runs the model, or torch.func transforms it.
+        """
+        if not self.enabled:
+            return self.original_forward(*args, **kwargs)
+        self._refuse_other_threads()
+        if self.running is not None:
+            return self.original_forward(*args, **kwargs)
+        call = read_call(self.parts, self.original_forward, args, kwargs)
+        training = self.parts.causal_lm.training and torch.is_grad_enabled()
+        if not call.has_labels and (not training or call.uses_cache):
+            return self._pass_on(*args, **kwargs)
+        call.refuse_unsupported(self.parts.name)
+        if torch.is_grad_enabled():
+            check_trainable(self.parts)
+        check_router_loss(self.parts)
+        with self._alone():
+            output = self._run(call)
+        return output if call.return_dict else output.to_tuple()
+
+    def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the untouched model."""
+        before, self._passes_on = self._passes_on, True
+        try:
+            with self._weights_there(backward_follows=False):
+                return self.original_forward(*args, **kwargs)
+        finally:
+            self._passes_on = before
+
+    def layer_runs_outside(self, index: int) -> None:
+        """A decoder layer is about to run, and no sequence of ours is running.
+
+        Raises:
+            ConfigError: It trains, and `forward` has never been called: somebody kept the one from
+                before the conversion, so all of training would go on without chunks.
+        """
+        if self._passes_on and self.weights is not None:
+            self.weights.enter(index)
+        trains = self.parts.causal_lm.training and torch.is_grad_enabled()
+        if self._passes_on or not trains:
+            return
+        if not any(p.requires_grad for p in self.parts.causal_lm.parameters()):
+            return
+        name, base = self.parts.name, type(self.parts.base).__name__
+        seen = (
+            f"layers of {name} run in training, but not through the forward that SPPO put there: "
+            f"their {base} is called directly, or by a wrapper that stored the model's forward "
+            "before it was converted (PEFT's AdaptionPrompt does)"
+        )
+        if self._has_run:
+            self._warn_once("outside", f"{seen}. Such calls are not chunked.")
+            return
+        raise ConfigError(
+            f"{seen}. SPPO would never be in use. Allowed: calls of {name} itself, or of a wrapper "
+            "made after the conversion. Remedy: model = plugin.convert(model) before the model is "
+            "wrapped (by get_peft_model, for one); or train without SPPO."
+        )
+
+    def _refuse_other_threads(self) -> None:
+        if self._thread not in (None, threading.get_ident()):
+            raise SPPOError(
+                f"{self.parts.name} is running a forward in another thread. One thread at a time "
+                "may call a model that SPPO has converted; give each thread a model of its own."
+            )
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Context of a chunked forward: in one thread, and of no function transform.
+
+        Raises:
+            SPPOError: Another thread is in one, or torch.func is.
+        """
+        if peek_interpreter_stack() is not None:
+            raise SPPOError(
+                f"{self.parts.name} is converted by SPPO, whose backward torch.func.grad and other "
+                "function transforms cannot run. Use loss.backward() or torch.autograd.grad, or "
+                "revert the model."
+            )
+        with self._thread_lock:
+            self._refuse_other_threads()
+            self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
+
+    def _run(self, call: ForwardCall) -> ModelOutput:
+        began = time.perf_counter()
+        if not self._has_run:
+            prepare_layers(self.parts, self.config, call.device)
+        self._has_run = True
+        let_go_of_failed(self._last_watch())
+        logits = self._wanted_logits(call)
+        layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
+        self.plans.correct(self.observer)
+        rows, tokens, device = call.batch_rows, call.total_tokens, call.device
+        self.place_weights(device)
+        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        random = None if self.plans.has_run(plan) else RandomState(device)
+        try:
+            return self._run_plan(call, layout, plan, logits, began)
+        except NotByLayer as reason:
+            self.plans.refuse_by_layer(str(reason))
+        except RuntimeError as error:
+            if random is None or not self._plan_with_less(plan, error, "forward"):
+                raise
+        # Here, where the error and all that it holds of the failed forward are gone.
+        if random is not None:
+            random.restore()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        return self._run_plan(call, layout, plan, logits, began)
+
+    def plan_after_failed_backward(self, error: RuntimeError) -> bool:
+        """Plan with less memory from now on, if it ran out in the first backward of a plan.
+
+        Args:
+            error: What the backward of the last forward raised.
+
+        Returns:
+            Whether the step is worth a second try: the forward must run again with the backward.
+        """
+        watch = self._last_watch()
+        if watch is None or not watch.is_in_backward or self.plans.has_trained(watch.plan):
+            return False
+        return self._plan_with_less(watch.plan, error, "backward")
+
+    def _plan_with_less(self, plan: Plan, error: RuntimeError, direction: Direction) -> bool:
+        """Whether what raised `error` is worth a second try with less memory."""
+        # Sharded weights are gathered by all ranks together, and tokens of a shared sequence are
+        # exchanged, so one cannot begin again by itself.
+        together = self.parts.is_sharded() or self.group is not None
+        if not ran_out_of_memory(error) or together:
+            return False
+        before, after = plan.budgets.device, self.plans.shrink(plan)
+        if before is None or after is None:
+            return False
+        warnings.warn(
+            f"the device's memory ran out in the first {direction} of a plan "
+            f"({str(error).splitlines()[0]}); this batch runs once more, planned with "
+            f"{format_bytes(after)} instead of {format_bytes(before)}. If it happens again, set "
+            "device_memory below that.",
+            stacklevel=2,
+        )
+        return True
+
+    def _run_plan(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        logits: LogitsRequest,
+        began_seconds: float,
+    ) -> ModelOutput:
+        watch = StepTimer(
+            self.observer,
+            plan,
+            self.shape(),
+            device=call.device,
+            took=self.take_stats,
+            began_seconds=began_seconds,
+            on_step=self._step_done,
+            share=(0, 1) if self.group is None else (self.group.rank, self.group.size),
+        )
+        if self.traces is not None:
+            self.traces.poll()
+            self._log = ActionLog(call.device) if torch.is_grad_enabled() else None
+        self._last_watch = weakref.ref(watch)
+        router_loss = RouterLoss.of(self.parts)
+        if router_loss is not None and (call.head_arguments or not call.has_labels):
+            raise UnsupportedModelError(
+                f"{self.parts.name}: config.output_router_logits=True adds a loss to that of the "
+                f"labels, and {self._who_computes_the_loss(call)} computes another one. Set "
+                "model.config.output_router_logits = False."
+            )
+        with self._weights_there(backward_follows=torch.is_grad_enabled()):
+            if call.head_arguments:
+                output = self._whole_head(call, layout, plan, watch)
+            elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
+                output = self._loss(call, layout, plan, watch, logits, router_loss)
+                if router_loss is not None:
+                    if self.group is not None:
+                        router_loss.sum_over_ranks(self.group)
+                    output = router_loss.added_to(output)
+            else:
+                self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
+                output = self._whole_head(call, layout, plan, watch)
+        watch.forward_done(output)
+        self.plans.ran(plan)
+        return output
+
+    def _step_done(self, watch: StepTimer) -> None:
+        self.plans.step_done(watch)
+        log, self._log = self._log, None
+        if self.traces is not None and log is not None:
+            self.traces.keep_log(log)
+
+    def _wanted_logits(self, call: ForwardCall) -> LogitsRequest:
+        """What this call does with logits."""
+        request = self.logits_request
+        if request is None or torch.is_grad_enabled():
+            whole = self.config.return_logits
+            return LogitsRequest(whole=whole, asked_by="return_logits" if whole else "")
+        if request.reduce is not None and call.aligned_labels is None:
+            return LogitsRequest(whole=True, asked_by=request.asked_by)
+        return request
+
+    def _loss(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        watch: StepTimer,
+        logits: LogitsRequest,
+        router_loss: RouterLoss | None,
+    ) -> CausalLMOutputWithPast:
+        assert call.shift_labels is not None
+        if logits.whole and logits.asked_by:
+            self._warn_of_whole_logits(call, logits.asked_by)
+        labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
+        whole = LogitsCollector() if logits.whole else None
+        reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
+        collectors = [collector for collector in (whole, reduced) if collector is not None]
+
+        def on_logits(logits_MV: Tensor, tile: slice) -> None:
+            for collector in collectors:
+                collector.add(logits_MV, tile)
+
+        # Logits that somebody collects are those of whole rows, on every rank.
+        sharing = None if collectors else self.group
+        head_in_backward = self.parts.is_sharded() or self.parts.head_is_hooked()
+        loss = ChunkedLoss(
+            self.head.logits,
+            self.parts.head_parameters(),
+            tile_tokens=plan.tile_tokens,
+            ignore_index=call.ignore_index,
+            on_logits=on_logits if collectors else None,
+            fused=fused_tile(self.parts, self.head, call.device),
+            head_in_backward=head_in_backward,
+        )
+        counts = labelled_chunks(layout, plan.bounds)
+        groups = list(call.row_groups(self.config))
+        last = (groups[-1], max(counts))
+        totals: list[Tensor] = []
+        for group in groups:
+            for collector in collectors:
+                collector.begin_group()
+            labels_BT = call.shift_labels[group[0] : group[1]]
+            # Not where a head runs before the layers' backward: its logits are at the peak.
+            backward_next = group == groups[-1] and not head_in_backward
+            hidden = self._hidden(
+                call,
+                layout,
+                plan,
+                watch,
+                group,
+                backward_next=backward_next,
+                whole_chunks=sharing is None,
+                router_loss=router_loss,
+            )
+            for chunk, hidden_BCD in hidden:
+                if chunk in counts:
+                    start, end = plan.bounds[chunk]
+                    labels_BC = labels_of(labels_BT, (start, end), sharing, call.ignore_index)
+                    final = (group, chunk) == last
+                    for collector in collectors:
+                        collector.begin_chunk(labels[group[0] : group[1], start:end])
+                    totals.append(loss.add(hidden_BCD, labels_BC, last=final))
+        total = torch.stack(totals).sum()
+        total = total if sharing is None else sharing.sum_over_ranks(total)
+        count = (call.shift_labels != call.ignore_index).sum().to(total.device)
+        value = divide_loss(total, count, call.divisor(count))
+        if reduced is not None:
+            logits.reduced, logits.failure = reduced.result(), reduced.failure
+            logits.logits_tokens = call.total_tokens
+            logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
+        kept = None if whole is None else whole.result()
+        if kept is not None and call.kept_positions is not None:
+            kept = kept.take_along_dim(call.kept_positions[..., None].to(kept.device), dim=1)
+        if kept is None and reduced is not None:
+            # Whoever collects outputs of several ranks learns the number of tokens from it.
+            kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
+        return CausalLMOutputWithPast(loss=value, logits=kept)
+
+    def _whole_head(
+        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: StepTimer
+    ) -> ModelOutput:
+        """Chunked layers, then the head (and loss) that is there over the whole sequence."""
+        rows = []
+        for group in call.row_groups(self.config):
+            chunks = self._hidden(
+                call, layout, plan, watch, group, skip_padding=False, whole_chunks=True
+            )
+            rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
+        return self.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
+
+    def _who_computes_the_loss(self, call: ForwardCall) -> str:
+        """Who asks for whole logits in place of the standard loss."""
+        if call.has_labels:
+            loss = self.parts.causal_lm.loss_function
+            return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
+        return self.loss_is_outside or "whoever called the model without labels"
+
+    def _warn_of_whole_logits(self, call: ForwardCall, asked_by: str) -> None:
+        vocab = self.parts.text_config.vocab_size
+        size = call.batch_rows * call.total_tokens * vocab
+        more = ", several times that while their gradient is computed"
+        outside = torch.is_grad_enabled() and asked_by != "return_logits"
+        self._warn_once(
+            f"whole logits: {asked_by}",
+            f"logits of the whole sequence are made, asked for by {asked_by}: {call.batch_rows} x "
+            f"{call.total_tokens} x {vocab} values, {format_bytes(4 * size)} in float32"
+            f"{more if outside else ''}.",
+        )
+
+    def _hidden(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        watch: StepTimer,
+        group: tuple[int, int],
+        *,
+        skip_padding: bool = True,
+        backward_next: bool = False,
+        whole_chunks: bool = False,
+        router_loss: RouterLoss | None = None,
+    ) -> Any:
+        """Yield (chunk, hidden states `[B, C, D]`) of a group of rows.
+
+        Of chunks that ranks share they are those of this rank's tokens, unless `whole_chunks`.
+        """
+        positions = call.positions()
+        sequence = ChunkRunner(
+            self.parts,
+            plan,
+            rows=None if layout.rows is None else layout.rows[group[0] : group[1]],
+            last_position=positions.max().view(1, 1),
+            choose_backend=self.plans.choose_backend,
+            counters=self.counters,
+            offload=self.offload,
+            log=self._log,
+            first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(self.config)),
+            weights=self.weights,
+            group=self.group,
+        )
+        constants = dict(call.constants)
+        if router_loss is not None:
+            constants["output_router_logits"] = True
+        slices = ChunkInputs(self._inputs(call), positions, constants).rows(*group)
+        stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
+        chunks = sequence.run(slices, stop_token=stop, watch=watch)
+        while True:
+            self.running = sequence
+            try:
+                step = next(chunks, None)
+            finally:
+                self.running = None
+            if step is None:
+                if backward_next:  # the last chunk's loss is done, so its logits are gone
+                    sequence.start_backward()
+                return
+            chunk, output = step
+            self.head.output_class = type(output)
+            hidden_BCD = output.last_hidden_state
+            if router_loss is not None:
+                mask, part = call.attention_mask, sequence.part(chunk)
+                mask_BC = None if mask is None else mask[slice(*group), slice(*part)]
+                if part[0] == part[1]:
+                    mask_BC = hidden_BCD.new_zeros(hidden_BCD.shape[:2])
+                router_loss.add(output.router_logits, mask_BC)
+            watch.watch_backward(chunk, hidden_BCD)
+            if whole_chunks and self.group is not None:
+                start, end = plan.bounds[chunk]
+                hidden_BCD = self.group.gather_tokens(hidden_BCD, end - start)
+            yield chunk, hidden_BCD
+
+    def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
+        """What is cut along the tokens.
+
+        The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
+        seconds, tokens are embedded once and not chunk by chunk. On a GPU it costs nothing, and
+        embeddings of the whole sequence would stay on the device until its end.
+        """
+        embedding = self.parts.causal_lm.get_input_embeddings()
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
+        if call.device.type != "cpu" or "input_ids" not in call.tokens or not trained:
+            return call.tokens
+        if self.parts.reads_ids:
+            return call.tokens
+        others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
+        return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
+
+    # -- decisions ---------------------------------------------------------------------------
+
+    def plan(
+        self,
+        batch_rows: int,
+        total_tokens: int,
+        device: torch.device,
+        *,
+        return_logits: bool = False,
+    ) -> Plan:
+        """The plan for batches of this shape; made, shown and remembered the first time."""
+        return self.plans.get(
+            batch_rows, total_tokens, device, self.observer, return_logits=return_logits
+        )
+
+    def shape(self) -> ModelShape:
+        """The model's shape, read once."""
+        return self.plans.shape()
+
+    @property
+    def offload(self) -> OffloadEngine:
+        """The offload engine; there once a batch was planned."""
+        return self.offload_holder.engine
+
+    def last_position(self) -> Tensor | None:
+        """Largest position of the running sequence, `[1, 1]`; None when none runs."""
+        return None if self.running is None else self.running.last_position
+
+    def take_stats(self) -> OffloadStats:
+        """What the offload engine did since the last time this was asked."""
+        return self.offload_holder.take_stats()
+
+    def close(self) -> None:
+        """Wait for copies under way, give the host memory back and modules their own code."""
+        if self.traces is not None:
+            self.traces.poll()
+        self.offload_holder.close()
+        restore_layers(self.parts)
+        weights, self.weights = self.weights, None
+        if weights is not None:
+            weights.close()
+
+    # -- weights on the host -------------------------------------------------------------------
+
+    def place_weights(self, device: torch.device) -> None:
+        """Put what the settings say to rest on the host, and everything else on `device`.
+
+        Does nothing the second time, nor where nothing is to rest. Trained weights rest where their
+        optimizer is; adapters on frozen layers that rest there go with them.
+        """
+        rests = rests_on_host(self.config)
+        if self.weights is not None or rests is None:
+            return
+        layers, others = resting_parameters(self.parts, rests)
+        resting = {id(p) for group in [*layers, others] for p in group}
+        for module in self.parts.causal_lm.modules():
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in resting and parameter.device != device:
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        self.weights = HostWeights(
+            layers,
+            others,
+            copier=make_copier(device, use_streams=self.config.use_streams),
+            stays=self.config.weights != "host",
+            pin=self.config.use_pin_memory and device.type == "cuda",
+        )
+
+    @contextlib.contextmanager
+    def _weights_there(self, *, backward_follows: bool) -> Iterator[None]:
+        """Context of a forward: weights that rest on the host come when they are used."""
+        if self.weights is None:
+            yield
+            return
+        self.weights.begin()
+        try:
+            yield
+        except BaseException:
+            self.weights.rest()
+            raise
+        if not backward_follows:
+            self.weights.rest()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """A fresh engine for the copied model; streams, slabs and plans are made anew."""
+        fresh = memo[id(self)] = Engine.__new__(type(self))  # first: the layers' hooks refer to us
+        Engine.__init__(
+            fresh,
+            copy.deepcopy(self.parts, memo),
+            self.config,
+            self.observer,
+            copy.deepcopy(self.original_forward, memo),
+            group=self.group,
+        )
+        fresh.enabled = self.enabled
+        return fresh
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, which would need streams, slabs and hooks of this process.
+
+        Raises:
+            SPPOError: Always.
+        """
+        raise SPPOError(
+            f"{self.parts.name} is converted by SPPO and cannot be pickled (torch.save(model), a "
+            "process that is spawned with it). Save model.state_dict() or "
+            "model.save_pretrained(folder), or call plugin.revert(model) before."
+        )
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=2)
+
+
+Rests = Callable[[torch.nn.Parameter], bool]
+"""Whether a parameter of a decoder layer rests on the host."""
+
+
+def rests_on_host(config: SPPOConfig) -> Rests | None:
+    """Which parameters of layers rest on the host; None where none do."""
+    frozen, trained = config.rests
+    if not frozen and not trained:
+        return None
+    return lambda parameter: trained if parameter.requires_grad else frozen
+
+
+def resting_parameters(
+    parts: ModelParts, rests: Rests
+) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
+    """Parameters that rest on the host: by decoder layer, and trained ones of all the rest."""
+    owners: dict[int, set[int]] = {}
+    for index, layer in enumerate(parts.layers):
+        for parameter in layer.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
+    layers: list[list[torch.nn.Parameter]] = [[] for _ in parts.layers]
+    others: list[torch.nn.Parameter] = []
+    for parameter in parts.causal_lm.parameters():
+        of = owners.get(id(parameter), set())
+        if not can_rest(parameter) or not rests(parameter):
+            continue
+        if len(of) == 1:
+            layers[next(iter(of))].append(parameter)
+        elif parameter.requires_grad or of:
+            others.append(parameter)
+    return layers, others
+
+
+class RandomState:
+    """Random generators of the CPU and of a device, to be as they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note how they are."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Let the next draw be the one that would have come."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+_RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device's memory ran out, in PyTorch's allocator or beside it.
+
+    cuDNN and cuBLAS take memory from the driver, and their errors are plain `RuntimeError`s.
+    """
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
+
+
+def labels_of(
+    labels_BT: Tensor, bounds: tuple[int, int], group: SequenceGroup | None, ignore_index: int
+) -> Tensor:
+    """Labels of the tokens of a chunk whose hidden states are here."""
+    start, end = bounds if group is None else part_of(*bounds, group.rank, group.size)
+    if start == end:  # see [Note: a rank without tokens] in sequence_group
+        return labels_BT.new_full((len(labels_BT), 1), ignore_index)
+    return labels_BT[:, start:end]
+
+
+def labelled_chunks(layout: BatchLayout, bounds: Bounds) -> set[int]:
+    """Chunks whose loss must be computed: those with labels, or all if there is no label at all."""
+    used = [i for i, (s, _) in enumerate(bounds) if s < max(layout.used_tokens, 1)]
+    labelled = {i for i in used if layout.has_label(*bounds[i])}
+    return labelled or set(used)

@@ -1,0 +1,120 @@
+"""A family that nobody has tested is tested before its first step.
+
+Families in `PROVED` are compared with the unmodified model in this project's tests, feature by
+feature. For any other, conversion builds a tiny random model of the same configuration and compares
+loss and every gradient in float64, once per process (about a second). What is not exact is refused;
+what cannot be built so small is let through with a warning that says how to check it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+
+from transformers import PreTrainedConfig
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+
+PROVED = frozenset(
+    (
+        "afmoe apertus arcee bitnet cohere cohere2 cohere_compass_text cwm dbrx deepseek_v2 "
+        "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 "
+        "gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text "
+        "glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm4v_moe_text glm4v_text "
+        "glm_ocr glm_ocr_text gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe "
+        "helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax internvl jais2 jetmoe laguna llama "
+        "llama4 llama4_text llava mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 "
+        "mistral mistral3 mixtral nanochat nemotron olmo olmo2 olmo3 olmoe paddleocr_vl "
+        "paddleocr_vl_text persimmon phi phi3 qwen2 qwen2_5_vl qwen2_5_vl_text "
+        "qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_vl qwen3_vl_moe "
+        "qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 smolvlm solar_open starcoder2 "
+        "vaultgemma youtu"
+    ).split()
+)
+"""Model types whose tiny models are exact in `tests/engine/test_exactness.py`."""
+
+PROVED_ROUTER_LOSS = frozenset("ernie4_5_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
+"""Model types that are exact there with the auxiliary loss of their routers as well."""
+
+
+def is_proved(parts: ModelParts) -> bool:
+    """Whether the family was proved; of a multimodal model, both it and its text decoder."""
+    if _has_router_loss(parts) and parts.model_type not in PROVED_ROUTER_LOSS:
+        return False
+    return {parts.model_type, parts.text_config.model_type} <= PROVED
+
+
+def check_router_loss(parts: ModelParts) -> None:
+    """Like `check_family`, where a loss of routers was switched on after the conversion.
+
+    Raises:
+        UnsupportedModelError: see there.
+    """
+    if _has_router_loss(parts):
+        check_family(parts)
+
+
+def _has_router_loss(parts: ModelParts) -> bool:
+    return bool(getattr(parts.text_config, "output_router_logits", False))
+
+
+_verdicts: dict[str, str | None] = {}
+_state = threading.local()
+
+
+def check_family(parts: ModelParts) -> None:
+    """Refuse a model whose family is neither proved nor found exact now.
+
+    Raises:
+        UnsupportedModelError: If a tiny model of the family is not exact; says by how much.
+    """
+    if is_proved(parts) or getattr(_state, "checking", False):
+        return
+    key = str(_own_config(parts).to_diff_dict())
+    if key not in _verdicts:
+        _state.checking = True
+        try:
+            _verdicts[key] = _verdict(parts)
+        finally:
+            _state.checking = False
+    reason = _verdicts[key]
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "
+            "or choose a family that `sppo check --list` names."
+        )
+
+
+def _own_config(parts: ModelParts) -> PreTrainedConfig:
+    return parts.causal_lm.config if parts.is_multimodal else parts.text_config
+
+
+def _verdict(parts: ModelParts) -> str | None:
+    # By name: the harness stands above this room, for it converts models itself, and it is needed
+    # only where an unknown family comes.
+    check_config = importlib.import_module("sppo_hf.testing.check").check_config
+
+    model_type = parts.model_type
+    settings = SPPOConfig(num_chunks=4, show_plan=False, show_progress=False)
+    try:
+        result = check_config(_own_config(parts), settings)
+    except ConfigError as error:
+        warnings.warn(
+            f"model type {model_type!r} is not among the families that were proved exact, and no "
+            f"tiny model of it could be built to find out ({error}). Compare a few steps with and "
+            "without SPPOPlugin before you rely on it.",
+            stacklevel=2,
+        )
+        return None
+    if result.status == "exact":
+        return None
+    if result.status == "refused":
+        return result.reason.rstrip(".")
+    worst = result.worst_parameters[0][0] if result.worst_parameters else "the loss"
+    return (
+        f"a tiny random {model_type} model was not exact when it was tried just now (error "
+        f"{result.error:.1e} in {worst}, at most {result.allowed:.0e} is allowed)"
+    )

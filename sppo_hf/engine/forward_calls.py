@@ -1,0 +1,400 @@
+"""One call of a causal language model's forward, read into named parts.
+
+Sorts the keyword arguments of a call into inputs that are cut along the tokens, what the loss
+needs, and what every chunk gets unchanged; refuses what has no meaning chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.batch_layout import BatchLayout, read_layout
+from sppo_hf.engine.family_guard import is_proved
+from sppo_hf.engine.mask_questions import is_causal_with, separating_positions
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.errors import ConfigError
+
+# B batch rows, T tokens of the sequence, D model width.
+
+_LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+_PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_HEAD_ARGUMENTS = ("fused_lm_head",)
+"""Keywords by which TRL asks the head that it put on the model for log-probabilities in tiles."""
+_OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
+"""Parts of the names of inputs that are no text; each chunk would get all of them."""
+_MODALITIES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""By which processors of multimodal models tell tokens of images and sound from text."""
+_OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+@dataclass(slots=True)
+class ForwardCall:
+    """The arguments of one call."""
+
+    tokens: dict[str, Tensor]
+    """Inputs with a token dim: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and others."""
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    cu_seq_lens: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    shift_labels: Tensor | None
+    """`[B, T]`, aligned with the positions that predict them; None without labels."""
+    num_items_in_batch: Tensor | int | None
+    ignore_index: int
+    loss_arguments: dict[str, Any]
+    """As the caller gave them, for a head and a loss that the model itself computes."""
+    head_arguments: dict[str, Any]
+    """For a head that somebody put on the model; it then gets the whole hidden states."""
+    constants: dict[str, Any]
+    switched_on: tuple[str, ...]
+    past_key_values: Any
+    kept_positions: Tensor | None
+    """Tokens that `logits_to_keep` names, `[B, K]`; None for all."""
+    uses_cache: bool
+    return_dict: bool
+    left_padding: bool
+    """Whether rows may begin with padding; see `read_layout`."""
+    parts: ModelParts
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the call asks for a loss."""
+        return self.shift_labels is not None
+
+    @property
+    def _first(self) -> Tensor:
+        return next(iter(self.tokens.values()))
+
+    @property
+    def batch_rows(self) -> int:
+        """B."""
+        return self._first.shape[0]
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
+        return self._first.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return self._first.device
+
+    def positions(self) -> Tensor:
+        """Position of every token, `[B or 1, T]`: as given, with axes too, or counted from 0."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.total_tokens, device=self.device)[None]
+
+    @property
+    def aligned_labels(self) -> Tensor | None:
+        """The labels as given, `[B, T]`; None without any, or where only some tokens have one."""
+        labels: Tensor | None = self.loss_arguments.get("labels")
+        return labels if self.kept_positions is None else None
+
+    def layout(self, *, all_positions: bool = False) -> BatchLayout:
+        """The layout of the batch; see `read_layout`, which reads a few integers off the device.
+
+        Args:
+            all_positions: Whether positions without a label, padding among them, count as well:
+                their logits were asked for.
+
+        Raises:
+            ConfigError: For holes, wrong shapes, left padding that cannot be exact, keys packed
+                unlike queries.
+        """
+        of_q, of_k = self.cu_seq_lens, self.cu_seq_lens_k
+        if of_k is not None and of_k is not of_q and (of_q is None or not torch.equal(of_q, of_k)):
+            raise ConfigError(
+                "cu_seq_lens_k is not cu_seq_lens_q. Chunked sequences take documents that attend "
+                "to themselves: give the same offsets for both."
+            )
+        positions = self.position_ids
+        if positions is not None and self.attention_mask is None and self.cu_seq_lens is None:
+            positions = separating_positions(self.parts, positions)
+        elif positions is not None and positions.ndim > 2:
+            positions = None
+        return read_layout(
+            batch_rows=self.batch_rows,
+            total_tokens=self.total_tokens,
+            attention_mask=self.attention_mask,
+            position_ids=positions,
+            cu_seq_lens=self.cu_seq_lens,
+            shift_labels_BT=None if all_positions else self.shift_labels,
+            ignore_index=self.ignore_index,
+            left_padding=self.left_padding,
+            blocks=bool(getattr(self.parts.text_config, "attention_chunk_size", None)),
+        )
+
+    def divisor(self, count: Tensor) -> Tensor:
+        """What the summed loss is divided by, as Transformers does, shape `[]`."""
+        number = self.num_items_in_batch
+        if number is None:
+            return count
+        if not isinstance(number, Tensor):
+            # Filled on the device; a copy from the host would wait until all of forward has run.
+            return torch.full((), number, device=count.device)
+        # Pageable memory is read before the call returns, so this copy need not be waited for.
+        return number.to(count.device, non_blocking=number.device.type == "cpu")
+
+    def micro_batch_rows(self, config: SPPOConfig) -> int:
+        """Rows that go through the chunks together."""
+        return min(config.micro_batch_size or self.batch_rows, self.batch_rows)
+
+    def row_groups(self, config: SPPOConfig) -> Iterator[tuple[int, int]]:
+        """Half-open ranges of rows, one group after the other."""
+        size = self.micro_batch_rows(config)
+        for start in range(0, self.batch_rows, size):
+            yield start, min(start + size, self.batch_rows)
+
+    def refuse_unsupported(self, name: str) -> None:
+        """Refuse arguments that have no meaning chunk by chunk.
+
+        Raises:
+            ConfigError: Naming the argument and the remedy.
+        """
+        self._refuse_shapes()
+        for switch in self.switched_on:
+            raise ConfigError(
+                f"{name}: {switch}=True collects tensors of the whole sequence, which chunked "
+                f"training exists to avoid. Call the model without {switch}."
+            )
+        if self.past_key_values is not None:
+            raise ConfigError(
+                f"{name}: past_key_values together with labels (prefix tuning, for one) is not "
+                "supported in chunked training. Use LoRA, or revert the model."
+            )
+        self._refuse_other_modalities(name)
+        if self.batch_rows == 0 or self.total_tokens == 0:
+            raise ConfigError(
+                f"{name}: the batch is empty ({self.batch_rows} rows of {self.total_tokens} "
+                "tokens). Check the data collator."
+            )
+
+    def _takes_axes(self) -> bool:
+        """Whether positions may have axes of their own (time, height, width) for rotary tables."""
+        tables = self.parts.decoder.children()
+        return any(getattr(table, "mrope_section", None) for table in tables)
+
+    def _refuse_other_modalities(self, name: str) -> None:
+        """Refuse what is not text, and take away what only says that all is text."""
+        whole = self.parts.is_multimodal
+        for argument, value in [*self.tokens.items(), *self.constants.items()]:
+            if whole and argument in _MODALITIES and isinstance(value, Tensor):
+                if self._says_text(argument, value):
+                    self.tokens.pop(argument, None)
+                    self.constants.pop(argument, None)
+                    continue
+                seen = "marks tokens that are not read as text"
+            elif isinstance(value, Tensor) and any(word in argument for word in _OTHER_INPUTS):
+                seen = "holds images or sound"
+            elif whole and argument in self.constants and not _is_switch(value):
+                seen = "is not cut along the tokens"
+            else:
+                continue
+            raise ConfigError(
+                f"{name}: {argument} {seen}, which chunks do not take. Train on batches of text "
+                f"(leave {argument} out), or revert the model."
+            )
+
+    def _says_text(self, argument: str, value: Tensor) -> bool:
+        """Whether types of tokens are all the same, and change nothing."""
+        low, high = (int(x) for x in torch.stack([value.min(), value.max()]).tolist())
+        return low == high and is_causal_with(self.parts, argument, low)
+
+    def _refuse_shapes(self) -> None:
+        """Refuse positions and offsets of another type or shape than models take."""
+        named = {
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "cu_seq_lens_q": self.cu_seq_lens,
+            "cu_seq_lens_k": self.cu_seq_lens_k,
+        }
+        for name, value in named.items():
+            _refuse_other_types(name, value)
+        positions = self.position_ids
+        allowed = {(1, self.total_tokens), (self.batch_rows, self.total_tokens)}
+        if positions is not None and self._takes_axes() and positions.ndim == 3:
+            allowed |= {(axes, rows, tokens) for axes in (3, 4) for rows, tokens in allowed}
+        if positions is not None and tuple(positions.shape) not in allowed:
+            shapes = " or ".join(map(str, sorted(allowed)))
+            raise ConfigError(
+                f"position_ids has shape {tuple(positions.shape)}; allowed is {shapes}: a position "
+                "for every token of the batch, or of every row. Check the data collator."
+            )
+        if positions is not None and (positions.is_complex() or positions.dtype == torch.bool):
+            raise ConfigError(
+                f"position_ids has dtype {positions.dtype}; allowed are numbers that count tokens, "
+                "such as torch.long. Check the data collator."
+            )
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            ends = named[name]
+            if ends is None:
+                continue
+            whole = not (ends.is_floating_point() or ends.is_complex() or ends.dtype == torch.bool)
+            if ends.ndim != 1 or len(ends) < 2 or not whole:
+                raise ConfigError(
+                    f"{name} has shape {tuple(ends.shape)} and dtype {ends.dtype}; allowed is one "
+                    "dimension of at least two whole numbers, the offsets at which packed "
+                    f"documents begin and the last one ends: [0, …, {self.total_tokens}]."
+                )
+
+
+def read_call(
+    parts: ModelParts, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ForwardCall:
+    """Read the arguments of a call of `forward`.
+
+    Raises:
+        ConfigError: If inputs or labels are no tensors, or do not have the same rows and tokens, or
+            labels not those of the tokens that `logits_to_keep` names.
+    """
+    given = _bind(forward, args, kwargs)
+    inputs = {n: given.pop(n) for n in ("input_ids", "inputs_embeds") if given.get(n) is not None}
+    if len(inputs) != 1:
+        raise ConfigError("give exactly one of input_ids and inputs_embeds to the model.")
+    for name, value in inputs.items():
+        _refuse_other_types(name, value)
+    first = next(iter(inputs.values()))
+    if first.ndim < 2:
+        raise ConfigError(
+            f"{next(iter(inputs))} has shape {tuple(first.shape)}; allowed are rows of tokens, "
+            "[rows, tokens] or [rows, tokens, width]. Add a first dimension with x[None]."
+        )
+    loss_arguments = {n: given.pop(n) for n in _LOSS_ARGUMENTS if given.get(n) is not None}
+    packing = {n: given.pop(n, None) for n in _PACKING_ARGUMENTS}
+    ignore_index = loss_arguments.get("ignore_index", -100)
+    switches = {n: given.pop(n, None) for n in _OUTPUT_SWITCHES}
+    use_cache = given.pop("use_cache", None)
+    past_key_values = given.pop("past_key_values", None)
+    return_dict = given.pop("return_dict", None)
+    keep = given.pop("logits_to_keep", None)
+    kept = _kept_positions(keep, first) if loss_arguments else None
+    if keep is not None:
+        # For whoever runs the head on whole hidden states: the model's own code then cuts them.
+        loss_arguments["logits_to_keep"] = keep
+    call = ForwardCall(
+        tokens=inputs,
+        attention_mask=given.pop("attention_mask", None),
+        position_ids=given.pop("position_ids", None),
+        cu_seq_lens=packing["cu_seq_lens_q"],
+        cu_seq_lens_k=packing["cu_seq_lens_k"],
+        shift_labels=_shift_labels(loss_arguments, first, kept, ignore_index),
+        num_items_in_batch=loss_arguments.get("num_items_in_batch"),
+        ignore_index=ignore_index,
+        loss_arguments=loss_arguments,
+        head_arguments={n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)},
+        constants={},
+        switched_on=tuple(n for n, value in switches.items() if value),
+        past_key_values=past_key_values,
+        kept_positions=kept,
+        uses_cache=past_key_values is not None or bool(use_cache),
+        return_dict=bool(
+            parts.causal_lm.config.return_dict if return_dict is None else return_dict
+        ),
+        left_padding=is_proved(parts),
+        parts=parts,
+    )
+    for name, value in given.items():
+        if value is None or name in ("input_ids", "inputs_embeds"):
+            continue
+        if isinstance(value, Tensor) and value.shape[:2] == first.shape[:2]:
+            call.tokens[name] = value
+        else:
+            call.constants[name] = value
+    return call
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str))
+
+
+def _bind(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    signature = inspect.signature(forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+def _refuse_other_types(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{name} is of type {type(value).__name__}; allowed is a torch.Tensor. Convert it with "
+            "torch.tensor(…) in the data collator."
+        )
+
+
+def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
+    """The tokens whose logits the unmodified model would make, `[B, K]`; None for all.
+
+    Raises:
+        ConfigError: One of them is named twice: its loss would count twice. Or they are named by a
+            mask of rows and tokens, of which nothing says which labels are of which row.
+    """
+    if keep is None or (isinstance(keep, int) and keep == 0):
+        return None
+    if not isinstance(keep, int):
+        _refuse_other_types("logits_to_keep", keep)
+    positions = torch.arange(first.shape[1], device=first.device)
+    if isinstance(keep, int):
+        return positions[-keep:].expand(first.shape[0], -1)
+    if keep.ndim > 1 and keep.dtype == torch.bool:
+        raise ConfigError(
+            f"logits_to_keep is a mask of shape {tuple(keep.shape)}. Allowed with labels: a number "
+            "of last tokens, a mask of tokens, or positions. Remedy: drop logits_to_keep and mask "
+            "labels with -100 instead; masked positions cost no logits memory."
+        )
+    kept_BK = positions[keep.to(first.device)].expand(first.shape[0], -1)
+    ordered_BK = kept_BK.sort(dim=1).values
+    if bool((ordered_BK[:, 1:] == ordered_BK[:, :-1]).any()):
+        raise ConfigError(
+            "logits_to_keep names a token twice. Allowed with labels: each token at most once. "
+            "Remedy: logits_to_keep.unique(), and labels cut to it."
+        )
+    return kept_BK
+
+
+def _shift_labels(
+    loss_arguments: dict[str, Any], first: Tensor, kept: Tensor | None, ignore: int
+) -> Tensor | None:
+    """Labels aligned with the positions that predict them, `[B, T]`; None without labels.
+
+    With `logits_to_keep` they come cut to the tokens that it names. The unmodified model shifts
+    them as they are: the first of them is predicted by nothing. All other tokens have no label.
+    """
+    rows, total_tokens = first.shape[:2]
+    tokens = total_tokens if kept is None else kept.shape[1]
+    labels = loss_arguments.get("labels")
+    shifted = loss_arguments.get("shift_labels")
+    for name, value in (("labels", labels), ("shift_labels", shifted)):
+        _refuse_other_types(name, value)
+        if value is None or value.shape == (rows, tokens):
+            continue
+        if kept is not None:
+            raise ConfigError(
+                f"{name} has shape {tuple(value.shape)}, but logits_to_keep names {tokens} of "
+                f"{total_tokens} tokens, so it must have ({rows}, {tokens}). Remedy: cut it to the "
+                "same tokens, or drop logits_to_keep: masked positions cost no logits memory."
+            )
+        raise ConfigError(
+            f"{name} has shape {tuple(value.shape)}, the inputs have {tuple(first.shape[:2])} "
+            "rows and tokens; they must agree. Check the data collator."
+        )
+    if shifted is None and labels is not None:
+        shifted = F.pad(labels, (0, 1), value=ignore)[:, 1:]
+    if shifted is None or kept is None:
+        return shifted
+    whole = shifted.new_full((rows, total_tokens), ignore)
+    return whole.scatter(1, kept.to(whole.device), shifted)

@@ -1,0 +1,323 @@
+"""Fused kernels in place of a decoder layer's norms and gated activations: Liger's or compiled.
+
+Eager PyTorch runs a norm or `act(gate) * up` as several passes over memory; Liger's kernels take
+one each way. They are used on CUDA where liger-kernel is installed, and nothing is believed: each
+norm, and each MLP, is tried beside its own code on random values, forward and backward, and keeps
+its own code unless the kernel is as near to float32 as that is. A module that is more than a plain
+norm or a plain gated product (a clamp, a scale, another activation) fails that comparison.
+
+What is replaced is `forward` on the instance. Not covered: rotary embedding, which Transformers'
+attention takes from its file's globals, so that replacing it would change every model of that
+family in the process; experts, which have code of their own; and weights that FSDP2 shards.
+
+[Note: a kernel that writes into what it has saved] Liger's gated product writes its gradients over
+the gate and the up projection that autograd saved for it. That is exact here, because those two are
+saved by no one else and a backward runs once; a norm is asked not to write into its gradient, which
+a residual shares.
+
+[Note: what is compiled] With `compile: true` the same norms and MLPs are compiled instead. Not the
+whole layer: its attention calls back into the engine, and the layer's own hooks would be traced.
+Compiled code runs in eager mode beside a dispatch mode, so no layer keeps its matrix products
+alone, and recomputation repeats all of them. A module with hooks stays as it is, for they would be
+compiled with it. Exact up to rounding: inductor keeps float32 between operations that eager code
+rounds to bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.errors import ConfigError
+
+# M tokens, D model width, F width of the gated product.
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What Liger computes with float32 inside; a float64 model would lose digits."""
+
+_SLACK = 1.1
+"""How much farther from float32 a kernel may be than the module's own code."""
+
+_ROUNDING = {torch.float32: 1e-5}
+"""Where the module's own code is the measure: the largest relative difference."""
+
+_PROBE_TOKENS = 64
+_GATED = {"gate_proj", "up_proj", "down_proj"}
+_MARK = "_sppo_layer_kernel"
+_COMPILED = "_sppo_compiled"
+
+
+def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) -> None:
+    """Give norms and MLPs the kernels that the settings ask for; again is fine.
+
+    Raises:
+        ConfigError: They are to be compiled, and `torch.compile` does not work here or for this
+            model.
+    """
+    if config.compile:
+        compile_layers(parts, device)
+    elif config.layer_kernels == "auto":
+        use_layer_kernels(parts, device)
+
+
+def restore_layers(parts: ModelParts) -> None:
+    """Give every module its own code back."""
+    for module in parts.causal_lm.modules():
+        if hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK):
+            del module.__dict__["forward"]
+        if module.__dict__.pop(_COMPILED, False):
+            module._compiled_call_impl = None
+
+
+def compile_layers(parts: ModelParts, device: torch.device) -> int:
+    """Compile norms and MLPs of decoder layers; see [Note: what is compiled].
+
+    Returns:
+        How many modules are compiled now.
+
+    Raises:
+        ConfigError: `torch.compile` does not work here, or FSDP2 shards the model.
+    """
+    if parts.is_sharded():
+        raise ConfigError(
+            f"compile=True, but FSDP2 shards {parts.name}, whose hooks would be compiled too. "
+            "Allowed: compile without FSDP2. Remedy: drop compile."
+        )
+    _refuse_without_compiler(device)
+    count = 0
+    for module in _candidates(parts):
+        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if module._compiled_call_impl is None and not hooked:
+            # Chunks differ in length; one graph serves all.
+            module.compile(dynamic=True)
+            module.__dict__[_COMPILED] = True
+        count += _COMPILED in module.__dict__
+    return count
+
+
+def _refuse_without_compiler(device: torch.device) -> None:
+    """Compile something small, forward and backward, before a model is changed."""
+    values = torch.ones(4, device=device, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            torch.compile(lambda x: (x * 2).sin().sum())(values).backward()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ConfigError(
+            f"compile=True, but torch.compile does not work on {device}: {reason}. Allowed: on a "
+            "GPU with Triton, on a CPU with a C++ compiler. Remedy: install it, or drop compile."
+        ) from error
+
+
+def liger_runs_on(device: torch.device) -> bool:
+    """Whether Liger's kernels can be tried on a device."""
+    found = all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
+    return device.type == "cuda" and found
+
+
+def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]:
+    """Put Liger's kernels where they are proven equal; again is fine.
+
+    Args:
+        parts: The model; its weights are on `device`.
+        device: Where it will run.
+
+    Returns:
+        How many modules take a kernel, by the kernel's name.
+    """
+    counts: dict[str, int] = {}
+    if parts.is_sharded() or not liger_runs_on(device):
+        return counts
+    from liger_kernel import ops  # type: ignore[import-not-found]
+
+    proven: dict[Any, Callable[..., Tensor] | None] = {}
+    for module in _candidates(parts):
+        # Modules of a class with the same settings run the same code: tried once.
+        key = _kind(module)
+        if key not in proven:
+            proven[key] = _find_kernel(module, ops, device)
+        forward = proven[key]
+        if forward is not None:
+            module.__dict__["forward"] = types.MethodType(forward, module)
+            counts[getattr(forward, _MARK)] = counts.get(getattr(forward, _MARK), 0) + 1
+    return counts
+
+
+def _candidates(parts: ModelParts) -> Iterator[nn.Module]:
+    """Yield norms and MLPs that run their class's own forward, of layers and behind them."""
+    roots = [*parts.layers, parts.final_norm()]
+    for root in (root for root in roots if root is not None):
+        for module in root.modules():
+            plain = "forward" not in module.__dict__ and (_is_norm(module) or _is_gated(module))
+            weight = next(module.parameters(), None)
+            if plain and weight is not None and weight.dtype in _DTYPES and not weight.is_meta:
+                yield module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    named = type(module).__name__.endswith("RMSNorm") and _epsilon(module) is not None
+    return named and isinstance(weight, nn.Parameter) and len(list(module.parameters())) == 1
+
+
+def _is_gated(module: nn.Module) -> bool:
+    names = {name for name, _ in module.named_children()}
+    return _GATED <= names <= {*_GATED, "act_fn"} and callable(getattr(module, "act_fn", None))
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    weight = next(module.parameters())
+    shapes = tuple(tuple(p.shape) for p in module.parameters())
+    act = getattr(module, "act_fn", None)
+    settings = getattr(module, "config", None)
+    return type(module), type(act), id(settings), _epsilon(module), weight.dtype, shapes
+
+
+def _find_kernel(module: nn.Module, ops: Any, device: torch.device) -> Callable[..., Tensor] | None:
+    """Return the first kernel that does what a module does, as a forward for it."""
+    found = _norms(module, ops) if _is_norm(module) else _gated_products(ops)
+    try:
+        for name, kernel in found:
+            if _is_norm(module):
+                good, forward = _norm_agrees(module, kernel, device), _norm_forward(kernel)
+            else:
+                good, forward = _product_agrees(module, kernel, device), _gated_forward(kernel)
+            if good:
+                setattr(forward, _MARK, name)
+                return forward
+    except Exception:  # noqa: BLE001 - kernels of another release, or a compiler that is missing
+        return None
+    return None
+
+
+def _norms(module: nn.Module, ops: Any) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    epsilon = _epsilon(module)
+    for offset, casting in ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma")):
+
+        def kernel(
+            x_MD: Tensor, weight_D: Tensor, offset: float = offset, casting: str = casting
+        ) -> Tensor:
+            return ops.LigerRMSNormFunction.apply(x_MD, weight_D, epsilon, offset, casting, False)
+
+        yield "norm", kernel
+
+
+def _gated_products(ops: Any) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    for function in (ops.LigerSiLUMulFunction, ops.LigerGELUMulFunction):
+        yield "gated product", function.apply
+
+
+def _norm_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return kernel(hidden_states, self.weight)
+
+    return forward
+
+
+def _gated_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(kernel(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def _norm_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: torch.device) -> bool:
+    weight = module.weight
+    assert isinstance(weight, Tensor), "a norm has a weight"
+
+    def own(x_MD: Tensor, weight_D: Tensor) -> Tensor:
+        return functional_call(module, {"weight": weight_D}, (x_MD,))
+
+    shapes = ((_PROBE_TOKENS, weight.shape[0]), tuple(weight.shape))
+    return _agree(own, kernel, shapes, weight.dtype, device)
+
+
+def _product_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: torch.device) -> bool:
+    """Whether an MLP's elementwise part, between its projections, is what a kernel computes."""
+    width = _out_features(module.gate_proj)
+    if width is None:
+        return False
+    bare = copy.copy(module)
+    bare.__dict__["_modules"] = dict(module._modules)
+
+    def own(gate_MF: Tensor, up_MF: Tensor) -> Tensor:
+        bare._modules["gate_proj"] = _Gives(gate_MF)
+        bare._modules["up_proj"] = _Gives(up_MF)
+        bare._modules["down_proj"] = nn.Identity()
+        return type(module).forward(bare, gate_MF)
+
+    shapes = ((_PROBE_TOKENS, width),) * 2
+    return _agree(own, kernel, shapes, next(module.parameters()).dtype, device)
+
+
+class _Gives(nn.Module):
+    """Stands for a projection whose output is known."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.output
+
+
+def _out_features(linear: Any) -> int | None:
+    features = getattr(linear, "out_features", None)
+    return features if isinstance(features, int) else None
+
+
+def _agree(
+    own: Callable[..., Tensor],
+    kernel: Callable[..., Tensor],
+    shapes: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether outputs and gradients of a kernel are as near to float32 as the module's own."""
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = [torch.randn(s, device=device, generator=generator) for s in shapes]
+    values = [value.to(dtype) for value in drawn]
+    grad = torch.randn(shapes[0], device=device, generator=generator).to(dtype)
+    ours, theirs = _run(own, values, grad), _run(kernel, values, grad)
+    if dtype in _ROUNDING:
+        return all(_error(b, a) <= _ROUNDING[dtype] for a, b in zip(ours, theirs, strict=True))
+    exact = _run(own, [value.float() for value in values], grad.float())
+    return all(
+        b.dtype == a.dtype and _error(b, e) <= _SLACK * _error(a, e) + torch.finfo(dtype).eps / 16
+        for a, b, e in zip(ours, theirs, exact, strict=True)
+    )
+
+
+def _run(
+    function: Callable[..., Tensor], values: list[Tensor], grad_output: Tensor
+) -> list[Tensor]:
+    """Return the output and all gradients."""
+    leaves = [value.clone().requires_grad_() for value in values]
+    with torch.enable_grad():
+        # A kernel may write into what it saves, which a leaf must survive.
+        output = function(*(leaf * 1 for leaf in leaves))
+        gradients = torch.autograd.grad(output, leaves, grad_output)
+    return [output.detach(), *gradients]
+
+
+def _error(value: Tensor, expected: Tensor) -> float:
+    """Return the error relative to the norm; not a number counts as infinite."""
+    difference = (value.double() - expected.double()).norm() / expected.double().norm()
+    return float(difference.nan_to_num(float("inf")))

@@ -1,0 +1,304 @@
+"""The model's own next-token loss, without logits of the whole sequence.
+
+Hidden states of a chunk go through the model's own head in tiles; each tile's cross-entropy and its
+gradient are computed on the spot and the tile's logits are dropped. Forward thus leaves behind one
+gradient of the size of the hidden states and one of the size of the head's trainable weights,
+nothing runs twice, and backward only multiplies by the scale that arrives.
+
+The sum over chunks is then divided as Transformers divides: by `num_items_in_batch`, or by the
+number of labels that count; with none that count the loss is NaN and every gradient zero, as in
+PyTorch.
+
+Knows nothing of chunk bounds, layers or offloading. Not covered: losses that are not a sum over
+tokens; the engine gives such a model whole-sequence logits instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sppo_hf.engine.parameter_hooks import hooks_set_aside
+from sppo_hf.engine.versions import ReadTensors
+from sppo_hf.errors import SPPOError
+
+# B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
+
+_HALF_SCALE = 1024.0
+"""Gradients of float16 logits are computed at this scale, or small ones would underflow."""
+
+Head = Callable[[Tensor], Tensor]
+"""Maps hidden states `[1, M, D]` to logits `[1, M, V]`; the model's own code."""
+
+
+class TileKernel(Protocol):
+    """Does head and loss of some tokens at once, with their gradients."""
+
+    def most_tokens(self, tile_tokens: int) -> int:
+        """The tokens of a call that takes no more memory than a tile of `tile_tokens` does."""
+        ...
+
+    def __call__(
+        self,
+        hidden_MD: Tensor,
+        labels_M: Tensor,
+        trainable: Sequence[nn.Parameter],
+        ignore_index: int,
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Loss sum, gradient of the hidden states, gradients of `trainable`."""
+        ...
+
+
+class ChunkedLoss:
+    """Sum of the losses of one forward call's chunks."""
+
+    def __init__(
+        self,
+        head: Head,
+        parameters: Sequence[nn.Parameter],
+        *,
+        tile_tokens: int,
+        ignore_index: int = -100,
+        on_logits: Callable[[Tensor, slice], None] | None = None,
+        fused: TileKernel | None = None,
+        head_in_backward: bool = False,
+    ) -> None:
+        """Start a sum.
+
+        Args:
+            head: The model's head.
+            parameters: Parameters that `head` reads; those that require gradients get them.
+            tile_tokens: Tokens per tile, bounds the bytes of logits alive at once.
+            ignore_index: The label that does not count.
+            on_logits: Is given the logits `[M, V]` of each tile, and which tokens of the chunk,
+                its rows laid one behind the other, they are of.
+            fused: A kernel that does head and loss of a tile at once, or None.
+            head_in_backward: Whether the head's gradients must come out of the ordinary backward,
+                as FSDP2 and hooks on the head's modules demand; each tile's logits are then
+                computed a second time there.
+        """
+        self._head = head
+        self._trainable = [p for p in parameters if p.requires_grad]
+        self._tile_tokens = tile_tokens
+        self._ignore_index = ignore_index
+        self._fused = fused
+        self._head_in_backward = head_in_backward
+        self._head_grads: list[Tensor | None] = [None] * len(self._trainable)
+        self._reads = ReadTensors.of_named(("a weight of the head", p) for p in parameters)
+        self._versions = self._reads.versions()
+        self.scale = 1.0
+        self._on_logits = on_logits
+
+    def add(self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool) -> Tensor:
+        """Summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
+
+        Args:
+            hidden_BCD: What the base model returned.
+            labels_BC: Label of the token that follows each position.
+            last: Whether this is the last chunk that is added. Its node hands out the gradients of
+                the head's parameters, for all chunks; it is the first to run in backward.
+        """
+        grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
+        if grad and self._head_in_backward:
+            return self._checkpointed(hidden_BCD, labels_BC)
+        with torch.no_grad():
+            total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
+        if dhidden_BCD is None:
+            return total
+        # Those that no tile used are no part of the graph, as without us: their hooks do not run.
+        used = [
+            (index, parameter)
+            for index, parameter in enumerate(self._trainable)
+            if last and self._head_grads[index] is not None
+        ]
+        indices, parameters = [index for index, _ in used], [parameter for _, parameter in used]
+        return _TiledLoss.apply(hidden_BCD, total, dhidden_BCD, self, last, indices, *parameters)
+
+    def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
+        """Summed loss by plain autograd, whose backward runs the head again tile by tile.
+
+        FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
+        them when a backward ends; a backward of our own inside forward would free them too early.
+        Hooks on the head's modules would see there what is not yet divided by the labels' number.
+        """
+        hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
+        labels_M = labels_BC.reshape(-1)
+        losses = []
+        for start in range(0, hidden_MD.shape[0], self._tile_tokens):
+            tile = slice(start, start + self._tile_tokens)
+            loss, logits_MV = checkpoint(
+                self._tile_loss, hidden_MD[tile], labels_M[tile], use_reentrant=False
+            )
+            losses.append(loss)
+            if self._on_logits is not None:
+                self._on_logits(logits_MV.detach(), tile)
+        return torch.stack(losses).sum()
+
+    def refuse_changes(self) -> None:
+        """Refuse weights of the head that are not those of forward, as autograd would.
+
+        Raises:
+            SPPOError: They were changed in place.
+        """
+        self._reads.refuse_changes(self._versions, "the loss's backward")
+
+    def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        self.refuse_changes()  # this may be backward, see `_checkpointed`
+        logits_MV = self._head(hidden_MD[None])[0]
+        # Transformers computes the loss in float32; wider models keep their width.
+        wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        loss = F.cross_entropy(
+            wide_MV,
+            labels_M.to(wide_MV.device),
+            ignore_index=self._ignore_index,
+            reduction="sum",
+        )
+        return loss, logits_MV
+
+    def tiles(
+        self, hidden_BCD: Tensor, labels_BC: Tensor, grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss sum and gradient of the hidden states; adds up the head's gradients."""
+        hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
+        labels_M = labels_BC.reshape(-1)
+        total: Tensor | None = None
+        dhidden_MD = torch.empty_like(hidden_MD) if grad else None
+        fused = self._fused if grad and self._on_logits is None else None
+        tile_tokens = self._tile_tokens if fused is None else fused.most_tokens(self._tile_tokens)
+        for start in range(0, hidden_MD.shape[0], tile_tokens):
+            tile = slice(start, start + tile_tokens)
+            loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad, fused)
+            total = loss if total is None else total + loss
+            if dhidden_MD is not None and dtile is not None:
+                dhidden_MD[tile] = dtile
+            if self._on_logits is not None:
+                self._on_logits(logits_MV.detach(), tile)
+            del logits_MV, dtile  # or they would live on beside the next tile's
+        assert total is not None, "a chunk has at least one token"
+        return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
+
+    def _tile(
+        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, fused: TileKernel | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if fused is not None:
+            args = (hidden_MD, labels_M, self._trainable, self._ignore_index)
+            loss, dhidden_MD, dweights = fused(*args)
+            self._add_head_grads(dweights)
+            return loss, dhidden_MD, hidden_MD
+        with torch.set_grad_enabled(grad):
+            leaf_MD = hidden_MD.detach().requires_grad_(grad)
+            loss, logits_MV = self._tile_loss(leaf_MD, labels_M)
+            if not grad:
+                return loss, None, logits_MV
+            self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
+            # The ordinary backward runs outside autocast; so must this one.
+            # The head's own hooks see the sum, when `_TiledLoss` hands it out.
+            with (
+                torch.autocast(hidden_MD.device.type, enabled=False),
+                hooks_set_aside(self._trainable),
+            ):
+                dhidden_MD, *dweights = torch.autograd.grad(
+                    loss * self.scale, [leaf_MD, *self._trainable], allow_unused=True
+                )
+        self._add_head_grads(dweights)
+        return loss.detach(), dhidden_MD, logits_MV
+
+    def _add_head_grads(self, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            held = self._head_grads[index]
+            if held is None:
+                self._head_grads[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            else:
+                held += grad
+
+    def take_head_grads(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """Hand over (once) the summed gradients of some of the head's trainable parameters."""
+        taken = [self._head_grads[index] for index in indices]
+        for index in indices:
+            self._head_grads[index] = None
+        return taken
+
+
+class _TiledLoss(torch.autograd.Function):
+    """The loss of a chunk whose gradients are there already."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_BCD: Tensor,
+        total: Tensor,
+        dhidden_BCD: Tensor,
+        loss: ChunkedLoss,
+        last: bool,
+        indices: list[int],
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.loss = loss
+        ctx.last = last
+        ctx.indices = indices
+        ctx.spent = False
+        ctx.parameter_dtypes = [p.dtype for p in parameters]
+        ctx.save_for_backward(dhidden_BCD)
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.spent:
+            raise SPPOError(
+                "backward ran twice through a chunked loss. Chunked sequences allow one backward "
+                "per forward (retain_graph=True is not supported); run the forward again."
+            )
+        ctx.spent = True
+        if ctx.last:  # later on a hook may have stepped an optimizer
+            ctx.loss.refuse_changes()
+        (dhidden_BCD,) = ctx.saved_tensors
+        # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
+        factor = dtotal / ctx.loss.scale
+        grads = [
+            None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
+            for g, dtype in zip(
+                ctx.loss.take_head_grads(ctx.indices), ctx.parameter_dtypes, strict=True
+            )
+        ]
+        return _scaled(dhidden_BCD, factor), None, None, None, None, None, *grads
+
+
+def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:
+    """Divide the summed loss as Transformers does, with PyTorch's gradient for an empty mean.
+
+    Args:
+        total: Sum over labels that count, shape `[]`.
+        count: Number of labels that count, shape `[]`.
+        divisor: `num_items_in_batch` or `count`, shape `[]`.
+
+    Returns:
+        `total / divisor`; its gradient is zero where `count` is zero, although the value is NaN.
+    """
+    return _Divide.apply(total, count, divisor)
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(count, divisor)
+        return total / divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        count, divisor = ctx.saved_tensors
+        return torch.where(count > 0, dloss / divisor, torch.zeros_like(dloss)), None, None
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.mul_(factor) if x.dtype == wide else x.to(wide).mul_(factor.to(wide)).to(x.dtype)

@@ -1,0 +1,415 @@
+"""The plans of one model: made when a batch shape first comes, remembered, corrected once.
+
+Gathers what the torch-free planner needs (the model's shape, the device's facts, the attention
+backend) and keeps the offload engine as large as the plans want it. Runs nothing.
+
+What the first steps of a plan teach: the speeds it should have been made with.
+
+Collects the watches of finished steps and, when the device has come that far, turns one of them
+into a correction. Knows nothing of how plans are made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sppo_hf.attention.backends.base import AttentionSpec, Backend, determinism
+from sppo_hf.attention.backends.select import Selection, select_backend
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.device_facts import (
+    device_facts,
+    dtype_name,
+    leave_to_driver,
+    model_shape,
+    use_expandable_segments,
+)
+from sppo_hf.engine.offload_holder import OffloadHolder, offloaded_bytes
+from sppo_hf.engine.sequence_group import SequenceGroup
+from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.engine.step_timer import StepTimer
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
+from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.pipeline_bounds import rank_shape
+from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.rules import format_bytes
+
+logger = logging.getLogger(__name__)
+
+# The first step allocates, pins and compiles; the second is like all that follow.
+STEP_MEASURED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCorrection:
+    """A plan, what a step of it took, and the correction that follows."""
+
+    plan: Plan
+    measured: MeasuredStep
+    correction: Correction
+
+
+class ProfileCorrector:
+    """Watches steps until each plan has been measured once."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+        self._plans: list[Plan] = []
+        self._waiting: list[StepTimer] = []
+
+    def step_done(self, watch: StepTimer) -> None:
+        """A training step has ended on the host; the device may be behind."""
+        plan = watch.plan
+        if plan.prediction is None or plan.cost is None:
+            return
+        if id(plan) not in self._steps:
+            self._plans.append(plan)  # keeps its id from being given away
+        steps = self._steps[id(plan)] = self._steps.get(id(plan), 0) + 1
+        if steps == STEP_MEASURED:
+            self._waiting.append(watch)
+
+    def corrections_found(self) -> Iterator[ProfileCorrection]:
+        """Yields what has been learned since the last time; asks the device, never waits for it."""
+        waiting, self._waiting = self._waiting, []
+        for watch in waiting:
+            measured = watch.measured()
+            if measured is None:
+                self._waiting.append(watch)
+                continue
+            plan = watch.plan
+            assert plan.prediction is not None, "plans without one are not watched"
+            assert plan.cost is not None, "a prediction was made with a cost"
+            before = plan.cost.correction
+            correction = learn(plan.prediction, measured, before)
+            if before == Correction() and worth_correcting(before, correction):
+                yield ProfileCorrection(plan, measured, correction)
+
+
+# Rows of more lengths than this are taken to have a new length with every batch.
+_FEW_LENGTHS = 3
+
+# What is planned with of a budget under which memory ran out.
+_LESS = 0.95
+
+# Gradients below this share of the device's peak change no plan.
+_FEW_GRADIENTS = 0.01
+
+
+class PlanCache:
+    """Plans by batch shape."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        config: SPPOConfig,
+        room: OffloadHolder,
+        group: SequenceGroup | None = None,
+    ) -> None:
+        """Hold none yet.
+
+        Args:
+            parts: The model.
+            config: Its settings.
+            room: Is prepared for every plan.
+            group: The ranks that share every sequence, which must all run the same plan.
+        """
+        self._parts = parts
+        # Ranks that share a sequence exchange the tokens of one chunk after the other.
+        self._config = config if group is None else config.replace(order="by_chunk")
+        self._offload = room
+        self._group = group
+        self._plans: dict[tuple[int, int, bool, torch.device, bool], Plan] = {}
+        self._selections: dict[tuple[AttentionSpec, int], Selection] = {}
+        self._lengths: set[int] = set()
+        """Tokens of the rows that training has seen, until they are taken to vary."""
+        self._shape: ModelShape | None = None
+        self._accumulates = False
+        self._warned: set[str] = set()
+        self._teacher = ProfileCorrector()
+        self._by_chunk_reason = ""
+        """Why the model cannot go layer by layer, once that is known."""
+        self._have_run: dict[int, Plan] = {}
+        """By identity; the plan is held, so that no other gets it."""
+        self._have_trained: dict[int, Plan] = {}
+        """Likewise."""
+        self._shrunk = False
+
+    def has_run(self, plan: Plan) -> bool:
+        """Whether a forward under `plan` has come to its end."""
+        return id(plan) in self._have_run
+
+    def ran(self, plan: Plan) -> None:
+        """A forward under `plan` has come to its end."""
+        self._have_run[id(plan)] = plan
+
+    def has_trained(self, plan: Plan) -> bool:
+        """Whether a backward under `plan` has come to its end."""
+        return id(plan) in self._have_trained
+
+    def refuse_by_layer(self, reason: str) -> None:
+        """Plan chunk by chunk from now on; `reason` says why the model cannot go by layer."""
+        self._by_chunk_reason = reason
+        self._config = self._config.replace(order="by_chunk")
+        self._plans = {key: p for key, p in self._plans.items() if p.order == "by_chunk"}
+
+    def shrink(self, plan: Plan) -> int | None:
+        """Plan with less than the device budget of `plan` from now on, where nothing has run yet.
+
+        `plan` itself is dropped, for that is the one that failed.
+
+        Returns:
+            The new budget in bytes; None where there is none, or it was made smaller before.
+        """
+        if self._shrunk or plan.budgets.device is None:
+            return None
+        self._shrunk = True
+        budget = int(_LESS * plan.budgets.device)
+        self._config = self._config.replace(device_memory=budget)
+        self._plans = {
+            key: one for key, one in self._plans.items() if self.has_run(one) and one is not plan
+        }
+        return budget
+
+    def get(
+        self,
+        batch_rows: int,
+        total_tokens: int,
+        device: torch.device,
+        observer: StepObserver,
+        *,
+        return_logits: bool = False,
+    ) -> Plan:
+        """The plan for batches of this shape; made, shown and remembered the first time.
+
+        Args:
+            batch_rows: Rows.
+            total_tokens: Tokens of each row.
+            device: Where the model is.
+            observer: Is shown a new plan.
+            return_logits: Whether the logits of all tokens are kept.
+
+        Raises:
+            ConfigError: The device is of another type, or the settings do not fit the length.
+            BudgetError: A budget cannot hold what it must.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"the model is on a device of type {device.type!r}; chunked training runs on "
+                "'cuda' and 'cpu'. Move the model (under a Trainer: use_cpu=True), or revert the "
+                "plugin."
+            )
+        training = torch.is_grad_enabled()
+        self._notice_accumulation(training)
+        if training and len(self._lengths) <= _FEW_LENGTHS:
+            self._lengths.add(total_tokens)
+        key = (batch_rows, total_tokens, training, device, return_logits)
+        if key not in self._plans:
+            wanted = {"training": training, "return_logits": return_logits}
+            plan = self._shared_plan(device, batch_rows, total_tokens, **wanted)
+            if self._config.device_memory is None:
+                leave_to_driver(device, CONTEXT_BYTES["cuda"])
+            given_bytes = self._least(self._offload.prepare(device, plan))
+            if given_bytes is not None:
+                plan = self._plan_within(given_bytes, plan, device, **wanted)
+            for warning in plan.warnings:
+                if warning not in self._warned:
+                    self._warned.add(warning)
+                    warnings.warn(warning, stacklevel=2)
+            self._plans[key] = plan
+            observer.on_plan(plan, self._parts.name)
+        return self._plans[key]
+
+    def _plan_within(
+        self, host_bytes: int, plan: Plan, device: torch.device, **wanted: bool
+    ) -> Plan:
+        """The same batch planned with the host memory that the system really gives."""
+        logger.warning(
+            "%s of host memory were planned with, and the system gave %s; planning with those",
+            format_bytes(offloaded_bytes(plan)),
+            format_bytes(host_bytes),
+        )
+        self._config = self._config.replace(host_memory=host_bytes)
+        plan = self._shared_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
+        self._offload.prepare(device, plan)
+        return plan
+
+    def _shared_plan(self, *args: Any, **wanted: Any) -> Plan:
+        return shared_plan(lambda: self._make_plan(*args, **wanted), self._group)
+
+    def _least(self, given_bytes: int | None) -> int | None:
+        """The least that any rank was given of host memory; None where all got what they need."""
+        if self._group is None:
+            return given_bytes
+        return self._group.decide(
+            lambda: given_bytes, lambda given: math.inf if given is None else given
+        )
+
+    def _notice_accumulation(self, training: bool) -> None:
+        """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.
+
+        From then on every training plan counts them: also the first batch of a later step has them
+        where gradients are zeroed in place, and else needs less than planned.
+        """
+        if not training or self._accumulates:
+            return
+        if any(p.grad is not None for p in self._parts.causal_lm.parameters()):
+            self._accumulates = True
+            more_bytes = self.shape().gradient_bytes
+            for key, plan in list(self._plans.items()):
+                if plan.training and more_bytes > _FEW_GRADIENTS * plan.estimate.device.total:
+                    del self._plans[key]
+
+    def _make_plan(
+        self,
+        device: torch.device,
+        batch_rows: int,
+        total_tokens: int,
+        *,
+        training: bool,
+        return_logits: bool,
+        **learned: Any,
+    ) -> Plan:
+        shape = self.shape()
+        if self._group is not None:
+            shape = rank_shape(shape, self._group.size)
+        use_expandable_segments(device)
+        name, reason = self.describe_backends(shape, device)
+        return make_plan(
+            self._config.replace(return_logits=return_logits),
+            shape,
+            device=device_facts(device, self._config),
+            backend_name=name,
+            backend_reason=reason,
+            batch_rows=batch_rows,
+            total_tokens=total_tokens,
+            training=training,
+            accumulates=training and self._accumulates,
+            dtype_name=dtype_name(self._parts),
+            by_layer=self._by_chunk_reason or True,
+            **learned,
+        )
+
+    def need_for_logits(
+        self, batch_rows: int, total_tokens: int, device: torch.device
+    ) -> tuple[int, int | None]:
+        """What an evaluation takes that keeps the logits of all tokens.
+
+        Args:
+            batch_rows: Rows of the batch.
+            total_tokens: Tokens of each row.
+            device: Where the model is.
+
+        Returns:
+            The predicted peak on the device in bytes, logits among them, and the device's budget;
+            None where none is known.
+
+        Raises:
+            BudgetError: The weights alone are over the budget.
+        """
+        plan = self._make_plan(device, batch_rows, total_tokens, training=False, return_logits=True)
+        # Of sharded weights, most are on other ranks, which the plan does not see.
+        elsewhere_bytes = self.shape().weight_bytes if self._parts.is_sharded() else 0
+        return plan.estimate.device.total - elsewhere_bytes, plan.budgets.device
+
+    def step_done(self, watch: StepTimer) -> None:
+        """A training step has ended on the host; the device may be behind."""
+        self._have_trained[id(watch.plan)] = watch.plan
+        self._teacher.step_done(watch)
+
+    def correct(self, observer: StepObserver) -> None:
+        """Plan anew, once, what the first steps have shown to run at other speeds."""
+        # Speeds that one rank has measured would make its plan another one than the others'.
+        if not self._config.correct_plan or self._group is not None:
+            return
+        for correction_found in self._teacher.corrections_found():
+            before = correction_found.plan
+            key = next((key for key, plan in self._plans.items() if plan is before), None)
+            if key is None:
+                continue
+            rows, tokens, training, device, return_logits = key
+            after = self._make_plan(
+                device,
+                rows,
+                tokens,
+                training=training,
+                return_logits=return_logits,
+                correction=correction_found.correction,
+                # Other chunks would round sums in another order; other modes change no number.
+                bounds=before.bounds,
+            )
+            self._plans[key] = after
+            self._offload.prepare(device, after)
+            observer.on_correction(before, after, correction_found.measured)
+
+    def shape(self) -> ModelShape:
+        """The model's shape, read once."""
+        if self._shape is None:
+            self._shape = model_shape(self._parts)
+        return self._shape
+
+    def choose_backend(self, requirement: AttentionSpec) -> Backend:
+        """The backend for a layer's requirement.
+
+        Once rows turn out to have many lengths, "auto" prefers one that builds nothing per shape.
+
+        Raises:
+            ConfigError: If the configured one is not installed or cannot do it.
+        """
+        return self._select(requirement).backend
+
+    def _select(self, requirement: AttentionSpec) -> Selection:
+        if len(self._lengths) > _FEW_LENGTHS:
+            requirement = replace(requirement, varied=True)
+        key = requirement, determinism()
+        if key not in self._selections:
+            selection = select_backend(self._config.attention_backend, requirement)
+            logger.info("attention: %s", selection.reason)
+            self._selections[key] = selection
+        return self._selections[key]
+
+    def describe_backends(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
+        """Names and reasons of attention backends, in the order of the first layer of each kind.
+
+        Choosing may time kernels, which had better happen now than inside the first layer.
+        """
+        weight = next(p for layer in self._parts.layers for p in layer.parameters())
+        dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
+        chosen: dict[str, str] = {}
+        for layer in (layer for layer in shape.layers if layer.num_heads):
+            requirement = AttentionSpec(
+                device_type=device.type,
+                dtype=dtype,
+                qk_head_size=layer.qk_head_size,
+                v_head_size=layer.v_head_size,
+                softcap=softcap,
+                window=layer.window is not None,
+                gqa_ratio=layer.num_heads // layer.num_kv_heads,
+            )
+            selection = self._select(requirement)
+            chosen.setdefault(selection.backend.name, selection.reason)
+        if not chosen:
+            return "none", "no layer of the model has attention"
+        return ", ".join(chosen), "\n".join(chosen.values())
+
+
+def shared_plan(make: Callable[[], Plan], group: SequenceGroup | None) -> Plan:
+    """The plan that all ranks run that share a sequence: of the one with the least memory.
+
+    In another mode a rank would exchange tokens at other moments.
+    """
+    if group is None:
+        return make()
+    return group.decide(make, lambda plan: plan.budgets.device or math.inf)

@@ -1,0 +1,515 @@
+"""A frame that is recomputed in backward, without running attention again.
+
+The frame of one (layer, chunk) keeps a *layer's inputs*: the layer's input, attention's output and
+its log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time
+backward asks for any of it, the layer runs once more, with attention answered from the layer's
+inputs, and is stopped as soon as the last saved tensor has been seen (so its last matrix product
+does not run again either, nor any other that no saved tensor depends on). A frame may keep the
+outputs of the layer's *products* too (see `selective`), so that only elementwise work is done
+again. What is kept stays on the device or travels through the offload engine.
+
+The layer's random state and autocast settings are those of the first forward, so dropout inside a
+layer (LoRA's, for one) repeats exactly.
+
+Knows nothing of chunk loops, losses or plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sppo_hf.engine.recurrent_state import StateKey, States
+from sppo_hf.engine.selective import (
+    Changed,
+    Holder,
+    Needless,
+    NeedlessPlayer,
+    NeedlessRecorder,
+    Product,
+    SavedOffloaded,
+    SavedTensor,
+    SelectiveRecorder,
+    SelectiveReplayer,
+)
+from sppo_hf.engine.versions import ReadTensors, Versions
+from sppo_hf.errors import SPPOError
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
+from sppo_hf.planning.activation_modes import FrameMode
+
+RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedLayer"], None]
+"""Runs a layer's forward once more with `frame` as the frame attention finds."""
+
+
+class _Stop(Exception):
+    """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
+
+
+class _Nothing(contextlib.nullcontext[None]):
+    """Leaves a layer's second forward alone."""
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`."""
+
+
+_Aside = SelectiveReplayer | NeedlessRecorder | NeedlessPlayer | _Nothing
+"""What runs beside a layer's second forward."""
+
+
+_UNKNOWN = Needless((), ())
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Needless | None]]
+_found = weakref.WeakKeyDictionary()
+
+
+def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
+    """What was found of `layer`, by kind of its forward; see [Note: needless products]."""
+    return _found.setdefault(layer, {})
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    """Whether `torch.compile` made a part of `layer`.
+
+    Beside a dispatch mode such a part would run in eager mode, from then on for good, and what it
+    saves would be something else.
+    """
+    return any(
+        # By name: importing its class takes seconds.
+        type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in layer.modules()
+    )
+
+
+class _Slot:
+    """What autograd holds instead of a saved tensor."""
+
+    __slots__ = ("frame", "index")
+
+    def __init__(self, frame: RecomputedLayer, index: int) -> None:
+        self.frame = frame
+        self.index = index
+
+
+class RecomputedLayer:
+    """Frame of one (layer, chunk) in recompute mode; also the stash of its attention.
+
+    Use: `open(args, kwargs)` before the layer's forward, `close()` after it.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        run_layer: RunLayer,
+        prefetch_order: PrefetchOrder,
+        offload: OffloadEngine,
+        keep: Callable[[str, Tensor], Tensor],
+        mode: FrameMode,
+        label: str,
+        reads: ReadTensors,
+        states: States | None = None,
+        number: int | None = None,
+        before_recompute: Callable[[], None] | None = None,
+        before_use: Callable[[], None] | None = None,
+    ) -> None:
+        """Make a frame.
+
+        Args:
+            layer: The decoder layer.
+            run_layer: Runs the layer again; sets up what its attention needs.
+            prefetch_order: Order of frames in this sequence, for prefetching.
+            offload: Moves what is kept, if the mode says so.
+            keep: Gives a tensor that stays its place on the device.
+            mode: What is kept ("inputs" or "matmuls"), and where it waits.
+            label: Name of the frame in errors, for example "layer 3, chunk 1".
+            reads: What the layer reads beside its arguments.
+            states: States that its mixers read.
+            number: Its place in the order of forward, for the prefetch order.
+            before_recompute: Is called before the layer runs again, while the frame still has what
+                `keys_again` needs.
+            before_use: Called before the layer runs again, and before backward gets what it saved.
+        """
+        assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
+        self._layer = layer
+        self._run_layer = run_layer
+        self._prefetch_order = prefetch_order
+        self._number = number
+        self._offload = offload
+        self._keep: Callable[[str, Tensor], Tensor] | None = keep
+        self._mode = mode
+        self._label = label
+        self._before_recompute = before_recompute
+        self._reads = reads
+        self._before_use = before_use
+        self._versions: Versions = ()
+        self._arguments: tuple[ReadTensors, Versions] | None = None
+        self._meta: list[tuple[torch.Size, torch.dtype]] = []
+        self._again: dict[int, Tensor] | None = None
+        self._stash: tuple[Holder, Holder] | None = None
+        self._hidden: Holder | None = None
+        self._given_states: States = states or {}
+        self._states: dict[StateKey, tuple[Holder, bool]] = {}
+        self.states: States = {}
+        """While the layer is recomputed: the states that its mixers read."""
+        self.take_keys: Callable[[Tensor, Tensor], None] | None = None
+        """While the layer runs for its keys and values alone: gets them, and ends the run."""
+        self._recorder: SelectiveRecorder | None = None
+        self._products: tuple[Product, ...] | None = None
+        self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._hooks: Any = None
+        self._recomputing: tuple[Tensor, Tensor] | None = None
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the layer needs to run again, and start dropping what autograd saves."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._hidden_requires_grad = hidden.requires_grad
+        self._shape = hidden.shape
+        self._hidden = self._hold("inputs", hidden.detach())
+        given, self._given_states = self._given_states, {}
+        self._states = {
+            key: (self._hold("states {} {} {}".format(*key), state.detach()), state.requires_grad)
+            for key, state in given.items()
+        }
+        rest = tree_map_only(Tensor, _detach, _without_shared_keys(_without_hidden(args, kwargs)))
+        self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
+        self._versions = self._reads.versions()
+        arguments = ReadTensors.of_named(_named_arguments(*self._rest))
+        self._arguments = (arguments, arguments.versions())
+        self._context = RunContext(hidden.device)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        if self._mode.saved == "matmuls":
+            self._recorder = SelectiveRecorder(self._layer, hidden, hold=self._hold_product)
+            self._recorder.start(*given.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the frame watches what autograd saves."""
+        return self._hooks is not None
+
+    def close(self) -> None:
+        """Stop watching what autograd saves, and put the frame on the prefetch order."""
+        if self._recorder is not None:
+            self._products = self._recorder.stop()
+            self._recorder = None
+        self._unhook()
+        self._keep = None
+        self._reads.leave_out_own_writes(self._versions)
+        if self._meta:
+            self._prefetch_order.record(self, self._number)
+        else:
+            self._release()  # nothing in the layer needs a gradient
+
+    def cancel(self) -> None:
+        """Stop watching after an exception in the layer's forward."""
+        if self._recorder is not None:
+            self._recorder.abandon()
+            self._recorder = None
+        self._unhook()
+        self._release()
+
+    def _unhook(self) -> None:
+        assert self._hooks is not None, "a frame is closed while it is open"
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(None, None, None)
+
+    def get(self) -> tuple[Tensor, Tensor] | None:
+        """Attention's `(out, lse)` while the layer is recomputed, None in the first forward.
+
+        In the first forward attention runs between this and `put`, and is no product of the layer.
+        """
+        if self._recorder is not None:
+            self._recorder.pause()
+        return self._recomputing
+
+    def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
+        """Keep attention's results of the first forward, unless nothing will be recomputed."""
+        if self._hooks is not None:
+            self._stash = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
+        if self._recorder is not None:
+            self._recorder.resume(out_BNCH, lse_BNC)
+
+    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+        if self._mode.tier != "device":
+            return SavedOffloaded(self._offload, tensor, self._mode.tier)
+        assert self._keep is not None, "what is kept is kept while the frame is open"
+        return SavedTensor(self._keep(kind, tensor))
+
+    def _hold_product(self, kind: str, tensor: Tensor) -> Holder:
+        # Experts have as many tokens as chose them, so there are no other tensors of that shape to
+        # lie beside; and a subclass is more than its bytes.
+        usual = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
+        if self._mode.offload or (usual and type(tensor) is Tensor):
+            return self._hold(kind, tensor)
+        return SavedTensor(tensor)
+
+    def _pack(self, tensor: Tensor) -> _Slot:
+        if self._recorder is not None:
+            self._recorder.saved(tensor)
+        self._meta.append((tensor.shape, tensor.dtype))
+        return _Slot(self, len(self._meta) - 1)
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def handles(self) -> Iterator[OffloadedTensor]:
+        """What is away, first needed first."""
+        for holder in self._holders():
+            yield from holder.handles()
+
+    def saved(self, index: int) -> Tensor:
+        """The saved tensor of slot `index`, recomputing the layer the first time.
+
+        Raises:
+            SPPOError: On a second backward, or if the layer did not repeat itself.
+        """
+        if self._before_use is not None:
+            self._before_use()
+        if self._again is None:
+            self._prefetch_order.on_backward(self)
+            self._recompute()
+        assert self._again is not None
+        if index not in self._again:
+            raise SPPOError(
+                f"{self._label}: backward asked twice for the same saved tensor. Chunked sequences "
+                "allow one backward per forward (retain_graph=True is not supported)."
+            )
+        return self._again.pop(index)
+
+    def _recompute(self) -> None:
+        if self._hidden is None:
+            raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
+        self._refuse_changes()
+        if self._before_recompute is not None:
+            self._before_recompute()
+        hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
+        if self._stash is not None:
+            self._recomputing = (self._stash[0].take(), self._stash[1].take())
+        self.states = {
+            key: holder.take().detach().requires_grad_(needs_grad)
+            for key, (holder, needs_grad) in self._states.items()
+        }
+        try:
+            again = self._run_again(hidden, self._aside(hidden))
+            if again is None:
+                _needless(self._layer)[self._kind()] = None
+                again = self._run_again(hidden, _Nothing())
+        finally:
+            self._recomputing = None
+            self.states = {}
+            self._release()
+        assert again is not None, "what computes all its products has no others"
+        self._check_repeated(again)
+        self._again = dict(enumerate(again))
+
+    def keys_again(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first forward, BKCH: the layer runs again up to its attention.
+
+        Comes before backward asks for what autograd saved; what the frame keeps, it keeps.
+
+        Raises:
+            SPPOError: What the layer reads has changed, or its forward was interrupted.
+        """
+        hidden_holder, rest = self._hidden, self._rest
+        if hidden_holder is None:
+            raise SPPOError(f"{self._label}: nothing to make keys from; was forward interrupted?")
+        self._refuse_changes()
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def take(k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+            found.append((k_BKCH, v_BKCH))
+            raise _Stop
+
+        with contextlib.ExitStack() as borrowed:
+            hidden = borrowed.enter_context(hidden_holder.borrow())
+            self.states = {
+                key: borrowed.enter_context(holder.borrow())
+                for key, (holder, _) in self._states.items()
+            }
+            self.take_keys = take
+            try:
+                with self._context.restored(), torch.no_grad(), contextlib.suppress(_Stop):
+                    self._run_layer(self._layer, *_with_hidden(hidden, *rest), self)
+            finally:
+                self.take_keys = None
+                self.states = {}
+        assert found, "a layer whose keys are made again attends"
+        return found[0]
+
+    def _refuse_changes(self) -> None:
+        assert self._arguments is not None, "what was opened has its arguments"
+        arguments, versions = self._arguments
+        where = f"recomputing {self._label}"
+        self._reads.refuse_changes(self._versions, where)
+        arguments.refuse_changes(versions, where)
+
+    def _run_again(self, hidden: Tensor, aside: _Aside) -> list[Tensor] | None:
+        """All that autograd saves; None if the layer does not repeat itself beside `aside`."""
+        args, kwargs = _with_hidden(hidden, *self._rest)
+        again: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> None:
+            aside.saved(tensor)
+            again.append(tensor.detach())
+            if len(again) == len(self._meta):
+                raise _Stop
+
+        try:
+            with (
+                self._context.restored(),
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
+                contextlib.suppress(_Stop),
+                aside,
+            ):
+                self._run_layer(self._layer, args, kwargs, self)
+        except Changed:
+            return None
+        # Something in it may have minded the dispatch mode.
+        if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
+            return None
+        if isinstance(aside, NeedlessRecorder):
+            _needless(self._layer)[self._kind()] = aside.result()
+        return again
+
+    def _aside(self, hidden: Tensor) -> _Aside:
+        """What runs beside the layer: answers products, or learns which of them to answer."""
+        width = hidden.shape[-1]
+        if self._products is not None:
+            return SelectiveReplayer(self._products, width=width, label=self._label)
+        known = _needless(self._layer).get(self._kind(), _UNKNOWN)
+        if known is _UNKNOWN and not _is_compiled(self._layer):
+            return NeedlessRecorder(hidden)
+        if known is _UNKNOWN:
+            known = _needless(self._layer)[self._kind()] = None
+        return _Nothing() if known is None else NeedlessPlayer(known, width=width)
+
+    def _kind(self) -> Hashable:
+        """What a layer's forwards have in common whose needless products are the same."""
+        saved = tuple((len(shape), dtype) for shape, dtype in self._meta)
+        # Some layers treat a single token in a way of its own.
+        return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved
+
+    def _is_repeated(self, again: list[Tensor]) -> bool:
+        return [(t.shape, t.dtype) for t in again] == self._meta
+
+    def _check_repeated(self, again: list[Tensor]) -> None:
+        if not self._is_repeated(again):
+            raise SPPOError(
+                f"{self._label}: the layer saved {len(again)} tensors when recomputed, "
+                f"{len(self._meta)} in forward, or of other shapes. Its forward depends on "
+                "something that changed in between. Set recompute='none' for this model."
+            )
+
+    def _holders(self) -> Iterator[Holder]:
+        if self._hidden is not None:
+            yield self._hidden
+        yield from self._stash or ()
+        yield from (holder for holder, _ in self._states.values())
+        for product in self._products or ():
+            if product.holder is not None:
+                yield product.holder
+
+    def _release(self) -> None:
+        for holder in self._holders():
+            holder.drop()
+        self._hidden = self._stash = self._products = self._arguments = None
+        self._states = {}
+        self._rest = ((), {})
+
+
+class RunContext:
+    """Random state and autocast settings of a first forward, for a second one."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note what holds now, on the CPU and on `device`."""
+        self._device = device
+        self._rng_cpu = torch.get_rng_state()
+        self._rng_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {device.type, "cpu"}
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let what was noted hold once more; afterwards all is as it was before."""
+        with contextlib.ExitStack() as stack:
+            devices = [self._device] if self._rng_cuda is not None else []
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            torch.set_rng_state(self._rng_cpu)
+            if self._rng_cuda is not None:
+                torch.cuda.set_rng_state(self._rng_cuda, self._device)
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(
+                            kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache
+                        )
+                    )
+            yield
+
+
+def _unpack(slot: _Slot) -> Tensor:
+    return slot.frame.saved(slot.index)
+
+
+def _no_unpack(_: object) -> Tensor:
+    raise AssertionError("the graph of a recomputed layer is never run backward")
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _without_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (None, *args[1:]), kwargs
+    return (), {**kwargs, "hidden_states": None}
+
+
+def _without_shared_keys(arguments: Any) -> Any:
+    """Arguments whose containers of shared keys are copies without the keys' memory.
+
+    In them layers hand keys to later layers (Gemma 3n, Gemma 4). Those would be kept alive by a
+    frame, and hold it in turn. A layer that is run again gives them to attention, which answers
+    from the stash and looks at their shapes only; whatever else read them would find NaN.
+    """
+    return tree_map_only(UserDict, _with_shapes_only, arguments)
+
+
+def _with_shapes_only(shared: UserDict[Any, Any]) -> UserDict[Any, Any]:
+    return type(shared)({key: tree_map_only(Tensor, _shape_only, x) for key, x in shared.items()})
+
+
+def _shape_only(tensor: Tensor) -> Tensor:
+    nothing = tensor.detach().new_full((), float("nan")).expand(tensor.shape)
+    return nothing.requires_grad_(tensor.requires_grad)
+
+
+def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors among a layer's arguments, with the argument's name for each."""
+    for name, value in (*((f"argument {i}", x) for i, x in enumerate(args)), *kwargs.items()):
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield name, leaf
+
+
+def _with_hidden(
+    hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return (), {**kwargs, "hidden_states": hidden}

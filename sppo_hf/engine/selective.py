@@ -1,0 +1,607 @@
+"""Outputs of a layer's matrix products: recorded in its first forward, played back in its second.
+
+Both are dispatch modes: they see every operation below autograd, so the graph that autograd builds
+above them is the usual one, and it does not matter who multiplies: `nn.Linear`, GPT-2's `Conv1D`,
+a loop over experts, a grouped product, LoRA, or a quantised layer's own autograd function. Hooks on
+modules would miss most of these.
+
+They know nothing of frames, chunks or tiers. Attention's own products are its backend's affair: the
+recorder is paused while it runs, and in the second forward it does not run.
+
+[Note: which products are kept]
+1. *Thick* ones. A product that sums over at most an eighth of the layer's width (LoRA's second
+   factor, say) costs little more than writing its output, so it is computed again.
+2. Those of activations. A product of weights alone (an adapter merged on the fly) is as large as a
+   weight, so it is computed again too.
+3. Those that a saved tensor, or a value that Python asks for, depends on otherwise than through
+   another product or through attention. Key and value projections serve attention alone, and the
+   last projection of a layer serves the next layer, so their outputs are not kept (a key norm,
+   which saves its input, changes that). In the second forward zeros stand for them.
+
+What depends on what is followed from operation to operation, by storage. A kernel that torch does
+not see (Triton's) leaves no trace, but it writes into memory that torch has allocated; so whatever
+is in freshly allocated memory is taken to depend on all products so far. Memory filled with a
+constant stops being suspect when torch itself writes into it, as scattering into zeros does.
+
+[Note: writing into a product]
+A kept product must be what the product returned, and not what became of it. If an operation is
+about to write into it, a copy is kept instead. A kernel that torch does not see may do so too
+(rotary embedding in place, say). Therefore a layer's first recorder copies all products at once and
+compares in the end; where something has changed, all recorders of that layer copy from then on.
+
+[Note: needless products]
+Where no product is kept, the second forward computes them, but not all are needed: key and value
+projections serve attention alone, which is not repeated, and an adapter's frozen product comes
+before the last values that autograd saves (the input of the adapter's second factor), though none
+of them depends on it. The first second forward of a layer finds those that no saved tensor depends
+on, in however many steps; from then on zeros stand for them. A layer that asks for values, or
+writes into what lasts longer than itself, keeps all. What was found holds for layers that save the
+same and multiply in the same order between the same saved tensors; this is checked product by
+product, and where it is not so the layer runs once more, with all of its products.
+
+Where a recomputed frame's tensors wait for backward: on the device, or away from it.
+
+Knows nothing of layers: a holder has one tensor, which is taken once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sppo_hf.engine.matmul_operations import Operation, operation, storage_key, tensors_in
+from sppo_hf.engine.versions import version_of
+from sppo_hf.errors import SPPOError
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
+from sppo_hf.planning.activation_modes import AwayTier
+
+__all__ = [
+    "Changed",
+    "Holder",
+    "Needless",
+    "NeedlessPlayer",
+    "NeedlessRecorder",
+    "Product",
+    "SavedOffloaded",
+    "SavedTensor",
+    "SelectiveRecorder",
+    "SelectiveReplayer",
+]
+
+
+class Holder(Protocol):
+    """One tensor between forward and backward."""
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """The handle of the tensor, if it is away."""
+        ...
+
+    def take(self) -> Tensor:
+        """The tensor, on the device; the holder lets go of it."""
+        ...
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """The tensor, on the device, for a while; it waits where it did before and after."""
+        ...
+
+    def drop(self) -> None:
+        """Let go of the tensor, taken or not."""
+        ...
+
+
+class SavedTensor:
+    """A tensor that stays on the device, and perhaps is still in use there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._version = version_of(tensor)
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `Holder`."""
+        return ()
+
+    def take(self) -> Tensor:
+        """See `Holder`.
+
+        Raises:
+            SPPOError: The tensor was changed in place since.
+        """
+        tensor = self._checked()
+        self.drop()
+        return tensor
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """See `Holder`."""
+        return contextlib.nullcontext(self._checked())
+
+    def _checked(self) -> Tensor:
+        assert self._tensor is not None, "a kept tensor is taken once"
+        tensor = self._tensor
+        if version_of(tensor) != self._version:
+            raise SPPOError(
+                f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
+                "changed in place between forward and backward. Use operations that are not in "
+                "place in the layer's hooks, or set recompute='none'."
+            )
+        return tensor
+
+    def drop(self) -> None:
+        """See `Holder`."""
+        self._tensor = None
+
+
+class SavedOffloaded:
+    """A tensor that travels to `tier` and back."""
+
+    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: AwayTier) -> None:
+        self._engine = engine
+        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `Holder`."""
+        return () if self._handle is None else (self._handle,)
+
+    def take(self) -> Tensor:
+        """See `Holder`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        tensor = self._engine.wait_for(self._handle)
+        self.drop()
+        return tensor
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """See `Holder`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        was_away = self._engine.bytes_to_fetch(self.handles()) > 0
+        tensor = self._engine.wait_for(self._handle)
+        try:
+            yield tensor
+        finally:
+            if was_away and self._handle is not None:
+                del tensor
+                self._engine.evict(self._handle)
+
+    def drop(self) -> None:
+        """See `Holder`."""
+        if self._handle is not None:
+            self._engine.release(self._handle)
+            self._handle = None
+
+
+# Sets of products are bits of an integer: a union is one operation, for 400 products too. The
+# lowest bit stands for the layer's input and for attention's output, product n for bit n + 1.
+_ACTIVATION = 1
+_EVERYTHING = -1
+"""In place of a set: all products recorded when it is read."""
+_CONSTANT = -2
+"""The same, until torch writes into it."""
+
+_ALLOCATED = {"empty": _EVERYTHING, "constant": _CONSTANT}
+
+_written_unseen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""By layer: whether something torch does not see writes into products; see the note."""
+
+
+@dataclass(slots=True)
+class Product:
+    """One matrix product of a layer's first forward."""
+
+    name: str
+    """Of the operation."""
+    shapes: tuple[torch.Size, ...]
+    """Of its arguments."""
+    blank: Callable[[], Tensor]
+    """Makes zeros of the output's layout."""
+    holder: Holder | None = None
+    """The output, if it is needed again."""
+    of_weights: bool = False
+    """Whether no activation took part: computed again."""
+
+
+@dataclass(slots=True)
+class _Fresh:
+    """What a recorder knows of a product's output until it stops."""
+
+    output: Tensor
+    copy: Tensor | None
+    written: bool = False
+
+
+class _DependencyTracker(TorchDispatchMode):
+    """Follows, by storage, which of a layer's products each tensor depends on."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        """Prepare for a layer with input `hidden`, `[..., D]`."""
+        super().__init__()
+        self._width = hidden.shape[-1]
+        self._depends: dict[int, int] = {}
+        self._num_products = 0
+        self._set(hidden, _ACTIVATION)
+
+    def given(self, *tensors: Tensor) -> None:
+        """`tensors` come from elsewhere when the layer runs again."""
+        for tensor in tensors:
+            self._set(tensor, _ACTIVATION)
+
+    def _product(
+        self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
+    ) -> None:
+        """A product has run on what depends on `depends`; it gets its bit, or not."""
+        raise NotImplementedError
+
+    def _need(self, depends: int) -> None:
+        """Something outside the layer sees what depends on `depends`."""
+        raise NotImplementedError
+
+    def _before_write(self, tensor: Tensor) -> None:
+        """`tensor` is about to be written into."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and note which products its results depend on."""
+        kwargs = kwargs or {}
+        op = operation(func)
+        if op.writes:
+            return self._write(func, op, args, kwargs)
+        depends = 0
+        for tensor in tensors_in((*args, *kwargs.values())):
+            depends |= self._read(tensor)
+        output = func(*args, **kwargs)
+        if op.reveals:  # the layer may do one thing or another because of it
+            self._need(depends)
+        if op.is_product(args, self._width):
+            self._product(func, op, args, output, depends)
+        else:
+            for tensor in tensors_in((output,)):
+                self._set(tensor, _ALLOCATED.get(op.allocates, depends))
+        return output
+
+    def _write(self, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
+        written = tuple(op.written(args, kwargs))
+        for tensor in written:
+            self._before_write(tensor)
+        redrawn = op.redraws and _is_whole(args[0])
+        before = [self._depends.get(storage_key(tensor) or 0, 0) for tensor in written]
+        # What a constant, or what is replaced altogether, held before does not count.
+        gone = {
+            storage_key(tensor)
+            for tensor, depends in zip(written, before, strict=True)
+            if redrawn or depends == _CONSTANT
+        }
+        depends = 0
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if storage_key(tensor) not in gone:
+                depends |= self._read(tensor)
+        output = func(*args, **kwargs)
+        for tensor, was in zip(written, before, strict=True):
+            self._set(tensor, was if was == _EVERYTHING and not redrawn else depends)
+        return output
+
+    def _read(self, tensor: Tensor) -> int:
+        storage = storage_key(tensor)
+        depends = _EVERYTHING if storage is None else self._depends.get(storage, 0)
+        return depends if depends >= 0 else (2 << self._num_products) - 1
+
+    def _set(self, tensor: Tensor, depends: int) -> None:
+        storage = storage_key(tensor)
+        if storage is not None:
+            self._depends[storage] = depends
+
+
+class SelectiveRecorder(_DependencyTracker):
+    """Records a layer's matrix products and holds the outputs that are needed again.
+
+    Use: `start()`, the layer's forward with `saved` called for all that autograd saves, `stop()`;
+    all in one thread.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        *,
+        hold: Callable[[str, Tensor], Holder],
+        without_memory: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            layer: What runs; only remembered, see [Note: writing into a product].
+            hidden: The layer's input `[..., D]`.
+            hold: Gives an output its place until backward; called with a name that is the same
+                in every layer of the same kind, at most once for a name unless an output is
+                written into.
+            without_memory: Whether tensors are fake: nothing is written into them unseen, and
+                they are no more than their shape.
+        """
+        super().__init__(hidden)
+        self._layer = layer
+        self._hold = hold
+        self._without_memory = without_memory
+        self._copies = not without_memory and _written_unseen.get(layer, True)
+        self._products: list[Product] = []
+        self._fresh: list[_Fresh] = []
+        self._index_of: dict[int, int] = {}
+        self._needed = 0
+        self._running = False
+
+    # -- what the layer's frame calls --------------------------------------------------------
+
+    def start(self, *given: Tensor) -> None:
+        """Watch all operations of this thread; `given` are there when the layer runs again."""
+        self.given(*given)
+        self.__enter__()
+        self._running = True
+
+    def pause(self) -> None:
+        """Let operations pass unseen, as attention's are."""
+        current = _python_dispatch._get_current_dispatch_mode()
+        assert current is self, "who enters a dispatch mode within a layer leaves it there too"
+        self.__exit__(None, None, None)
+        self._running = False
+
+    def resume(self, *given: Tensor) -> None:
+        """Go on watching; `given` come from elsewhere when the layer runs again."""
+        self.start(*given)
+
+    def saved(self, tensor: Tensor) -> None:
+        """Hold the products that `tensor`, which autograd saves, depends on."""
+        depends = self._read(tensor)
+        if depends >> 1 & ~self._needed:
+            self.pause()  # what moves a tensor is not the layer's work
+            self._need(depends)
+            self.resume()
+
+    def stop(self) -> tuple[Product, ...]:
+        """Stop watching; returns all products in order."""
+        self.abandon()
+        if self._layer not in _written_unseen and not self._without_memory:
+            _written_unseen[self._layer] = any(
+                not fresh.written and fresh.copy is not None and _differ(fresh.output, fresh.copy)
+                for fresh in self._fresh
+            )
+        self._fresh.clear()
+        return tuple(self._products)
+
+    def abandon(self) -> None:
+        """Stop watching after an exception."""
+        if self._running:
+            self.pause()
+
+    # -- what torch calls --------------------------------------------------------------------
+
+    def _product(
+        self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
+    ) -> None:
+        index = self._num_products
+        product = Product(op.name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
+        self._products.append(product)
+        self._num_products += 1
+        if product.of_weights:
+            self._fresh.append(_Fresh(output.new_empty(0), None))
+            self._set(output, 0)
+            return
+        # Detached: the output itself is about to become part of the graph.
+        self._fresh.append(_Fresh(output.detach(), output.clone() if self._copies else None))
+        self._set(output, 2 << index)
+        storage = storage_key(output)
+        if storage is not None:
+            self._index_of[storage] = index
+        if type(output) is not Tensor and not self._without_memory:
+            self._keep(index)  # zeros could not stand for it
+
+    def _before_write(self, tensor: Tensor) -> None:
+        index = self._index_of.get(storage_key(tensor) or 0)
+        if index is not None and not self._fresh[index].written:
+            fresh = self._fresh[index]
+            fresh.copy = fresh.output.clone() if fresh.copy is None else fresh.copy
+            fresh.written = True
+            self._keep(index)
+
+    def _need(self, depends: int) -> None:
+        for index in _bits(depends >> 1 & ~self._needed):
+            self._keep(index)
+
+    def _keep(self, index: int) -> None:
+        """Hold product `index`, in place of what was held of it before."""
+        product, fresh = self._products[index], self._fresh[index]
+        if product.holder is not None:
+            product.holder.drop()
+        value = fresh.output if fresh.copy is None else fresh.copy
+        product.holder = self._hold(f"product {index}", value)
+        self._needed |= 1 << index
+
+
+class SelectiveReplayer(TorchDispatchMode):
+    """Answers a layer's matrix products, in order, by what a recorder held."""
+
+    def __init__(self, products: Sequence[Product], *, width: int, label: str) -> None:
+        """Prepare to play `selective` of a layer of `width`; `label` names it in errors."""
+        super().__init__()
+        self._products = products
+        self._width = width
+        self._label = label
+        self._next = 0
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`, as it did before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless it is a product.
+
+        Raises:
+            SPPOError: The layer multiplies what it did not multiply in its first forward.
+        """
+        op = operation(func)
+        if not op.is_product(args, self._width):
+            return func(*args, **(kwargs or {}))
+        index, self._next = self._next, self._next + 1
+        expected = self._products[index] if index < len(self._products) else None
+        if expected is None or (expected.name, expected.shapes) != (op.name, _shapes(args)):
+            before = f"{expected.name} of {_listed(expected.shapes)}" if expected else "not there"
+            raise SPPOError(
+                f"{self._label}: matrix product {index} was {before} in forward, and is "
+                f"{op.name} of {_listed(_shapes(args))} when recomputed. The layer's forward "
+                "depends on something that changed in between. Set recompute='none' for this model."
+            )
+        if expected.of_weights:
+            return func(*args, **(kwargs or {}))
+        # Detached: autograd makes a result its own, and must not meet a view of something else.
+        return expected.blank() if expected.holder is None else expected.holder.take().detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Needless:
+    """Which of the products of a layer's second forward nothing depends on that backward reads."""
+
+    signatures: tuple[Hashable, ...]
+    """Of all thick products, in order."""
+    blank: tuple[bool, ...]
+    """Whether zeros can stand for the product."""
+
+
+class NeedlessRecorder(_DependencyTracker):
+    """Finds, while a layer runs for the second time, which of its products nobody needs.
+
+    See [Note: needless products]. Use as a context; call `saved` for all that autograd saves.
+    """
+
+    def __init__(self, hidden: Tensor, *, without_memory: bool = False) -> None:
+        """Prepare for a layer with input `hidden`, `[..., D]`; see `SelectiveRecorder`."""
+        super().__init__(hidden)
+        self._without_memory = without_memory
+        self._signatures: list[Hashable] = []
+        self._of_inputs: list[int] = []
+        self._always: int = 0
+        self._num_saved = 0
+        self._reveals = False
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`."""
+        self._always |= self._read(tensor)
+        self._num_saved += 1
+
+    def result(self) -> Needless | None:
+        """What was found; None if there is nothing to save, or the layer decides by values."""
+        needed, seen = self._always >> 1, 0
+        while fresh := needed & ~seen:
+            seen |= fresh
+            for index in _bits(fresh):
+                needed |= self._of_inputs[index] >> 1
+        blank = tuple(not needed >> index & 1 for index in range(self._num_products))
+        if self._reveals or not any(blank):
+            return None
+        return Needless(tuple(self._signatures), blank)
+
+    def _product(
+        self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
+    ) -> None:
+        index = self._num_products
+        self._signatures.append(_signature(func, args, self._num_saved))
+        self._of_inputs.append(depends)
+        self._num_products += 1
+        self._set(output, 2 << index)
+        if func not in _BLANKS or not (self._without_memory or _is_plain(args)):
+            self._always |= 2 << index
+
+    def _before_write(self, tensor: Tensor) -> None:
+        if (storage_key(tensor) or 0) not in self._depends:
+            self._reveals = True  # into what was there before the layer, and may be there after it
+
+    def _need(self, depends: int) -> None:
+        self._always |= depends
+        self._reveals = self._reveals or depends > 0
+
+
+class Changed(Exception):
+    """The layer's products are not those that a `Needless` was found for."""
+
+
+class NeedlessPlayer(TorchDispatchMode):
+    """Lets zeros stand for needless products; a context for a layer's second forward."""
+
+    def __init__(self, needless: Needless, *, width: int) -> None:
+        """Prepare for a layer of `width`."""
+        super().__init__()
+        self._needless = needless
+        self._width = width
+        self._next = 0
+        self._num_saved = 0
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`."""
+        self._num_saved += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless it is a needless product.
+
+        Raises:
+            Changed: The product is another one than was recorded.
+        """
+        if not operation(func).is_product(args, self._width):
+            return func(*args, **(kwargs or {}))
+        index, self._next = self._next, self._next + 1
+        signatures = self._needless.signatures
+        if index >= len(signatures) or signatures[index] != _signature(func, args, self._num_saved):
+            raise Changed
+        if not self._needless.blank[index] or not _is_plain(args):
+            return func(*args, **(kwargs or {}))
+        left, right = _BLANKS[func](args)
+        return left.new_zeros(*left.shape[:-1], right.shape[-1])
+
+
+_BLANKS: dict[Any, Callable[[Sequence[Any]], tuple[Tensor, Tensor]]] = {
+    torch.ops.aten.mm.default: lambda args: (args[0], args[1]),
+    torch.ops.aten.addmm.default: lambda args: (args[1], args[2]),
+    torch.ops.aten.bmm.default: lambda args: (args[0], args[1]),
+}
+"""Products whose output is known without computing it, with their two factors."""
+
+
+def _signature(func: Any, args: Sequence[Any], num_saved: int) -> Hashable:
+    """What is the same for every number of tokens."""
+    return func, tuple(tensor.shape[-1:] for tensor in tensors_in(args)), num_saved
+
+
+def _is_plain(args: Sequence[Any]) -> bool:
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(args))
+
+
+def _shapes(args: Sequence[Any]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors_in(args))
+
+
+def _listed(shapes: Sequence[torch.Size]) -> str:
+    return " and ".join(str(tuple(shape)) for shape in shapes)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
+    size, stride = tensor.shape, tensor.stride()
+    dtype, device = tensor.dtype, tensor.device
+    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether any bit differs; NaNs are equal to themselves here."""
+    if type(one) is not Tensor:
+        return not torch.equal(one, other)
+    bits = (x.contiguous().view(torch.uint8) for x in (one, other))
+    return not torch.equal(*bits)

@@ -1,0 +1,151 @@
+"""Sequence parallelism: what the engine asks of the ranks that share every chunk of a sequence.
+
+Each of n ranks holds a contiguous part of every chunk's tokens: hidden states, saved activations
+and the loss are of these tokens alone. Attention needs all tokens, but not all heads. So before it
+the ranks exchange tokens for heads, each attends with its heads over all tokens of the chunk and
+keeps the keys and values of these heads, and afterwards heads are exchanged for tokens again
+(DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1).
+
+[Note: gradients of a shared sequence]
+A parameter's gradient is the sum of what the ranks' tokens give. Data parallelism (DDP, FSDP2)
+averages gradients over all ranks, so that every rank's part is made n times as large where the loss
+begins (`sum_over_ranks`), and the average is the sum. What all ranks compute alike from gathered
+tokens (`gather_tokens`) gives each of them the whole gradient, of which each takes its own tokens',
+n times as large. So nothing else in backward knows that a sequence is shared.
+
+[Note: a rank without tokens]
+A chunk may have fewer tokens than there are ranks. Modules are not made for no tokens at all, so a
+rank without any runs one token of the row's: it sends nothing of it to the others, gets nothing
+back in attention, and has no label for it, so every gradient that it gives is zero.
+
+Everything here is plain arithmetic; `sppo_hf.pipeline.sequence_parallel` has the collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sppo_hf.errors import ConfigError
+
+# B batch rows, N query heads, K key/value heads, c tokens of this rank's part, C tokens of the
+# chunk, H head size. n is the number of ranks.
+
+ValueT = TypeVar("ValueT")
+
+
+class SequenceGroup(Protocol):
+    """The ranks that share a sequence; all of them call each method at the same moments."""
+
+    @property
+    def size(self) -> int:
+        """n, at least 2."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        ...
+
+    def tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Tensor:
+        """Give every rank its heads of all tokens: `[B, N, c, H]` to `[B, N / n, C, H]`."""
+        ...
+
+    def heads_to_tokens(self, x_BCNH: Tensor) -> Tensor:
+        """Give every rank its tokens of all heads: `[B, C, N / n, H]` to `[B, c, N, H]`."""
+        ...
+
+    def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
+        """All tokens on every rank, `[B, C, D]`; see [Note: gradients of a shared sequence]."""
+        ...
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks; see [Note: gradients of a shared sequence]."""
+        ...
+
+    def decide(self, make: Callable[[], ValueT], better: Callable[[ValueT], float]) -> ValueT:
+        """What one rank has made, on all of them: the one for which `better` is smallest.
+
+        Raises:
+            Exception: What `make` raised here.
+            PipelineError: It raised on another rank.
+        """
+        ...
+
+
+@contextmanager
+def own_random_numbers(group: SequenceGroup | None, device: torch.device) -> Iterator[None]:
+    """Let dropout draw otherwise on each rank that shares a sequence; afterwards all are alike.
+
+    Trainers give all ranks one seed, by which tokens of different ranks would be dropped alike.
+    Recomputation in backward restores what held in forward, wherever that came from.
+    """
+    if group is None or not torch.is_grad_enabled():
+        yield
+        return
+    seed = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + group.rank)
+        yield
+
+
+def part_of(start: int, end: int, rank: int, size: int) -> tuple[int, int]:
+    """The tokens of `[start, end)` that a rank holds.
+
+    Where there are fewer than ranks, the last ranks have one each and the others none.
+    """
+    tokens = end - start
+    return start + tokens * rank // size, start + tokens * (rank + 1) // size
+
+
+def part_lengths(tokens: int, size: int) -> list[int]:
+    """Tokens of each rank's part of a chunk of `tokens` tokens."""
+    ends = [tokens * rank // size for rank in range(size + 1)]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def check_heads(num_heads: int, size: int, name: str) -> None:
+    """Refuse ranks that cannot have equally many heads.
+
+    Raises:
+        ConfigError: `size` does not divide `num_heads`; says which sizes do.
+    """
+    if num_heads % size:
+        allowed = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ConfigError(
+            f"sp_size={size} does not divide the {num_heads} attention heads of {name}, which the "
+            "ranks that share a sequence divide among them. Allowed: "
+            f"{', '.join(map(str, allowed))}. Remedy: one of these; the other processes become "
+            "data-parallel replicas."
+        )
+
+
+def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
+    """Which key/value head each rank's groups of query heads need, rank by rank.
+
+    Query heads `[r * N / n, (r + 1) * N / n)` are rank r's. They are cut into groups of equally
+    many heads that share one key/value head, as large as can be.
+
+    Returns:
+        Key/value heads by group, as many for each rank; a head that several ranks need is there
+        several times. None where it is every head once, in order.
+    """
+    own, sharing = num_heads // size, num_heads // num_kv_heads
+    group = math.gcd(own, sharing)
+    if group == sharing:
+        return None
+    return [first // sharing for first in range(0, num_heads, group)]
+
+
+def key_heads_of(x_BKcH: Tensor, heads: list[int] | None) -> Tensor:
+    """The heads of `key_heads`, `[B, len(heads), c, H]`; their gradients are summed."""
+    if heads is None:
+        return x_BKcH
+    # Not by an index: autograd would save it, and a copy on the host would wait for the device.
+    return torch.cat([x_BKcH[:, head : head + 1] for head in heads], dim=1)

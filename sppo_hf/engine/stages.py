@@ -1,0 +1,347 @@
+"""Stages: runs of a model's decoder layers, cut out of the model in place, with the model's ends.
+
+The model stays the object it was: same class, same parameter names. What a rank does not hold is
+replaced by modules without parameters: layers that hand their input on, ends that do nothing. Lists
+of layers keep their length, because models look up masks and layer types by position.
+
+Knows modules and names; nothing of ranks, schedules, or how a stage is run.
+
+[Note: tied embeddings] The last stage keeps the embedding as well where the head shares its matrix,
+under the embedding's name, as a checkpoint has it. So two stages hold a parameter of that name, and
+the sum of their gradients is its gradient.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sppo_hf.engine.recurrent_state import mixers_of
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+
+# B batch rows, C tokens of a chunk, D model width.
+
+_ATTRIBUTE = "_sppo_stages"
+
+_PER_LAYER = "per_layer"
+"""In the names of what makes inputs of each layer of token ids, in front of the first (Gemma 4)."""
+
+_PER_LAYER_SIZE = "hidden_size_per_layer_input"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """Which layers every stage has, and which stages are here."""
+
+    layers: tuple[range, ...]
+    """The layers of each stage, first to last, without gaps."""
+    own: tuple[int, ...]
+    """The stages that this rank holds, ascending."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return len(self.layers)
+
+    @property
+    def own_layers(self) -> frozenset[int]:
+        """Layers that this rank holds."""
+        return frozenset(layer for stage in self.own for layer in self.layers[stage])
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the embedding is here."""
+        return 0 in self.own
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the final norm and the head are here."""
+        return self.num_stages - 1 in self.own
+
+
+class AbsentLayer(GradientCheckpointingLayer):
+    """Stands for a decoder layer of another stage: hands hidden states on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._returns = _returned_values(type(layer).forward)
+        self.carries_state = bool(mixers_of(layer))
+        """Whether the layer has recurrent or convolutional mixers."""
+        self.given: Tensor | None = None
+        """What the layer was given beside hidden states; see `StagedModel.take_given`."""
+        # What models read off their layers: the kind of attention, the index.
+        for name, value in vars(layer).items():
+            is_plain = isinstance(value, str | int | float | bool)
+            if is_plain and not name.startswith(("_", "gradient_checkpointing")):
+                setattr(self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, whatever was switched on in the model: nothing here is recomputed."""
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    def forward(self, hidden_states: Tensor, own: Any = None, *_: Any, **__: Any) -> Any:
+        """Return `hidden_states` as they are, in a tuple where the layer itself returns one."""
+        self.given = own if isinstance(own, Tensor) else None
+        if self._returns is None:
+            return hidden_states
+        return (hidden_states, *(None for _ in range(self._returns - 1)))
+
+
+def _returned_values(forward: Any) -> int | None:
+    """How many values the tuple has that a layer's code returns; None where it returns no tuple.
+
+    Annotations do not tell: some say tuple where the code returns hidden states alone.
+    """
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+    returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
+    value = returns[-1].value if returns else None
+    return len(value.elts) if isinstance(value, ast.Tuple) else None
+
+
+class AbsentModule(nn.Module):
+    """Stands for a norm or a head of another stage: hands its input on."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return `x` as it is."""
+        return x
+
+
+class AbsentEmbedding(nn.Module):
+    """Stands for an embedding of another stage: zeros, which nobody reads."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings = embedding.num_embeddings
+        self.embedding_dim = embedding.embedding_dim
+        self._dtype = embedding.weight.dtype
+
+    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return zeros of shape `[*ids.shape, D]`."""
+        return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
+
+
+class StagedModel:
+    """A model of which only some stages are left, and the views that run one of them."""
+
+    def __init__(self, parts: ModelParts, cut: StageCut) -> None:
+        """Cut `parts` in place; what is not kept is let go.
+
+        Raises:
+            ConfigError: The stages do not cover the model's layers.
+            UnsupportedModelError: The model has more around its layers than embeddings before and
+                a norm after.
+        """
+        check_cut(parts, cut)
+        self.parts = parts
+        self.cut = cut
+        ends = _find_ends(parts)
+        self.shared_names = shared_parameter_names(parts) if cut.num_stages > 1 else frozenset()
+        """Parameters that the first and the last stage both hold."""
+        self.all_names = tuple(name for name, _ in parts.causal_lm.named_parameters())
+        """Names of the whole model's parameters, in its order."""
+        for index, layer in enumerate(parts.layers):
+            if index not in cut.own_layers:
+                ends.layers[index] = AbsentLayer(layer)
+        self._layers_name = ends.layers_name
+        if not cut.has_first:
+            keep = parts.causal_lm.get_input_embeddings() if cut.has_last else None
+            _remove(ends.before, keep if self.shared_names else None)
+        if not cut.has_last:
+            _remove(ends.after)
+        self.parts = ModelParts(
+            parts.causal_lm,
+            parts.base,
+            parts.decoder,
+            tuple(_layer_list(parts.decoder)[1]),
+            parts.configs,
+        )
+        self._views = {stage: self._make_view(stage) for stage in cut.own}
+        parts.causal_lm.__dict__[_ATTRIBUTE] = self
+        self._ties = dict(getattr(parts.causal_lm, "all_tied_weights_keys", None) or {})
+        _forget_absent_ties(parts.causal_lm)
+
+    @contextlib.contextmanager
+    def running(self, stage: int) -> Iterator[None]:
+        """Let the base model run the layers of `stage` alone, at the moment."""
+        decoder: Any = self.parts.decoder
+        modules = decoder._modules
+        whole = modules[self._layers_name]
+        modules[self._layers_name] = self._views[stage]
+        per_layer_size = getattr(decoder, _PER_LAYER_SIZE, 0)
+        if stage > 0 and per_layer_size:
+            # What layers are given was made on the first stage, and is not made again.
+            setattr(decoder, _PER_LAYER_SIZE, 0)
+        try:
+            yield
+        finally:
+            modules[self._layers_name] = whole
+            if per_layer_size:
+                setattr(decoder, _PER_LAYER_SIZE, per_layer_size)
+
+    def take_given(self, stage: int) -> list[Tensor]:
+        """What the layers after `stage` were given beside hidden states when it ran, in order."""
+        layers = list(self._views[stage])[self.cut.layers[stage].stop :]
+        given = [layer.given for layer in layers if isinstance(layer, AbsentLayer)]
+        for layer in self._views[stage]:
+            if isinstance(layer, AbsentLayer):
+                layer.given = None
+        return [tensor for tensor in given if tensor is not None]
+
+    @contextlib.contextmanager
+    def whole_ties(self) -> Iterator[None]:
+        """Let Transformers know the whole model's ties, while it writes a whole state dict."""
+        causal_lm: Any = self.parts.causal_lm
+        before = causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys
+        causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = self._ties, self._ties
+        try:
+            yield
+        finally:
+            causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = before
+
+    def _make_view(self, stage: int) -> nn.ModuleList:
+        layers = self.cut.layers[stage]
+        return nn.ModuleList(
+            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer(layer)
+            for index, layer in enumerate(self.parts.layers)
+        )
+
+
+def staged_model_of(causal_lm: nn.Module) -> StagedModel | None:
+    """What cut `causal_lm` into stages; None where it is whole."""
+    staged: StagedModel | None = causal_lm.__dict__.get(_ATTRIBUTE)
+    return staged
+
+
+def absent_prefixes(causal_lm: nn.Module) -> tuple[str, ...]:
+    """What names of parameters of other stages begin with: "model.layers.7."."""
+    absent = (AbsentLayer, AbsentModule, AbsentEmbedding)
+    return tuple(f"{name}." for name, m in causal_lm.named_modules() if isinstance(m, absent))
+
+
+def _forget_absent_ties(causal_lm: Any) -> None:
+    """Take ties to absent parameters off the lists by which Transformers would tie them again."""
+    absent = absent_prefixes(causal_lm)
+    ties = getattr(causal_lm, "all_tied_weights_keys", None) or {}
+    here = {t: s for t, s in ties.items() if not t.startswith(absent) and not s.startswith(absent)}
+    if here != ties:
+        causal_lm.all_tied_weights_keys = here
+        causal_lm._tied_weights_keys = dict(here)
+
+
+def check_cut(parts: ModelParts, cut: StageCut) -> None:
+    """Refuse stages that are not runs of all of the model's layers, or a model with other ends.
+
+    Raises:
+        ConfigError: The stages do not cover the model's layers, or one is empty.
+        UnsupportedModelError: See `StagedModel`.
+    """
+    covered = [layer for layers in cut.layers for layer in layers]
+    if covered != list(range(len(parts.layers))) or not all(len(r) for r in cut.layers):
+        raise ConfigError(
+            f"{cut.num_stages} stages hold layers {[list(r) for r in cut.layers]}, but "
+            f"{parts.name} has {len(parts.layers)}. Allowed: each layer in one stage, in order, "
+            "and none empty. Remedy: at most as many stages (pp_size x pp_virtual_stages) as "
+            "layers."
+        )
+    if cut.num_stages > 1 and getattr(parts.text_config, "altup_num_inputs", 0):
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be cut into stages: its layers give on several hidden states "
+            "(altup_num_inputs), and one travels between the stages of a pipeline. Train it with "
+            "pp_size=1."
+        )
+    _find_ends(parts)
+
+
+def shared_parameter_names(parts: ModelParts) -> frozenset[str]:
+    """Names of the parameters that the embedding and the head have in common."""
+    embedding = {id(p) for p in parts.causal_lm.get_input_embeddings().parameters()}
+    head = {id(p) for p in parts.head_parameters()} & embedding
+    return frozenset(name for name, p in parts.causal_lm.named_parameters() if id(p) in head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    layers_name: str
+    layers: nn.ModuleList
+    before: tuple[tuple[nn.Module, str], ...]
+    """(parent, name) of what stands before the layers and has parameters."""
+    after: tuple[tuple[nn.Module, str], ...]
+
+
+def _find_ends(parts: ModelParts) -> _Ends:
+    """What stands before the decoder layers and after them, by the order of definition."""
+    name, layers = _layer_list(parts.decoder)
+    embedding = parts.causal_lm.get_input_embeddings()
+    encoders: tuple[tuple[nn.Module, str], ...] = ()
+    before: list[tuple[nn.Module, str]] = []
+    after: list[tuple[nn.Module, str]] = []
+    found = before
+    per_layer = [n for n, _ in parts.decoder.named_children() if _PER_LAYER in n]
+    for child_name, child in parts.decoder.named_children():
+        if child_name == name:
+            found = after
+        elif any(True for _ in child.parameters()):
+            (before if child_name in per_layer else found).append((parts.decoder, child_name))
+    if parts.is_multimodal:
+        # Encoders of what is not text: they run in front of the first layer, or not at all.
+        encoders = tuple(
+            (parts.base, child_name)
+            for child_name, child in parts.base.named_children()
+            if parts.decoder is not parts.base and child is not parts.decoder
+        )
+    unusual = [
+        n for _, n in before if n not in per_layer and not _embeds(parts.decoder._modules[n])
+    ]
+    unusual += [n for _, n in after if _embeds(parts.decoder._modules[n])]
+    names = [n for _, n in after]
+    if (
+        unusual
+        or len(after) > 1
+        or not any(parts.decoder._modules[n] is embedding for _, n in before)
+    ):
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be cut into stages: around its decoder layers stand "
+            f"{[n for _, n in before] + names}, and only embeddings before them and one norm after "
+            "them can be given to the first and the last stage. Train it with pp_size=1."
+        )
+    head = [
+        (parts.causal_lm, child_name)
+        for child_name, child in parts.causal_lm.named_children()
+        if child is not parts.base
+    ]
+    return _Ends(name, layers, (*encoders, *before), (*after, *head))
+
+
+def _layer_list(base: nn.Module) -> tuple[str, nn.ModuleList]:
+    lists = [
+        (name, child)
+        for name, child in base.named_children()
+        if isinstance(child, nn.ModuleList)
+        and len(child)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
+    ]
+    return max(lists, key=lambda entry: len(entry[1]))
+
+
+def _embeds(module: nn.Module | None) -> bool:
+    return any(isinstance(part, nn.Embedding) for part in module.modules()) if module else False
+
+
+def _remove(ends: Iterable[tuple[nn.Module, str]], keep: nn.Module | None = None) -> None:
+    for parent, name in ends:
+        module = parent._modules[name]
+        if module is keep or module is None:
+            continue
+        inner: Any = getattr(module, "base_layer", module)  # PEFT wraps embeddings too
+        embeds = isinstance(inner, nn.Embedding)
+        parent._modules[name] = AbsentEmbedding(inner) if embeds else AbsentModule()

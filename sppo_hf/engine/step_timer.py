@@ -1,0 +1,207 @@
+"""Marks of one forward call and its backward, made into units and records for observers.
+
+Also the place where a chunk on a CPU gives its garbage back. Knows nothing of how chunks run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.profiler import record_function
+from transformers.modeling_outputs import ModelOutput
+
+from sppo_hf.engine.chunk_timer import ChunkTimer
+from sppo_hf.engine.cpu_heap import return_free_heap
+from sppo_hf.engine.sequence_group import part_of
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
+from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.plan import Plan
+
+# B batch rows, C tokens of a chunk, D model width.
+
+
+def let_go_of_failed(watch: StepTimer | None) -> None:
+    """Free what a backward that raised has left, if that was the backward of `step_timer`.
+
+    [Note: what a failed backward leaves] When a node raises, autograd forgets the graph, but on a
+    CPU those of its nodes that were ready to run (the losses of all earlier chunks are, from the
+    start) stay in a queue of the calling thread, and with them most of the graph: all that the step
+    had sent away would lie there through the next forward. The next backward of any kind throws
+    them out before it does anything else, so the smallest one is run. On CUDA the thread of the
+    device does so by itself.
+    """
+    if watch is not None and watch.is_in_backward:
+        with torch.enable_grad():
+            torch.zeros((), requires_grad=True).backward()
+
+
+class UnitLabel:
+    """The profiler's label of the unit that runs: "sppo/forward chunk 3", counted from 0.
+
+    Costs a microsecond where nobody profiles. A unit ends where the next begins, so one label at a
+    time is open, from hooks that no `with` could span.
+    """
+
+    def __init__(self) -> None:
+        self._open: record_function | None = None
+
+    def enter(self, name: str) -> None:
+        """Close the open label and open another."""
+        self.leave()
+        self._open = record_function(f"sppo/{name}")
+        self._open.__enter__()
+
+    def leave(self) -> None:
+        """Close the open label, if there is one."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+
+class StepTimer:
+    """Marks of one forward call and its backward, for observers and for a profiler's trace."""
+
+    def __init__(
+        self,
+        observer: StepObserver,
+        plan: Plan,
+        shape: ModelShape,
+        *,
+        device: torch.device,
+        took: Callable[[], OffloadStats],
+        began_seconds: float,
+        on_step: Callable[[StepTimer], None],
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Start watching.
+
+        Args:
+            observer: Is told.
+            plan: What runs.
+            shape: For counting FLOPs.
+            device: Where the model is.
+            took: Returns what was moved since it was last asked.
+            began_seconds: `time.perf_counter()` when the call came in.
+            on_step: Is told when a training step has been recorded.
+            share: This rank's number among the ranks that share the sequence, and how many they
+                are. Sums of tokens and FLOPs over the ranks count each once.
+        """
+        self._observer = observer
+        self._plan = plan
+        self._began = began_seconds
+        self._shape = shape
+        self._take_stats = took
+        self._forward_seconds = 0.0
+        self._backward_began: float | None = None
+        self._backward_ended = False
+        self._on_step = on_step
+        self._share = share
+        self._stopwatch = ChunkTimer(device)
+        self._label = UnitLabel()
+        self._stats = OffloadStats()
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether backward has begun and not ended: it runs now, or it raised."""
+        return self._backward_began is not None and not self._backward_ended
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran."""
+        return self._plan
+
+    def measured(self) -> MeasuredStep | None:
+        """Seconds per chunk and bytes moved; None while the device has not come that far."""
+        if not self._stopwatch.ready():
+            return None
+        num_chunks = self._plan.num_chunks
+        return MeasuredStep(
+            forward_seconds=self._stopwatch.seconds("forward", num_chunks),
+            backward_seconds=self._stopwatch.seconds("backward", num_chunks),
+            stall_seconds=self._stats.stall_seconds,
+            d2h_bytes=self._stats.d2h_bytes,
+            h2d_bytes=self._stats.h2d_bytes,
+            disk_write_bytes=self._stats.disk_write_bytes,
+            disk_read_bytes=self._stats.disk_read_bytes,
+        )
+
+    def forward_unit(self, chunk: int, layer: int | None = None) -> None:
+        """Forward enters `chunk`; by layer, of `layer`."""
+        if self._plan.device.kind == "cpu" and layer is None:
+            return_free_heap()
+        self._enter("forward", chunk, layer)
+
+    def watch_backward(self, chunk: int, hidden_BCD: Tensor, layer: int | None = None) -> None:
+        """Report when backward enters `chunk`; the last report comes when backward has ended.
+
+        Args:
+            chunk: The chunk.
+            hidden_BCD: What the unit has computed.
+            layer: By layer, the layer; None for what comes after all layers.
+        """
+        if hidden_BCD.requires_grad:
+            hidden_BCD.register_hook(lambda _grad: self._backward_unit(chunk, layer))
+
+    def _enter(self, direction: Direction, chunk: int, layer: int | None) -> None:
+        self._stopwatch.enter(direction, chunk)
+        if self._plan.order == "by_chunk":
+            self._label.enter(f"{direction} chunk {chunk}")
+            self._observer.on_unit(direction, chunk, self._plan.num_chunks)
+        elif layer is not None:
+            self._label.enter(f"{direction} layer {layer} chunk {chunk}")
+            units = self._plan.num_layers * self._plan.num_chunks
+            self._observer.on_unit(direction, layer * self._plan.num_chunks + chunk, units)
+
+    def forward_done(self, output: ModelOutput) -> None:
+        """Forward has ended; without a gradient to come, so has the step."""
+        self._forward_seconds = time.perf_counter() - self._began
+        self._stopwatch.enter("end")
+        self._label.leave()
+        tensors = [value for value in output.values() if isinstance(value, Tensor)]
+        if not any(value.requires_grad for value in tensors):
+            self._record(training=False, backward_seconds=0.0)
+
+    def _backward_unit(self, chunk: int, layer: int | None) -> None:
+        if self._plan.device.kind == "cpu" and layer is None:
+            return_free_heap()
+        if self._backward_began is None:
+            self._backward_began = time.perf_counter()
+            Variable._execution_engine.queue_callback(self._backward_done)
+        self._enter("backward", chunk, layer)
+
+    def _backward_done(self) -> None:
+        assert self._backward_began is not None
+        self._backward_ended = True
+        self._stopwatch.enter("end")
+        self._label.leave()
+        self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
+
+    def _record(self, *, training: bool, backward_seconds: float) -> None:
+        rows, tokens = self._plan.batch_rows, self._plan.total_tokens
+        flops = step_flops if training else forward_flops
+        start, end = part_of(0, rows * tokens, *self._share)
+        self._stats = self._take_stats()
+        prediction = self._plan.prediction
+        self._observer.on_record(
+            StepRecord(
+                tokens=end - start,
+                batch_rows=rows,
+                total_tokens=tokens,
+                model_flops=flops(self._shape, rows, tokens) / self._share[1],
+                forward_seconds=self._forward_seconds,
+                backward_seconds=backward_seconds,
+                offload=self._stats,
+                planned_seconds=prediction.step_seconds if prediction else None,
+                num_chunks=self._plan.num_chunks,
+                training=training,
+            )
+        )
+        if training:
+            self._on_step(self)

@@ -1,0 +1,293 @@
+"""Where things are in a Hugging Face causal language model, and whether we can train it exactly.
+
+Finds the parts the engine needs (base model, decoder layers, the configs that attention reads, the
+head) in a bare model or inside a PEFT wrapper, and refuses, with the reason and the remedy, what
+would not be exact chunk by chunk. It looks at modules and configs only; it runs nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sppo_hf.engine.recurrent_state import mixers_of
+from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.planning.refusals import (
+    IGNORES_STATE,
+    LAYER_TYPES,
+    NO_LAYERS,
+    OWN_STATE,
+    STATE_LAYER_TYPES,
+    WITHOUT_ATTENTION,
+    indexer_reason,
+)
+
+ATTENTION_DROPOUT_FIELDS = (
+    *("attention_dropout", "attn_pdrop", "attn_dropout"),
+    "attention_dropout_prob",
+)
+"""How configs call the share of attention probabilities that is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The parts of one causal language model."""
+
+    causal_lm: PreTrainedModel
+    """The model with the language-model head; its `forward` is the one the engine takes over."""
+    base: nn.Module
+    """All that runs before the head; returns `last_hidden_state`."""
+    decoder: nn.Module
+    """Embedding, decoder layers and final norm: `base` itself, or the text decoder inside it where
+    `base` is multimodal."""
+    layers: tuple[nn.Module, ...]
+    configs: tuple[PreTrainedConfig, ...]
+    """Every config object in which an attention module may look up its implementation."""
+
+    @property
+    def name(self) -> str:
+        """Class name of the model, for messages."""
+        return type(self.causal_lm).__name__
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """The config that describes the decoder."""
+        return self.causal_lm.config.get_text_config(decoder=True)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether states go from chunk to chunk beside keys and values."""
+        return any(self.has_state(layer) for layer in range(len(self.layers)))
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a recurrent or convolutional mixer is in decoder layer `layer`."""
+        return bool(mixers_of(self.layers[layer]))
+
+    def attending_layers(self) -> frozenset[int]:
+        """Decoder layers with keys and values: all but recurrent ones and those of an MLP alone."""
+        # What a layer keeps for generation, Transformers itself knows best; but layers that read
+        # another layer's keys keep nothing either.
+        kept = DynamicCache(config=self.text_config).layers
+        kinds = getattr(self.text_config, "layer_types", None)
+        return frozenset(range(len(self.layers))) - {
+            index
+            for index, layer in enumerate(kept)
+            if not isinstance(layer, CacheLayerMixin)
+            and (kinds is None or kinds[index] in WITHOUT_ATTENTION)
+        }
+
+    def base_arguments(self) -> frozenset[str]:
+        """Names of the parameters of the base model's forward."""
+        return frozenset(inspect.signature(self.base.forward).parameters)
+
+    @property
+    def model_type(self) -> str:
+        """Transformers' name of the family: of the whole model where it is multimodal."""
+        config: PreTrainedConfig = self.causal_lm.config
+        return (config if self.is_multimodal else self.text_config).model_type
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether there are encoders beside the text decoder: its config is then a nested one."""
+        return self.text_config is not self.causal_lm.config
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether more than the embedding reads `input_ids`.
+
+        Tables of every layer's own do (Gemma 3n and 4), and what looks for tokens of images.
+        """
+        own_tables = getattr(self.text_config, "hidden_size_per_layer_input", None)
+        return bool(own_tables) or self.is_multimodal
+
+    def final_norm(self) -> nn.Module | None:
+        """The first norm defined behind the decoder layers; None where there is none."""
+        layers = set(self.layers)
+        behind = False
+        for child in self.decoder.children():
+            behind = behind or not layers.isdisjoint(child.children())
+            if behind and "norm" in type(child).__name__.lower():
+                return child
+        return None
+
+    @property
+    def head_owner(self) -> nn.Module:
+        """The module that has `base` and the head as its children; `causal_lm` in most families."""
+        for module in self.causal_lm.modules():
+            if any(child is self.base for child in module.children()):
+                return module
+        raise AssertionError("the base is a part of the model")
+
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model; it gives the modules it manages an `unshard` method."""
+        return any(callable(getattr(m, "unshard", None)) for m in self.causal_lm.modules())
+
+    def head_is_hooked(self) -> bool:
+        """Whether somebody's hooks on the head's modules see or change what passes through it."""
+        return any(
+            module._backward_hooks
+            or module._backward_pre_hooks
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            for child in self.head_owner.children()
+            if child is not self.base
+            for module in child.modules()
+        )
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Parameters that logits depend on beyond the base model's hidden states."""
+        seen: dict[int, nn.Parameter] = {}
+        for child in self.head_owner.children():
+            if child is not self.base:
+                for parameter in child.parameters():
+                    seen.setdefault(id(parameter), parameter)
+        for parameter in self.causal_lm.parameters(recurse=False):
+            seen.setdefault(id(parameter), parameter)
+        return list(seen.values())
+
+
+def find_causal_lm(model: nn.Module) -> PreTrainedModel:
+    """Return the causal language model inside `model` (itself, or what PEFT or DDP wraps).
+
+    Raises:
+        UnsupportedModelError: If there is none.
+    """
+    seen: Any = model
+    for _ in range(4):
+        if isinstance(seen, PreTrainedModel):
+            return seen
+        inner = getattr(seen, "get_base_model", None)
+        if callable(inner):
+            seen = inner()
+        elif isinstance(getattr(seen, "module", None), nn.Module):
+            seen = seen.module
+        else:
+            break
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is not a Transformers causal language model. sppo_hf converts a "
+        "PreTrainedModel with a language-model head (AutoModelForCausalLM), bare or in PEFT."
+    )
+
+
+def find_parts(model: nn.Module) -> ModelParts:
+    """Find the parts of `model` and check that its architecture can be chunked exactly.
+
+    Raises:
+        UnsupportedModelError: Naming the model, the reason and what to do.
+    """
+    causal_lm = find_causal_lm(model)
+    name = type(causal_lm).__name__
+    base = _base_of(causal_lm)
+    if causal_lm.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{name} has no language-model head on top of a base model. Load it with "
+            "AutoModelForCausalLM."
+        )
+    if base is causal_lm:
+        raise UnsupportedModelError(
+            f"{name} cannot be trained chunk by chunk: its class names no base model beside the "
+            "head (base_model_prefix). Train it without sppo_hf."
+        )
+    nested = causal_lm.config.get_text_config(decoder=True) is not causal_lm.config
+    decoder = _text_decoder(causal_lm) if nested and not _decoder_layers(base) else base
+    _refuse_architecture(causal_lm, decoder, name)
+    layers = _decoder_layers(decoder)
+    if not layers:
+        raise UnsupportedModelError(
+            f"{name} cannot be trained chunk by chunk: {NO_LAYERS} (in {type(base).__name__}). "
+            "Train it without sppo_hf, or choose a family that `sppo check --list` names."
+        )
+    configs: dict[int, PreTrainedConfig] = {}
+    for module in causal_lm.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            configs.setdefault(id(config), config)
+    return ModelParts(causal_lm, base, decoder, layers, tuple(configs.values()))
+
+
+def check_trainable(parts: ModelParts) -> None:
+    """Refuse settings that matter in training only: dropout in attention, noise.
+
+    Raises:
+        UnsupportedModelError: Naming the setting and the remedy.
+    """
+    config = parts.text_config
+    for field in ATTENTION_DROPOUT_FIELDS:
+        if (getattr(config, field, None) or 0) > 0:
+            raise UnsupportedModelError(
+                f"{parts.name}: config.{field}={getattr(config, field)} drops attention "
+                "probabilities, which chunked attention does not do. Set it to 0.0 (dropout in "
+                "other places, LoRA dropout included, is fine)."
+            )
+    embedding = parts.causal_lm.get_input_embeddings()
+    if getattr(embedding, "neftune_noise_alpha", None):
+        raise UnsupportedModelError(
+            "neftune_noise_alpha scales its noise by the length of what is embedded, which would "
+            "be the chunk and not the sequence. Train without NEFTune."
+        )
+
+
+def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: str) -> None:
+    config: Any = causal_lm.config.get_text_config(decoder=True)
+    layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
+    # Layers of another stage stand for what they are.
+    mixed = bool(mixers_of(causal_lm)) or any(
+        getattr(module, "carries_state", False) for module in causal_lm.modules()
+    )
+    reason = None
+    if causal_lm.config.is_encoder_decoder:
+        reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
+    elif config.model_type in IGNORES_STATE:
+        reason = IGNORES_STATE[config.model_type]
+    elif foreign := sorted(layer_types - LAYER_TYPES):
+        seen = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
+        reason = indexer_reason(config) or seen
+    elif _is_recurrent(causal_lm, layer_types) and not mixed:
+        reason = OWN_STATE
+    elif not getattr(decoder, "_supports_attention_backend", False) and not mixed:
+        reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
+            "choose a family that `sppo check --list` names (`sppo check MODEL` tests one)."
+        )
+
+
+def _is_recurrent(causal_lm: PreTrainedModel, layer_types: set[str]) -> bool:
+    return getattr(causal_lm, "_is_stateful", False) or bool(layer_types & STATE_LAYER_TYPES)
+
+
+def _base_of(causal_lm: PreTrainedModel) -> nn.Module:
+    """What runs before the head; `causal_lm` itself where that cannot be told."""
+    if causal_lm.base_model is not causal_lm:
+        return causal_lm.base_model
+    # Llama 4 names an attribute that its language models do not have, and Llama 4 with images has
+    # a language model with a head inside.
+    head = causal_lm.get_output_embeddings()
+    bodies = [child for child in causal_lm.children() if isinstance(child, PreTrainedModel)]
+    with_head = [body for body in bodies if any(head is module for module in body.modules())]
+    if head is not None and len(with_head) == 1:
+        inner = _base_of(with_head[0])
+        return causal_lm if inner is with_head[0] else inner
+    return bodies[0] if len(bodies) == 1 and not with_head else causal_lm
+
+
+def _text_decoder(causal_lm: PreTrainedModel) -> nn.Module:
+    """The text decoder inside a multimodal model, without a head of its own."""
+    decoder: Any = causal_lm.get_decoder()
+    return getattr(decoder, "base_model", decoder)
+
+
+def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:
+    best: tuple[nn.Module, ...] = ()
+    for child in base.children():
+        if isinstance(child, nn.ModuleList) and len(child) > len(best):
+            if all(isinstance(layer, GradientCheckpointingLayer) for layer in child):
+                best = tuple(child)
+    return best

@@ -1,1 +1,0 @@
-"""Conversion, chunk loop, loss, recompute; must not know torch.distributed or accelerate."""

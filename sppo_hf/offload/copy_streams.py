@@ -1,0 +1,374 @@
+"""Copies between device and host: how they start, and how the compute stream waits for them.
+
+A copier moves bytes; it knows nothing of frames, storages or pools. `start_*` begins a copy and
+returns a ticket, the ticket's `wait` orders the compute stream behind it. Nothing here blocks the
+host on an accelerator but a ticket's `finish`, which is for bytes on their way to a disk.
+`StreamCopier` is written against the few stream verbs of `StreamRuntime`, so the same ordering code
+runs on CUDA and on the fake device of the tests.
+
+Why no order is missing: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Ticket(Protocol):
+    """One copy under way."""
+
+    @property
+    def number(self) -> int:
+        """Its place among the copier's copies in its direction, which end in this order."""
+        ...
+
+    @property
+    def ordered(self) -> bool:
+        """Whether all compute work enqueued from now on comes after the copy; may poll it."""
+        ...
+
+    def done(self) -> bool:
+        """Whether the host knows that the copy has finished; polls, never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Order the compute stream behind the copy; the host does not wait."""
+        ...
+
+    def finish(self) -> None:
+        """Block the host until the copy has ended; only the way to the disk needs it."""
+        ...
+
+
+def wait_for_all(tickets: Iterable[Ticket]) -> None:
+    """Order the compute stream behind all of `tickets`, with one wait at most in a direction."""
+    for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
+        ticket.wait()
+
+
+class Copier(Protocol):
+    """Starts copies of flat byte tensors between one device and the host.
+
+    Copies in one direction end in the order in which they were started.
+    """
+
+    device: torch.device
+
+    def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
+        """Start copying uint8 `source_bytes` [n] on the device into `host_bytes` [n]."""
+        ...
+
+    def start_h2d(self, host_bytes: Tensor, after: Ticket | None = None) -> tuple[Tensor, Ticket]:
+        """Start copying `host_bytes` [n] into new device bytes [n], behind the copy `after`."""
+        ...
+
+    def stall_seconds(self) -> float:
+        """Seconds that compute has stood still for copies so far, as far as they are known."""
+        ...
+
+
+class FinishedTicket:
+    """The ticket of a copy that ended before `start` returned."""
+
+    number = 0
+    ordered = True
+
+    def done(self) -> bool:
+        """Return True: nothing is under way."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once: nothing is under way."""
+
+    def finish(self) -> None:
+        """Return at once: nothing is under way."""
+
+
+class HostCopier:
+    """Copies within the host, for the CPU as the device: plain, immediate, ordered by themselves.
+
+    All of their time is compute standing still, so it counts as stall.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
+        """Copy `source_bytes` [n] into `host_bytes` [n] before returning."""
+        start = time.perf_counter()
+        host_bytes.copy_(source_bytes)
+        self._seconds += time.perf_counter() - start
+        return FinishedTicket()
+
+    def start_h2d(self, host_bytes: Tensor, after: Ticket | None = None) -> tuple[Tensor, Ticket]:
+        """Copy `host_bytes` [n] into a new tensor [n] before returning."""
+        start = time.perf_counter()
+        copied = host_bytes.clone()
+        self._seconds += time.perf_counter() - start
+        return copied, FinishedTicket()
+
+    def stall_seconds(self) -> float:
+        """Seconds spent copying so far."""
+        return self._seconds
+
+
+class StreamEvent(Protocol):
+    """A point in a stream's work, as `torch.cuda.Event` has it."""
+
+    def record(self, stream: Any) -> None:
+        """Put the event behind all work of `stream` so far."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has passed the event; never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the device has passed the event."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to `end_event`, both timed and passed."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of device work, as `torch.cuda.Stream` has it."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let later work of this stream start only after `event`."""
+        ...
+
+
+class StreamRuntime(Protocol):
+    """The verbs that `StreamCopier` needs from a device; deliberately without synchronising it."""
+
+    device: torch.device
+
+    def current_stream(self) -> Stream:
+        """The stream that this thread's computation goes to."""
+        ...
+
+    def new_stream(self) -> Stream:
+        """A stream of its own."""
+        ...
+
+    def new_event(self, *, timed: bool) -> StreamEvent:
+        """An event not yet recorded."""
+        ...
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make `stream` current inside the context."""
+        ...
+
+    def empty_bytes(self, num_bytes: int) -> Tensor:
+        """Device bytes [num_bytes] that belong to the current stream."""
+        ...
+
+    def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
+        """Enqueue a copy on the current stream."""
+        ...
+
+
+class CudaRuntime:
+    """`StreamRuntime` on one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+
+    def current_stream(self) -> Stream:
+        """This thread's current CUDA stream on the device."""
+        return torch.cuda.current_stream(self.device)
+
+    def new_stream(self) -> Stream:
+        """A new CUDA stream."""
+        return torch.cuda.Stream(self.device)
+
+    def new_event(self, *, timed: bool) -> StreamEvent:
+        """A new CUDA event, with timing where `timed`."""
+        return torch.cuda.Event(enable_timing=timed)
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """`torch.cuda.stream`."""
+        return torch.cuda.stream(stream)
+
+    def empty_bytes(self, num_bytes: int) -> Tensor:
+        """Bytes [num_bytes] from the caching allocator, for the current stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
+        """An asynchronous copy where the host side is pinned; pageable memory blocks the host."""
+        destination.copy_(source, non_blocking=True)
+
+
+@dataclass(slots=True, eq=False)
+class _CopyStream:
+    """A queue of copies, first in, first out: who is behind the n-th is behind all before it."""
+
+    stream: Stream | None
+    """None: copies go to the compute stream itself."""
+    issued: int = 0
+    """Copies enqueued so far; the last one has this number."""
+    behind: int = 0
+    """The last copy that compute stands behind, by a wait or by being its stream."""
+    seen: int = 0
+    """The last copy that the host has seen done."""
+
+
+class StreamTicket:
+    """(copy, event) as one object; nobody outside waits on a raw event."""
+
+    __slots__ = ("_copier", "_event", "lane", "number")
+
+    def __init__(self, copier: StreamCopier, lane: _CopyStream, event: StreamEvent) -> None:
+        self.number = lane.issued
+        """Its place in its lane."""
+        self.lane = lane
+        self._copier = copier
+        self._event = event
+
+    @property
+    def event(self) -> StreamEvent:
+        """The point at which the copy has ended."""
+        return self._event
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether compute was told to wait for this copy or a later one."""
+        return self.number <= self.lane.behind
+
+    @property
+    def ordered(self) -> bool:
+        """Whether compute was told to wait, or the host has just seen the copy done."""
+        return self.is_behind or self.done()
+
+    def done(self) -> bool:
+        """Whether the host has seen the copy done."""
+        if self.number > self.lane.seen and self._event.query():
+            self.lane.seen = self.number
+        return self.number <= self.lane.seen
+
+    def wait(self) -> None:
+        """Let the compute stream wait for the copy, unless it is behind it already."""
+        # What is behind it already may have been another stream than the current one.
+        if self.is_behind or not self.done():
+            self._copier.order_compute_behind(self)
+
+    def finish(self) -> None:
+        """Block the host until the copy has ended."""
+        self._event.synchronize()
+        self.lane.seen = max(self.lane.seen, self.number)
+
+
+class StreamCopier:
+    """Copies on a D2H stream and an H2D stream of their own beside the compute stream.
+
+    With `own_streams=False` copies are enqueued on the compute stream itself: slower, since
+    nothing overlaps, but with no order left to arrange.
+    """
+
+    def __init__(self, runtime: StreamRuntime, *, own_streams: bool = True) -> None:
+        self.device = runtime.device
+        self._runtime = runtime
+        self._compute = runtime.current_stream()
+        self._d2h_lane = _CopyStream(runtime.new_stream() if own_streams else None)
+        self._h2d_lane = _CopyStream(runtime.new_stream() if own_streams else None)
+        self._stall_seconds = 0.0
+        # A stream that waits for an event waits for what the event stood for at that moment, so
+        # one that is waited for at once can be recorded again and again.
+        self._now = runtime.new_event(timed=False)
+        self._open_stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
+        self._idle_pairs: list[tuple[StreamEvent, StreamEvent]] = []
+
+    def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
+        """Start copying uint8 `source_bytes` [n] into `host_bytes` [n], behind compute so far.
+
+        The caller keeps `source_bytes` alive until the ticket is ordered.
+        """
+        ready = self._compute_now()
+        return self._copy(self._d2h_lane, ready, None, host_bytes, source_bytes)
+
+    def start_h2d(self, host_bytes: Tensor, after: Ticket | None = None) -> tuple[Tensor, Ticket]:
+        """Start copying `host_bytes` [n] into new device bytes [n], behind the copy `after`.
+
+        The bytes belong to the compute stream. They may be used after the ticket's `wait`, and
+        must stay alive until it is ordered.
+        """
+        destination = self._runtime.empty_bytes(host_bytes.numel())
+        # After the allocation: what used this block before is compute work in front of this event.
+        ready = self._compute_now()
+        return destination, self._copy(self._h2d_lane, ready, after, destination, host_bytes)
+
+    def stall_seconds(self) -> float:
+        """Seconds between the event before and after each wait of compute, of those passed."""
+        while self._open_stalls and self._open_stalls[0][1].query():
+            start, end = pair = self._open_stalls.popleft()
+            self._stall_seconds += start.elapsed_time(end) / 1e3
+            self._idle_pairs.append(pair)
+        return self._stall_seconds
+
+    def order_compute_behind(self, ticket: StreamTicket) -> None:
+        """Let the compute stream wait for the copy, and time how long it stands still for it."""
+        compute = self._compute_stream()
+        if ticket.is_behind:
+            return
+        self.stall_seconds()  # or the events of a whole step would be alive at its end
+        start, end = self._idle_pairs.pop() if self._idle_pairs else self._new_pair()
+        start.record(compute)
+        compute.wait_event(ticket.event)
+        end.record(compute)
+        self._open_stalls.append((start, end))
+        ticket.lane.behind = ticket.number
+
+    def _new_pair(self) -> tuple[StreamEvent, StreamEvent]:
+        return self._runtime.new_event(timed=True), self._runtime.new_event(timed=True)
+
+    def _copy(
+        self,
+        lane: _CopyStream,
+        ready: StreamEvent,
+        after: Ticket | None,
+        destination: Tensor,
+        source: Tensor,
+    ) -> Ticket:
+        done = self._runtime.new_event(timed=False)
+        if lane.stream is None:
+            self._runtime.copy_bytes(destination, source)
+            done.record(self._compute)
+            lane.issued += 1
+            lane.behind = lane.issued
+            return StreamTicket(self, lane, done)
+        lane.stream.wait_event(ready)
+        if after is not None:
+            assert isinstance(after, StreamTicket), "a copy waits for a ticket of its own copier"
+            lane.stream.wait_event(after.event)
+        with self._runtime.use_stream(lane.stream):
+            self._runtime.copy_bytes(destination, source)
+        done.record(lane.stream)
+        lane.issued += 1
+        return StreamTicket(self, lane, done)
+
+    def _compute_now(self) -> StreamEvent:
+        """Stands for compute so far, until it is called again."""
+        self._now.record(self._compute_stream())
+        return self._now
+
+    def _compute_stream(self) -> Stream:
+        """The current stream, ordered behind the one that was current the last time."""
+        current = self._runtime.current_stream()
+        if current != self._compute:
+            self._now.record(self._compute)
+            current.wait_event(self._now)
+            self._compute = current
+        return current

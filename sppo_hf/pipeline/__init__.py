@@ -1,0 +1,1 @@
+"""Ranks: stages, executor, transport, gradients, checkpoints, watchdog; no Accelerate."""

@@ -1,0 +1,116 @@
+"""Agreement: ranks that share a batch see that they are about to run the same step.
+
+Ranks that run different steps would wait for messages that never come. A few numbers on the CPU, a
+fraction of a millisecond, turn that into an error that says what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import PipelineError
+from sppo_hf.pipeline.mesh import PipelineMesh
+
+_SHARED_SETTINGS = (
+    *("num_chunks", "chunk_lengths", "chunk_tokens", "partition", "micro_batch_size"),
+    *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers", "sp_size"),
+)
+
+
+def settings_number(config: SPPOConfig) -> int:
+    """A number for the settings that all ranks that share a batch must have alike."""
+    settings = config.to_dict()
+    text = json.dumps([settings[name] for name in _SHARED_SETTINGS])
+    return zlib.crc32(text.encode())
+
+
+def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
+    """Compare numbers over the ranks that share a batch; each calls this before every step.
+
+    Args:
+        mesh: The ranks.
+        facts: Numbers by name, the same names on all ranks.
+
+    Raises:
+        PipelineError: They differ; names the facts, the ranks and their numbers.
+    """
+    mine = torch.tensor(list(facts.values()))
+    others = [torch.empty_like(mine) for _ in mesh.sharing_ranks]
+    dist.all_gather(others, mine, group=mesh.control)
+    for rank, other in zip(mesh.sharing_ranks, others, strict=True):
+        differ = [
+            f"{name} ({theirs} on rank {rank}, {ours} on rank {mesh.rank})"
+            for (name, ours), theirs in zip(facts.items(), other.tolist(), strict=True)
+            if ours != theirs
+        ]
+        if differ:
+            raise PipelineError(
+                f"ranks that share a batch are about to run different steps: {', '.join(differ)}. "
+                "All of them must get the same batches and settings. Remedy: prepare the "
+                "data loader by the Accelerator, shuffle with the same seed, and start all ranks "
+                "with the same settings file."
+            )
+
+
+def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:
+    """Whether any rank cannot run the step that all are about to run; every rank calls this.
+
+    Args:
+        mesh: The ranks.
+        refusal: Why this rank cannot; None if it can.
+        with_replicas: Ask the other replicas too, because they will wait for this one's gradients.
+
+    Returns:
+        The reasons of the ranks that cannot, by rank.
+    """
+    groups = [mesh.control, *([mesh.replicas_control] if with_replicas else [])]
+    refuses = torch.tensor([0 if refusal is None else 1])
+    for group in groups:
+        dist.all_reduce(refuses, op=dist.ReduceOp.MAX, group=group)
+    if not refuses.item():
+        return []
+    said: list[str] = []
+    if refusal is not None:
+        said = [f"rank {mesh.rank} refuses it: {type(refusal).__name__}: {refusal}"]
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, said, group=group)
+        said = sorted({words for part in parts for words in part})
+    return said
+
+
+ValueT = TypeVar("ValueT")
+
+
+def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
+    """What the first rank that shares a batch has for a value that all ranks must have alike.
+
+    Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
+    some stages only, say, would balance chunks differently.
+
+    Args:
+        mesh: The ranks.
+        value: Can be pickled; that of the first rank counts.
+    """
+    box: list[ValueT] = [value]
+    dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control)
+    return box[0]
+
+
+def all_say(mesh: PipelineMesh, value: ValueT) -> list[ValueT]:
+    """What each rank of the pipeline has, first to last; all of them call this at once.
+
+    Args:
+        mesh: The ranks.
+        value: This rank's; can be pickled.
+    """
+    said: list[Any] = [None] * len(mesh.sharing_ranks)
+    dist.all_gather_object(said, value, group=mesh.control)
+    return said

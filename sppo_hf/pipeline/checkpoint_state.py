@@ -1,0 +1,449 @@
+"""Optimizer, scheduler and random numbers of a run, as safetensors files and a JSON index.
+
+    sppo_optimizer/index.json               settings, numbers, and where each tensor is
+    sppo_optimizer/rank-0-1.safetensors     tensors that replica 0, stage 1 wrote
+
+Everything an optimizer keeps is stored under the *name* of its parameter. Each rank saves what it
+holds, replicas sharing the work, and loads by name what it holds then: on another number of stages
+or replicas, or on one process. Saving needs host memory for one tensor beside the run's own, and
+loading for the state of the parameters that this process holds.
+
+Not covered: optimizers whose tensors are sharded (FSDP) or of a subclass; they are refused.
+
+[Note: whose random numbers]
+Every process saves the state of its generators. A process that resumes takes those of the same
+place (stage and replica); where there was no such place, those of its replica's first rank; where
+there was no such replica, those of the first rank of all. So the same layout draws the same
+numbers, and any layout draws the same ones every time it resumes.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.errors import ConfigError
+from sppo_hf.pipeline.checkpoint import RankCoords, place_of, write_file
+from sppo_hf.pipeline.checkpoint_files import (
+    TensorFiles,
+    decode,
+    encode,
+    read_json,
+    reading,
+    write_json,
+)
+from sppo_hf.pipeline.checkpoint_marks import MARK_NAME, STATE_FOLDER
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+
+_INDEX = "index.json"
+_FORMER_INDEX = ".metadata"
+
+Groups = list[dict[str, Any]]
+"""Parameter groups of an optimizer: its settings, and under "names" the parameters."""
+
+
+def save_state(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    schedulers: list[Any],
+) -> None:
+    """Write optimizers, schedulers and random numbers into a checkpoint folder.
+
+    Every process calls this, within `checkpoint.saving`.
+
+    Args:
+        folder: The checkpoint's.
+        model: Whose parameters the optimizers step.
+        optimizers: As the ranks have them, all in the same order and with the same groups.
+        schedulers: The same on all ranks.
+
+    Raises:
+        ConfigError: An optimizer steps a tensor that is no parameter of the model, or there is
+            something in its state or a scheduler's that could only be stored as code.
+        PipelineError: A file could not be written.
+    """
+    place = place_of(model)
+    target = Path(folder) / STATE_FOLDER
+    names = _names(model)
+    file = f"rank-{place.dp_rank}-{place.pp_rank}.safetensors"
+    tensors: dict[str, Tensor] = {}
+
+    def keep(path: str, tensor: Tensor) -> str:
+        assert path not in tensors, f"{path} is stored twice"
+        tensors[path] = tensor
+        return file
+
+    part: dict[str, Any] = {"optimizers": []}
+    for number, optimizer in enumerate(map(unwrapped, optimizers)):
+        groups = _whole_groups(optimizer, names, model, place)
+        held = {names[id(parameter)]: values for parameter, values in optimizer.state.items()}
+        state = {
+            name: encode(held[name], f"state/{number}/{name}", keep)
+            for name in _own_share(held, model, place)
+        }
+        part["optimizers"].append({"state": state})
+        if place.leads:
+            part["optimizers"][number]["groups"] = encode(groups, f"groups/{number}", keep)
+    if place.leads:
+        states = [scheduler.state_dict() for scheduler in schedulers]
+        part["schedulers"] = encode(states, "schedulers", keep)
+    random_path = f"random/{place.dp_rank}/{place.pp_rank}"
+    part["random"] = {random_path: encode(random_state(model), random_path, keep)}
+    if place.leads:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+    place.wait()
+    write_file(tensors, target / file)
+    parts = place.gather_all(part)
+    if place.leads:
+        for other in parts:
+            part["random"] |= other["random"]
+            for ours, theirs in zip(part["optimizers"], other["optimizers"], strict=True):
+                ours["state"] |= theirs["state"]
+        write_json(part, target / _INDEX)
+
+
+def has_state(folder: str | Path) -> bool:
+    """Whether `save_state` wrote into this checkpoint, and `optimizer.pt` does not stand for it."""
+    target = Path(folder) / STATE_FOLDER
+    if (target / _INDEX).is_file():
+        return True
+    return (target / _FORMER_INDEX).exists() and not (Path(folder) / "optimizer.pt").is_file()
+
+
+def load_state(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    schedulers: list[Any],
+) -> None:
+    """Read what `save_state` wrote, as far as this process holds its parameters.
+
+    Processes read each for itself and need not wait for each other.
+
+    Raises:
+        ConfigError: The optimizers or their groups are other ones, or a file is damaged.
+    """
+    stored = _Stored(Path(folder))
+    names = _names(model)
+    counts = (len(optimizers), len(schedulers))
+    saved = (stored.count("optimizers"), stored.count("schedulers"))
+    if saved != counts:
+        raise ConfigError(
+            f"{str(folder)!r} holds {saved[0]} optimizers and {saved[1]} schedulers, but the run "
+            f"has {counts[0]} and {counts[1]}. Allowed: as many. Remedy: prepare the same "
+            "optimizers and schedulers as when it was saved."
+        )
+    for number, optimizer in enumerate(map(unwrapped, optimizers)):
+        ordered = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+        wanted = {name for group in ordered for name in group}
+        with reading(stored.index):
+            state, groups = stored.state(number, wanted), stored.groups(number)
+            _give(optimizer, state, groups, ordered, folder)
+    for scheduler, value in zip(schedulers, stored.schedulers(), strict=True):
+        with reading(stored.index):
+            _refuse_other_kinds(scheduler.state_dict(), value)
+            if unknown := sorted(set(value) - set(scheduler.state_dict())):
+                raise ConfigError(
+                    f"A scheduler's state in {str(stored.index)!r} has {unknown[0]!r}, which this "
+                    "run's has not. Allowed: the state of the same kind of scheduler. Remedy: "
+                    "train with the lr_scheduler_type that it was saved with."
+                )
+            scheduler.load_state_dict(value)
+
+
+def load_plain_optimizer(
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Give an optimizer of a cut model what one of the whole model had; all ranks call this.
+
+    Args:
+        state: `state_dict()` of an optimizer of the whole model, in groups of the same kind whose
+            parameters come in the model's order, as the Trainer makes them.
+        model: Cut.
+        optimizer: Of this rank's parameters.
+
+    Raises:
+        ConfigError: The groups are other ones.
+    """
+    optimizer = unwrapped(optimizer)
+    names = _names(model)
+    whole = _whole_groups(optimizer, names, model, place_of(model))
+    saved = state["param_groups"]
+    if [len(g["params"]) for g in saved] != [len(g["names"]) for g in whole]:
+        raise ConfigError(
+            f"The optimizer's state has groups of {[len(g['params']) for g in saved]} parameters, "
+            f"but the run has {[len(g['names']) for g in whole]}. Allowed: the same groups. "
+            "Remedy: train the same parameters, with the same weight decay, as when it was saved."
+        )
+    by_name = {
+        name: state["state"][index]
+        for theirs, ours in zip(saved, whole, strict=True)
+        for index, name in zip(theirs["params"], ours["names"], strict=True)
+        if index in state["state"]
+    }
+    groups = [{**theirs, "names": ours["names"]} for theirs, ours in zip(saved, whole, strict=True)]
+    ordered = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+    _give(optimizer, by_name, groups, ordered, "optimizer.pt")
+
+
+def read_plain_state(folder: str | Path, number: int = 0) -> tuple[dict[str, Any], list[Any]]:
+    """What one process without SPPO would have saved; needs memory for all of it.
+
+    Returns:
+        `state_dict()` of optimizer `number` of the whole model, and those of the schedulers.
+
+    Raises:
+        ConfigError: A file is damaged.
+    """
+    stored = _Stored(Path(folder))
+    with reading(stored.index):
+        groups = stored.groups(number)
+        order = [name for group in groups for name in group["names"]]
+        state = stored.state(number, set(order))
+    index = {name: position for position, name in enumerate(order)}
+    plain = [
+        {**{k: v for k, v in g.items() if k != "names"}, "params": [index[n] for n in g["names"]]}
+        for g in groups
+    ]
+    by_number = {index[name]: values for name, values in state.items()}
+    return {"state": dict(sorted(by_number.items())), "param_groups": plain}, stored.schedulers()
+
+
+# -- random numbers ---------------------------------------------------------------------------
+
+
+def random_state(model: nn.Module) -> dict[str, Any]:
+    """The state of this process's generators; on CUDA, of the device that `model` is on."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state(_cuda_device(model))
+    return state
+
+
+def load_random_state(folder: str | Path, model: nn.Module) -> None:
+    """Set this process's generators; see [Note: whose random numbers].
+
+    Raises:
+        ConfigError: A file is damaged.
+    """
+    place = place_of(model)
+    stored = _Stored(Path(folder))
+    own = [(place.dp_rank, place.pp_rank), (place.dp_rank, 0), (0, 0)]
+    with reading(stored.index):
+        state = stored.random(own)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.random.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"], _cuda_device(model))
+
+
+def _cuda_device(model: nn.Module) -> torch.device:
+    """The device that `model` is on; the current one if it is on none."""
+    devices = {parameter.device for parameter in model.parameters()}
+    found = [device for device in devices if device.type == "cuda"]
+    return found[0] if len(found) == 1 else torch.device("cuda")
+
+
+# -- names and groups -------------------------------------------------------------------------
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, out of an Accelerator's wrapper."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner  # type: ignore[no-any-return]
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Names of the parameters held here, by their ids."""
+    return {id(p): name for name, p in find_causal_lm(model).named_parameters()}
+
+
+def _own_share(
+    held: Mapping[str, Mapping[str, Any]], model: nn.Module, place: RankCoords
+) -> list[str]:
+    """Of the parameters that this process has state of, those that it writes."""
+    engine = get_engine(model)
+    twice = frozenset[str]()
+    if isinstance(engine, PipelineEngine) and not engine.staged.cut.has_first:
+        twice = engine.staged.shared_names  # the first stage writes these
+
+    def size(name: str) -> int:
+        return sum(v.nbytes for v in held[name].values() if isinstance(v, Tensor))
+
+    # Replicas hold the same and take turns, from the largest down, so that shares are about equal.
+    mine = sorted(set(held) - twice, key=lambda name: (-size(name), name))
+    return sorted(mine[place.dp_rank :: place.dp_size])
+
+
+def _whole_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], model: nn.Module, place: RankCoords
+) -> Groups:
+    """The groups as an optimizer of the whole model would have them."""
+    held = []
+    for group in optimizer.param_groups:
+        if unknown := [p for p in group["params"] if id(p) not in names]:
+            raise ConfigError(
+                f"The optimizer steps {len(unknown)} tensors that are no parameters of the model, "
+                f"one of shape {list(unknown[0].shape)}. Allowed: parameters of the causal "
+                "language model. Remedy: make the optimizer of the prepared model's parameters."
+            )
+        held.append([names[id(p)] for p in group["params"]])
+    engine = get_engine(model)
+    everything = names.values()
+    if isinstance(engine, PipelineEngine):
+        everything = engine.staged.all_names
+    position = {name: index for index, name in enumerate(everything)}
+    whole = []
+    for number, group in enumerate(optimizer.param_groups):
+        found = {name for part in place.gather(held[number]) for name in part}
+        # Groups of one process keep the order in which they were made.
+        ordered = sorted(found, key=position.__getitem__) if place.pp_size > 1 else held[number]
+        settings = {key: value for key, value in group.items() if key != "params"}
+        whole.append({**settings, "names": ordered})
+    return whole
+
+
+def _give(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, dict[str, Any]],
+    groups: Groups,
+    ordered: list[list[str]],
+    folder: str | Path,
+) -> None:
+    """Load by name, through the optimizer's own `load_state_dict`."""
+    if len(groups) != len(ordered):
+        raise ConfigError(
+            f"{str(folder)!r} has {len(groups)} parameter groups, but the run's optimizer has "
+            f"{len(ordered)}. Allowed: the same groups. Remedy: make the optimizer as when it was "
+            "saved."
+        )
+    for number, (group, names) in enumerate(zip(groups, ordered, strict=True)):
+        if foreign := sorted(set(names) - set(group["names"])):
+            raise ConfigError(
+                f"Group {number} of the optimizer's state in {str(folder)!r} has no {foreign[0]!r} "
+                f"({len(foreign)} are missing). Allowed: the same groups. Remedy: train the same "
+                "parameters, with the same weight decay, as when it was saved."
+            )
+    index: dict[str, int] = {}
+    for names in ordered:
+        for name in names:
+            index[name] = len(index)
+    settings = []
+    for group, names, own in zip(groups, ordered, optimizer.param_groups, strict=True):
+        saved = {k: v for k, v in group.items() if k not in ("names", "params")}
+        _refuse_other_kinds(own, saved)
+        # What the optimizer did not know yet when it was saved is as it is now.
+        settings.append({**own, **saved, "params": [index[name] for name in names]})
+    values = {index[name]: value for name, value in state.items() if name in index}
+    optimizer.load_state_dict({"state": values, "param_groups": settings})
+
+
+def _refuse_other_kinds(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse settings that are no numbers where the run has numbers, and so on.
+
+    Raises:
+        ValueError: Naming the first of them; whoever reads the file says which it is.
+    """
+    alike: list[Any] = [(bool, int, float, Tensor), (list, tuple)]
+    for name, value in saved.items():
+        mine = own.get(name)
+        kinds = next((kinds for kinds in alike if isinstance(mine, kinds)), type(mine))
+        if value is not None and mine is not None and not isinstance(value, kinds):
+            raise ValueError(f"{name} is {repr(value)[:40]} and {repr(mine)[:40]} in this run")
+
+
+class _Stored:
+    """What a checkpoint folder holds, read in parts, on the CPU.
+
+    Raises:
+        ConfigError: By any method, and by `_Stored(folder)`: a file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        target = folder / STATE_FOLDER
+        self.index = target / _INDEX
+        """The file to blame for what is wrong with the values."""
+        if not self.index.exists() and (target / _FORMER_INDEX).exists():
+            raise ConfigError(
+                f"{str(target)!r} is of a format that could run code when it is read, so this "
+                "version does not read it. Allowed: checkpoints of format 2. Remedy: if you trust "
+                "it, call export_optimizer(folder) in the version of sppo_hf that wrote it, once; "
+                "this version then reads optimizer.pt. Or delete this folder, and scheduler.pt and "
+                f"{MARK_NAME} beside it, to go on with the weights and a fresh optimizer."
+            )
+        self._about = read_json(self.index)
+        self._files = TensorFiles(target)
+        with reading(self.index):
+            lists = [self._about["optimizers"], self._about["schedulers"]]
+            fit = all(isinstance(value, list) for value in lists) and all(
+                isinstance(self._about["optimizers"][number]["state"], dict)
+                and isinstance(self._about["optimizers"][number]["groups"], list)
+                for number in range(len(lists[0]))
+            )
+            if not fit or not isinstance(self._about["random"], dict):
+                raise ValueError("it is no index of optimizers")
+
+    def count(self, kind: str) -> int:
+        """How many "optimizers" or "schedulers" there are."""
+        return len(self._about[kind])
+
+    def groups(self, number: int) -> Groups:
+        """The parameter groups of an optimizer."""
+        with reading(self.index):
+            stored = self._about["optimizers"][number]["groups"]
+            groups: Groups = decode(stored, f"groups/{number}", self._files.read)
+            for group in groups:
+                if not isinstance(group, dict) or not _are_names(group.get("names")):
+                    raise ValueError(f"the groups of optimizer {number} are none")
+            return groups
+
+    def state(self, number: int, names: set[str]) -> dict[str, dict[str, Any]]:
+        """What an optimizer keeps of the parameters `names`, by parameter."""
+        with reading(self.index):
+            stored = self._about["optimizers"][number]["state"]
+            found: dict[str, dict[str, Any]] = {
+                name: decode(value, f"state/{number}/{name}", self._files.read)
+                for name, value in stored.items()
+                if name in names
+            }
+            if not all(isinstance(values, dict) for values in found.values()):
+                raise ValueError(f"the state of optimizer {number} is none")
+            return found
+
+    def schedulers(self) -> list[dict[str, Any]]:
+        """States of the schedulers."""
+        with reading(self.index):
+            states: list[dict[str, Any]] = decode(
+                self._about["schedulers"], "schedulers", self._files.read
+            )
+            if not all(isinstance(state, dict) for state in states):
+                raise ValueError("the states of the schedulers are none")
+            return states
+
+    def random(self, places: list[tuple[int, int]]) -> dict[str, Any]:
+        """The random state of the first of these (replica, stage) that was saved."""
+        with reading(self.index):
+            paths = [f"random/{dp}/{pp}" for dp, pp in places]
+            path = next(path for path in paths if path in self._about["random"])
+            state: dict[str, Any] = decode(self._about["random"][path], path, self._files.read)
+            return state
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -1,0 +1,469 @@
+"""Making a pipeline of a model: stages chosen, cut, and an engine that runs them.
+
+The entry of this room for those who attach SPPO to something; see `pipeline_engine` for a step.
+
+Loading stages from disk: a rank reads the tensors of its own stages and no others.
+
+Transformers builds a model without memory, then reads from the checkpoint what the model has a
+place for. So the model is cut between the two, and all that Transformers does to weights on their
+way (names changed, experts joined, dtypes, tied weights, quantisation) is done to a stage's, too.
+
+Knows nothing of ranks: which stages are loaded is asked of the caller. Leaves training, and moving
+the model to a device, to others.
+
+[Note: mapped or read] Transformers maps files into memory, which costs nothing where a tensor stays
+as the file has it: its pages are the file's. Where dtypes are changed or experts are joined, the
+pages that were read would stay beside what is made of them and double a rank's peak. There, tensors
+are read instead, and what others are made of is freed at once; experts one tensor after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from os import PathLike
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.family_guard import check_family
+from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged_model_of
+from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.engine.structure import ModelParts, find_parts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.pipeline.exchange import refuse_unshareable
+from sppo_hf.pipeline.mesh import PipelineMesh, check_world, make_mesh
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
+from sppo_hf.planning.flops import layer_costs
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.stage_split import split_layers
+
+logger = logging.getLogger(__name__)
+
+ChooseCut = Callable[[ModelParts], StageCut]
+"""Chooses the stages of a whole model whose parameters have shapes and dtypes, but no memory."""
+
+_STORED = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+"""What safetensors calls dtypes."""
+
+_NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def load_stages(
+    model_class: Any,
+    name_or_path: str | PathLike[str],
+    choose_cut: ChooseCut,
+    *model_args: Any,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load the stages that `choose_cut` says are here, and nothing else of the model.
+
+    Reads the bytes of these stages once. Host memory at its peak: the stages in the dtype asked
+    for, and a few tensors on their way; see `[Note: mapped or read]`.
+
+    Args:
+        model_class: `AutoModelForCausalLM`, or a model class of Transformers.
+        name_or_path: A hub id or a folder, as `from_pretrained` takes it.
+        choose_cut: See `ChooseCut`.
+        *model_args: As `from_pretrained` takes them.
+        **kwargs: Likewise: dtype, revision, attn_implementation, quantization_config and so on.
+
+    Returns:
+        The model, in evaluation mode as `from_pretrained` returns it, of the class that it always
+        has. `staged_model_of(model)` has the cut.
+
+    Raises:
+        ConfigError: An argument contradicts loading a part, the checkpoint lacks a tensor of these
+            stages, or the stages do not fit the model.
+        UnsupportedModelError: The model cannot be cut into stages, or brings code of its own.
+    """
+    _refuse_arguments(kwargs)
+    if kwargs.get("gguf_file"):
+        logger.warning(
+            "gguf_file=%r: GGUF files may be unpacked whole on every rank before the rest is let "
+            "go. Save the model as safetensors once (save_pretrained) to read only own stages.",
+            kwargs["gguf_file"],
+        )
+    staged_class = _class_that_cuts(model_class, choose_cut)
+    loaded, report = staged_class.from_pretrained(
+        name_or_path, *model_args, output_loading_info=True, **kwargs
+    )
+    model: PreTrainedModel = loaded
+    if staged_model_of(model) is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} from {name_or_path} brings code of its own "
+            "(trust_remote_code), which SPPO cannot load stage by stage. Allowed: models of "
+            "Transformers itself. Remedy: load it with from_pretrained as always; it is cut when "
+            "it is converted, if every rank's host memory holds the whole."
+        )
+    model.__class__ = type(model).__mro__[1]
+    _refuse_gaps(model, str(name_or_path), report)
+    return model
+
+
+def _refuse_arguments(kwargs: dict[str, Any]) -> None:
+    refused = {
+        "tp_plan": "shards every tensor over the ranks",
+        "tp_size": "shards every tensor over the ranks",
+        "distributed_config": "shards every tensor over the ranks",
+        "device_mesh": "shards every tensor over the ranks",
+        "state_dict": "is the whole model in memory already",
+        "output_loading_info": "is asked for by SPPO itself",
+        "ignore_mismatched_sizes": "would leave random weights in a stage",
+    }
+    for name, what in refused.items():
+        if kwargs.get(name):
+            raise ConfigError(
+                f"{name}={_shown(kwargs[name])} {what}, and with pp_size above 1 each rank loads "
+                "its own stages. Allowed: the other arguments of from_pretrained. Remedy: drop "
+                f"{name}."
+            )
+    place = kwargs.get("device_map")
+    one = isinstance(place, int | torch.device) or (
+        isinstance(place, str) and place.partition(":")[0] in ("cpu", "cuda", "xpu", "npu", "mps")
+    )
+    if isinstance(place, dict):
+        one = list(place) == [""] and place[""] != "disk"
+    if place is not None and not one:
+        raise ConfigError(
+            f"device_map={_shown(place)} spreads a model over devices, and with pp_size above 1 "
+            "each rank loads its own stages to one. Allowed: nothing (the CPU) or one device. "
+            "Remedy: drop device_map; the Trainer or the Accelerator moves the model."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# -- classes that cut --------------------------------------------------------------------------
+
+
+def _class_that_cuts(model_class: Any, choose_cut: ChooseCut) -> Any:
+    """A class with the name of `model_class` whose models are cut as soon as they are built."""
+    if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+        return _model_class_that_cuts(model_class, choose_cut)
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is None:
+        raise ConfigError(
+            f"model_class={_shown(model_class)} cannot load models. Allowed: AutoModelForCausalLM "
+            "or a model class of Transformers such as LlamaForCausalLM."
+        )
+    # Auto classes look up what to load here, and know remote code by their own name.
+    return type(
+        model_class.__name__, (model_class,), {"_model_mapping": _Mapping(mapping, choose_cut)}
+    )
+
+
+class _Mapping:
+    """From config classes to model classes that cut, as Transformers' auto classes ask for it."""
+
+    def __init__(self, mapping: Any, choose_cut: ChooseCut) -> None:
+        self._mapping = mapping
+        self._choose_cut = choose_cut
+
+    def __contains__(self, config_class: object) -> bool:
+        return config_class in self._mapping
+
+    def __iter__(self) -> Iterator[type]:
+        return iter(self._mapping)
+
+    def __getitem__(self, config_class: type) -> Any:
+        found = self._mapping[config_class]
+        if isinstance(found, tuple | list):
+            return tuple(_model_class_that_cuts(kind, self._choose_cut) for kind in found)
+        return _model_class_that_cuts(found, self._choose_cut)
+
+
+def _model_class_that_cuts(kind: Any, choose_cut: ChooseCut) -> Any:
+    class Cut(kind):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _cut(self, choose_cut)
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any
+        ) -> Any:
+            with contextlib.ExitStack() as files:
+                if state_dict is None:
+                    state_dict = _read_slices(checkpoint_files or (), load_config, files)
+                if _joins_tensors(load_config):
+                    files.enter_context(_one_after_another())
+                return kind._load_pretrained_model(
+                    model, state_dict, checkpoint_files, load_config, **kwargs
+                )
+
+        def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+            super()._adjust_missing_and_unexpected_keys(loading_info)
+            # What is unknown in other stages is for their ranks to report.
+            prefixes = absent_prefixes(self)
+            # A checkpoint of the base model alone has names without its prefix.
+            base = f"{self.base_model_prefix}."
+            prefixes += tuple(prefix.removeprefix(base) for prefix in prefixes)
+            loading_info.unexpected_keys = {
+                key for key in loading_info.unexpected_keys if not key.startswith(prefixes)
+            }
+
+    # Transformers looks up conversions of checkpoints by the class's name, and says it in messages.
+    Cut.__name__, Cut.__qualname__ = kind.__name__, kind.__qualname__
+    Cut.__module__ = kind.__module__
+    return Cut
+
+
+def _cut(model: Any, choose_cut: ChooseCut) -> None:
+    """Cut a model that was built a moment ago, on the meta device, its weights not tied yet."""
+    for target, source in model.all_tied_weights_keys.items():
+        parent, _, name = target.rpartition(".")
+        setattr(model.get_submodule(parent), name, model.get_parameter(source))
+    parts = find_parts(model)
+    # How to cut follows from what layers take, read off a model of this class, which stays whole.
+    cutting_class, model.__class__ = type(model), type(model).__mro__[1]
+    try:
+        with torch.device("cpu"):  # what is tried there computes
+            cut = choose_cut(parts)
+    finally:
+        model.__class__ = cutting_class
+    StagedModel(parts, cut)
+
+
+def _read_slices(
+    files: Any, load_config: Any, open_files: contextlib.ExitStack
+) -> dict[str, Any] | None:
+    """Every tensor of safetensors files, not read yet; None to let Transformers map the files.
+
+    See `[Note: mapped or read]`. Files of other formats are Transformers' affair, too.
+    """
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return None
+    slices: dict[str, Any] = {}
+    for path in files:
+        file = open_files.enter_context(safe_open(path, "pt", device="cpu", backend="pread"))
+        slices |= {name: file.get_slice(name) for name in file.offset_keys()}
+    made_anew = load_config.hf_quantizer is not None or _joins_tensors(load_config)
+    wanted = _STORED.get(load_config.dtype)
+    if made_anew or any(part.get_dtype() != wanted for part in slices.values()):
+        return slices
+    return None
+
+
+def _joins_tensors(load_config: Any) -> bool:
+    """Whether tensors of the model are made of several in the files, as experts are."""
+    changes = load_config.weight_mapping or ()
+    return any(isinstance(change, WeightConverter) for change in changes)
+
+
+@contextlib.contextmanager
+def _one_after_another() -> Iterator[None]:
+    """Keep Transformers from reading ahead, by the switch that it has for that.
+
+    Its readers would have all parts of all experts in memory before many are joined.
+    """
+    before = os.environ.get(_NO_READING_AHEAD)
+    os.environ[_NO_READING_AHEAD] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_NO_READING_AHEAD]
+        if before is not None:
+            os.environ[_NO_READING_AHEAD] = before
+
+
+def _refuse_gaps(model: PreTrainedModel, name_or_path: str, report: dict[str, Any]) -> None:
+    missing = sorted(report["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ConfigError(
+            f"{name_or_path} lacks {len(missing)} tensors of this rank's stages of "
+            f"{type(model).__name__}: {shown}. Allowed: checkpoints with every tensor, because "
+            "ranks must not start from random weights. Remedy: give a complete checkpoint; or load "
+            "it with from_pretrained, on a machine that holds the whole model, and save it again."
+        )
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+BALANCE_TOKENS = 32_768
+"""Length of the sequences that stages are balanced for; the longer, the less the head weighs."""
+
+
+def shared_mesh(
+    pp_size: int, device: torch.device, timeout_seconds: int, sp_size: int = 1
+) -> PipelineMesh:
+    """The mesh of this process, formed once: groups are a launch's, not a model's.
+
+    Raises:
+        ConfigError: There is no launch, or its size is no multiple of `pp_size * sp_size`.
+    """
+    # Groups end with the launch's own, which a process may leave and form anew.
+    watchdog = launch_watchdog(pp_size, timeout_seconds, sp_size)
+    with watchdog.explaining("forming groups of ranks"):
+        return _mesh(pp_size, sp_size, device, timeout_seconds, dist.group.WORLD)
+
+
+def launch_watchdog(pp_size: int, timeout_seconds: int, sp_size: int = 1) -> Watchdog:
+    """The watchdog of this process, started if it is not running.
+
+    Raises:
+        ConfigError: There is no launch.
+    """
+    _check_launch(*(("pp_size", pp_size) if sp_size == 1 else ("sp_size", sp_size)))
+    return watch_launch(timeout_seconds)
+
+
+def _check_launch(name: str, size: int) -> None:
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"{name}={size} needs {size} processes, and this is a single one. Allowed: a "
+            f"launch of {name} processes or a multiple. Remedy: accelerate launch "
+            f"--num_processes {size} script.py (or torchrun --nproc_per_node {size})."
+        )
+
+
+@functools.cache
+def _mesh(
+    pp_size: int, sp_size: int, device: torch.device, timeout_seconds: int, _: Any
+) -> PipelineMesh:
+    seconds = timeout_seconds + GROUP_MARGIN_SECONDS
+    return make_mesh(pp_size, device, timeout_seconds=seconds, sp_size=sp_size)
+
+
+def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
+    """Which layers each stage has, balanced by FLOPs with the head counted, and which are here.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
+    return cut_of_shape(model_shape(parts), config, pp_rank)
+
+
+def cut_of_shape(shape: ModelShape, config: SPPOConfig, pp_rank: int) -> StageCut:
+    """See `choose_cut`."""
+    stages = config.pp_size * config.pp_virtual_stages
+    if stages > len(shape.layers):
+        raise ConfigError(
+            f"pp_size={config.pp_size} x pp_virtual_stages={config.pp_virtual_stages} makes "
+            f"{stages} stages, but the model has {len(shape.layers)} layers. Allowed: at most one "
+            "stage per layer. Remedy: a smaller pp_size (the other processes become data-parallel "
+            "replicas), or fewer pp_virtual_stages."
+        )
+    if config.pp_layers is not None:
+        if sum(config.pp_layers) != len(shape.layers):
+            raise ConfigError(
+                f"pp_layers={list(config.pp_layers)} are {sum(config.pp_layers)} layers, but the "
+                f"model has {len(shape.layers)}. Allowed: numbers that sum to that. Remedy: change "
+                "them, or drop pp_layers, which balances the stages."
+            )
+        ends = list(accumulate(config.pp_layers, initial=0))
+        cut = tuple(range(start, end) for start, end in pairwise(ends))
+    else:
+        layers, head = layer_costs(shape, BALANCE_TOKENS)
+        cut = split_layers(layers, stages, last=head)
+    return StageCut(cut, tuple(range(pp_rank, stages, config.pp_size)))
+
+
+def convert_to_stages(
+    model: ModelT,
+    config: SPPOConfig,
+    *,
+    device: torch.device | None = None,
+    observer: StepObserver | None = None,
+) -> ModelT:
+    """Cut `model` to this rank's stages, in place, and let it run in the pipeline.
+
+    Every process of the launch calls this with the same model and settings. What other ranks hold
+    is freed. `model(**batch)` then runs the whole pipeline and returns the loss on every rank.
+
+    Args:
+        model: A Transformers causal language model, bare or in PEFT, whole or cut already.
+        config: The settings, with `pp_size` above 1.
+        device: Where it will run; where it is, by default.
+        observer: Is told about plans, units and records.
+
+    Raises:
+        ConfigError: The launch or the settings do not fit.
+        UnsupportedModelError: The model cannot be cut, or not trained exactly.
+    """
+    engine = get_engine(model)
+    if engine is not None and engine.enabled:
+        return convert(model, config, observer=observer)  # says so if settings differ
+    parts = find_parts(model)
+    check_family(parts)
+    device = next(parts.causal_lm.parameters()).device if device is None else device
+    if config.sp_size > 1:
+        refuse_unshareable(parts, config.sp_size)
+    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
+    staged = staged_model(parts, config, mesh.pp_rank)
+    make_engine = functools.partial(
+        PipelineEngine,
+        staged=staged,
+        mesh=mesh,
+        watchdog=launch_watchdog(config.pp_size, config.pp_timeout_seconds),
+    )
+    return convert(model, config, observer=observer, make_engine=make_engine)
+
+
+def staged_model(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StagedModel:
+    """The stages of a rank: as they were loaded, or cut out of `parts` in place now.
+
+    Raises:
+        ConfigError: There are more stages than layers, or the model was cut for another rank or
+            other settings.
+    """
+    staged = staged_model_of(parts.causal_lm)
+    if staged is None:
+        return StagedModel(parts, choose_cut(parts, config, pp_rank))
+    stages = config.pp_size * config.pp_virtual_stages
+    own = tuple(range(pp_rank, stages, config.pp_size))
+    if staged.cut.num_stages != stages or staged.cut.own != own:
+        raise ConfigError(
+            f"{parts.name} holds stages {list(staged.cut.own)} of {staged.cut.num_stages}, but "
+            f"pp_size={config.pp_size} x pp_virtual_stages={config.pp_virtual_stages} makes "
+            f"{stages}, of which rank {pp_rank} of the pipeline runs {list(own)}. Allowed: a model "
+            "that was loaded by the same rank with the same settings. Remedy: load it again with "
+            "the settings that it is to run with."
+        )
+    return staged
+
+
+def load_model_stages(
+    model_class: Any, name_or_path: str | PathLike[str], config: SPPOConfig, **kwargs: Any
+) -> PreTrainedModel:
+    """Load this rank's stages of a model, reading nothing else of it; see `load_stages`.
+
+    Args:
+        model_class: `AutoModelForCausalLM` or a model class.
+        name_or_path: A hub id or a folder.
+        config: The settings, with `pp_size` above 1.
+        **kwargs: Of `from_pretrained`.
+
+    Raises:
+        ConfigError: There is no launch, or its size, the settings, an argument or the checkpoint
+            does not fit.
+        UnsupportedModelError: The model cannot be cut.
+    """
+    launch_watchdog(config.pp_size, config.pp_timeout_seconds)
+    check_world(config.pp_size, dist.get_world_size(), config.sp_size)
+    pp_rank = dist.get_rank() // config.sp_size % config.pp_size
+    return load_stages(
+        model_class, name_or_path, lambda parts: choose_cut(parts, config, pp_rank), **kwargs
+    )

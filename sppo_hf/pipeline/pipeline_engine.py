@@ -1,0 +1,739 @@
+"""The engine of a model that is cut into stages: `forward` runs a whole schedule.
+
+It stands where `Engine` stands for one device. A call with labels runs forwards and backwards of
+all units of the batch over the ranks of the pipeline, and returns the loss on every rank;
+`loss.backward()` then hands out the gradients (see `gradients`). Rows of the batch are the
+micro-batches. A call that asks for numbers per token instead, for a loss of the caller's, is the
+business of `token_outputs`.
+
+What a model that is cut into stages cannot be called for; the same on every rank.
+
+Marks of one step of a pipeline, made into units and a record for observers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.batch_layout import BatchLayout
+from sppo_hf.engine.chunk_runner import ChunkRunner
+from sppo_hf.engine.engine import Engine, labelled_chunks, labels_of
+from sppo_hf.engine.forward_calls import ForwardCall, read_call
+from sppo_hf.engine.fused import fused_tile
+from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.parameter_hooks import hooks_set_aside
+from sppo_hf.engine.sequence_group import own_random_numbers, part_of
+from sppo_hf.engine.stage_message import MessageLayout
+from sppo_hf.engine.stages import StagedModel
+from sppo_hf.engine.step_observer import StepObserver, StepRecord
+from sppo_hf.engine.structure import ModelParts, check_trainable
+from sppo_hf.engine.versions import ReadTensors
+from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
+from sppo_hf.pipeline.agreement import agree, refused, settings_number
+from sppo_hf.pipeline.exchange import SequenceRanks
+from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
+from sppo_hf.pipeline.gradients import (
+    PipelineLoss,
+    Replicas,
+    StepGradients,
+    refuse_post_accumulate_hooks,
+)
+from sppo_hf.pipeline.mesh import PipelineMesh
+from sppo_hf.pipeline.schedules import StepSchedule, check_size, step_schedule
+from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
+from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
+from sppo_hf.pipeline.token_outputs import TokenCall
+from sppo_hf.pipeline.transport import Transport
+from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
+from sppo_hf.planning.activation_modes import mode_of
+from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.plan import Plan
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import Size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sppo_hf.offload.stats import OffloadStats
+    from sppo_hf.pipeline.executor import ActionRecord
+
+
+def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> None:
+    """Refuse calls of a cut model that ask for more than the standard loss.
+
+    Args:
+        parts: The model.
+        config: The settings.
+        call: The call.
+
+    Raises:
+        ConfigError: No labels, logits of whole sequences, or inputs that need a gradient.
+        UnsupportedModelError: A loss that is not the standard one.
+    """
+    name = parts.name
+    if not call.has_labels:
+        raise ConfigError(
+            f"{name} is cut into {config.pp_size} stages (pp_size) and was called without "
+            "labels, as generate() and predictions of logits do. Allowed: calls with labels, "
+            "which return the loss. Remedy: pass labels; to generate, load the saved "
+            "checkpoint without SPPO; in the Trainer set prediction_loss_only=True, and leave "
+            "label_smoothing_factor and compute_loss_func out."
+        )
+    standard = parts.causal_lm.loss_function is ForCausalLMLoss
+    if not call.head_arguments and not standard:
+        raise UnsupportedModelError(
+            f"{name} computes its loss outside the standard one for causal language models, "
+            "which a pipeline cannot take apart. Train it with pp_size=1."
+        )
+    if getattr(parts.text_config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{name}: config.output_router_logits=True adds a loss whose gradient in every layer "
+            "needs to know how often each expert was chosen in all layers and rows, and a pipeline "
+            "runs backward of some before forward of others. Set model.config.output_router_logits "
+            "= False, or train it with pp_size=1."
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
+        raise ConfigError(
+            "inputs_embeds that need a gradient would get it before the loss's backward, from "
+            "the first rank alone. Allowed with pp_size > 1: input_ids, or inputs_embeds that "
+            "need none. Remedy: inputs_embeds.detach(), or pp_size=1."
+        )
+    if config.return_logits:
+        raise ConfigError(
+            "return_logits=True collects the logits of whole sequences, which in a pipeline "
+            "are on its last rank alone. Allowed: return_logits=False with pp_size > 1. "
+            "Remedy: drop return_logits."
+        )
+    call.refuse_unsupported(name)
+
+
+_BACKWARDS = ("B", "I")
+
+
+class PipelineStepTimer:
+    """Watches one step of one rank."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        call: ForwardCall,
+        step: StepSchedule,
+        *,
+        began: float,
+        name: str,
+    ) -> None:
+        """Start watching.
+
+        Args:
+            engine: Whose observer and watchdog are told.
+            call: What is run.
+            step: How it is run.
+            began: `time.perf_counter()` when the call came in.
+            name: Of the call, for the words of others when this rank is lost.
+        """
+        self._engine = engine
+        self._call = call
+        self._step = step
+        self._began = began
+        self._name = name
+
+    def action(self, action: Action, words: str) -> None:
+        """The rank is about to carry out `action`."""
+        self._engine.watchdog.doing(f"{self._name}, {words}")
+        if action.kind == "F" or action.kind in _BACKWARDS:
+            direction = "forward" if action.kind == "F" else "backward"
+            units = self._step.schedule.num_units
+            self._engine.observer.on_unit(direction, action.unit, units)
+
+    def done(
+        self, executed: Sequence[ActionRecord], *, training: bool, planned_seconds: float | None
+    ) -> OffloadStats:
+        """The schedule has run; report what it cost, beside the seconds that were predicted.
+
+        Tokens and FLOPs of the batch are split among the ranks of the pipeline, so that sums over
+        all ranks count each once. Waiting for another rank is no stall here: the schedule's idle
+        time is in the difference of seconds and compute.
+
+        Returns:
+            What was copied and waited for.
+        """
+        engine, call = self._engine, self._call
+        mesh = engine.mesh
+        sharing = len(mesh.sharing_ranks)
+        start, end = part_of(
+            0, call.batch_rows * call.total_tokens, mesh.rank - mesh.sharing_ranks[0], sharing
+        )
+        flops = step_flops if training else forward_flops
+        forwards = [done for done in executed if done.action.kind == "F"]
+        forward = sum(done.end_seconds - done.start_seconds for done in forwards)
+        stats = engine.take_stats()
+        engine.observer.on_record(
+            StepRecord(
+                tokens=end - start,
+                batch_rows=call.batch_rows,
+                total_tokens=call.total_tokens,
+                model_flops=flops(engine.shape(), call.batch_rows, call.total_tokens) / sharing,
+                forward_seconds=forward,
+                backward_seconds=time.perf_counter() - self._began - forward,
+                offload=stats,
+                planned_seconds=planned_seconds,
+                num_chunks=self._step.schedule.num_chunks,
+                training=training,
+            )
+        )
+        return stats
+
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What one call will run."""
+
+    rows: list[tuple[int, int]]
+    """Half-open rows of each micro-batch."""
+    plans: BatchPlans
+    bounds: Bounds
+    """Of the chunks that hold any token that counts."""
+    step: StepSchedule
+    reduces: bool
+    """Whether gradients are reduced over replicas."""
+    watch: PipelineStepTimer = field(init=False)
+    units: list[UnitMarks] = field(init=False)
+    """When they ran."""
+
+    def plan(self, stage: int, micro_batch: int) -> Plan:
+        """The plan of a micro-batch on a stage: what no action sends away stays.
+
+        Those are the units whose backward follows their forward at once.
+        """
+        plan = self.plans.by_stage[stage]
+        if not plan.training or not any(m.offload for row in plan.layer_modes for m in row):
+            return plan
+        first = micro_batch * len(self.bounds)
+        modes = tuple(
+            row
+            if (stage, first + chunk) in self.step.sent
+            else tuple(mode_of(mode.saved, "device") for mode in row)
+            for chunk, row in enumerate(plan.layer_modes)
+        )
+        return replace(plan, layer_modes=modes)
+
+
+class _RefusedByAll(Exception):
+    """Every rank refuses a step, of which nothing has been sent."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        """What to tell the caller."""
+
+
+class PipelineEngine(Engine):
+    """Runs the stages of one rank."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        config: SPPOConfig,
+        observer: StepObserver,
+        original_forward: Callable[..., Any],
+        *,
+        staged: StagedModel,
+        mesh: PipelineMesh,
+        watchdog: Watchdog,
+    ) -> None:
+        """Prepare to run; see `Engine` for the first arguments.
+
+        Args:
+            parts: The cut model.
+            config: The settings.
+            observer: Is told about plans, units and records.
+            original_forward: The model's own.
+            staged: The stages of this rank.
+            mesh: Its place among the ranks.
+            watchdog: Is told what this rank does.
+        """
+        group = SequenceRanks(mesh) if mesh.sp_size > 1 else None
+        super().__init__(parts, config, observer, original_forward, group=group)
+        self.staged = staged
+        self.mesh = mesh
+        self.watchdog = watchdog
+        self.reduces: Callable[[], bool] = lambda: True
+        """Whether gradients are reduced over replicas in this step: not while they accumulate."""
+        self.executed: list[ActionRecord] = []
+        """What this rank did in the last step, and when."""
+        self.loss_scaler: Any = None
+        """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
+        self.replicas = Replicas(mesh.replicas, mesh.replicas_control)
+        self._stage_plans = StagePlanCache(self)
+        if self.traces is not None:
+            self.traces.rank = mesh.world_rank(mesh.pp_rank)
+        self.uniform = True
+        """Whether the last loss of a caller's own weighed all tokens alike; see `token_outputs`."""
+        self._scale = 1.0
+        self._calls = 0
+        self._activity = ""
+        """The part of a step that runs, numbered: "in forward pass 3"."""
+        self._size_checked = False
+        self._allowed_seconds = float(config.pp_timeout_seconds + GROUP_MARGIN_SECONDS)
+        self._units: StageRunner | None = None
+        self._hook_ends()
+
+    def _hook_ends(self) -> None:
+        cut = self.staged.cut
+        for stage in cut.own:
+            layers = cut.layers[stage]
+            first, last = self.parts.layers[layers[0]], self.parts.layers[layers[-1]]
+            if stage > 0:
+                first.register_forward_pre_hook(
+                    first_layer_hook(lambda: self._units), with_kwargs=True, prepend=True
+                )
+            last.register_forward_hook(last_layer_hook(lambda: self._units))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand-in for the model's forward.
+
+        Raises:
+            ConfigError: The batch or the settings cannot be run in a pipeline (see the message).
+            UnsupportedModelError: The model cannot be trained exactly.
+            PipelineError: A rank failed, or ranks do not agree.
+            RankLostError: Another rank failed, ended or was lost.
+        """
+        self._refuse_other_threads()
+        if self.running is not None:
+            return self.original_forward(*args, **kwargs)
+        if not self.enabled:
+            raise UnsupportedModelError(
+                f"{self.parts.name} was cut into stages and then reverted, so only a part of it is "
+                "here, which cannot run by itself. Remedy: plugin.convert(model) again, or save it "
+                "and load the checkpoint without SPPO."
+            )
+        call = read_call(self.parts, self.original_forward, args, kwargs)
+        refuse_call(self.parts, self.config, call)
+        if torch.is_grad_enabled():
+            check_trainable(self.parts)
+        # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
+        layout = call.layout()
+        kind = "forward" if torch.is_grad_enabled() else "evaluation"
+        with self._alone():
+            output = self.guarded(kind, lambda: self._run(call, layout))
+        return output if call.return_dict else output.to_tuple()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineEngine:
+        """Refuse copies: only a part of the model is here.
+
+        Raises:
+            UnsupportedModelError: Always.
+        """
+        raise UnsupportedModelError(
+            f"{self.parts.name} is cut into stages, so a copy of it (as a reference model, or for "
+            "averaged weights) would be a copy of one part that nothing runs. Remedy: load a "
+            "reference model a second time; for averaged weights, train with pp_size=1."
+        )
+
+    def guarded(self, kind: str, run: Callable[[], ValueT]) -> ValueT:
+        """Run a part of a step; other ranks hear where this one is, and errors name what failed.
+
+        Args:
+            kind: Of the part: "forward", "evaluation" or "backward".
+            run: The part. What it refuses on all ranks alike (see `_prepare`) is nobody's failure.
+
+        Raises:
+            PipelineError: This rank failed.
+            RankLostError: Another one did.
+        """
+        self._calls += 1
+        self._activity = f"in {kind} pass {self._calls}"
+        with self.watchdog.explaining(self._activity):
+            try:
+                with self.watchdog.ending_all(but=(_RefusedByAll,)):
+                    output = run()
+            except _RefusedByAll as refusal:
+                raise refusal.error from refusal.error.__cause__
+        self.watchdog.doing(f"after {kind} pass {self._calls}")
+        return output
+
+    def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
+        if call.head_arguments:
+            return TokenCall(self, call, layout).forward()
+        gradients, units = self.run_schedule(
+            call,
+            layout,
+            lambda prepared: self._label_loss(call, layout, prepared),
+            scale=self._gradient_of_sum(call),
+            reduces=torch.is_grad_enabled() and self.reduces_replicas(),
+        )
+        return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
+
+    def run_schedule(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        make_loss: Callable[[Prepared], AddLoss],
+        *,
+        scale: Tensor,
+        reduces: bool = False,
+        records: bool = True,
+    ) -> tuple[StepGradients | None, StageRunner]:
+        """Run forwards of all units of a batch and, where gradients are enabled, backwards.
+
+        Args:
+            call: The batch.
+            layout: Its layout.
+            make_loss: Ends the forward of the last stage's chunks; called where that stage is.
+            scale: The gradient of what that returns, `[]`.
+            reduces: Whether gradients are averaged over replicas on the way.
+            records: Whether observers are told what it cost.
+
+        Returns:
+            The gradients, held back (None without), and the units that ran.
+        """
+        training = torch.is_grad_enabled()
+        prepared = self._prepare(call, layout, training=training, reduces=reduces)
+        add_loss = make_loss(prepared) if self.staged.cut.has_last else None
+        units = self._make_units(call, layout, prepared, add_loss)
+        parameters = list(self.parts.causal_lm.parameters())
+        gradients = StepGradients(parameters) if training else None
+        try:
+            with hooks_set_aside(parameters), own_random_numbers(self.group, call.device):
+                self._execute(prepared, units, gradients, scale)
+            if gradients is not None:
+                self._finish_gradients(gradients, reduces)
+        except BaseException:
+            if gradients is not None:
+                gradients.abandon()
+            raise
+        finally:
+            self._units = None
+        if self.traces is not None and training:
+            self.traces.keep(self.executed)
+        if records:
+            step = prepared.plans.step
+            stats = prepared.watch.done(
+                self.executed,
+                training=training,
+                planned_seconds=None if step is None else step.step_seconds,
+            )
+            if training and prepared.bounds == prepared.plans.bounds:
+                self._stage_plans.step_done(prepared.plans, prepared.units, stats)
+        return gradients, units
+
+    def _prepare(
+        self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
+    ) -> Prepared:
+        """See that all ranks are about to run the same step, and that each of them can.
+
+        [Note: refused by all]
+        What is refused here is refused by every rank before anything was sent, whoever of them
+        could not run it. So a script may catch the error and go on with another batch.
+
+        Raises:
+            _RefusedByAll: With what this rank refuses, or that another rank does, or that they do
+                not agree.
+        """
+        began = time.perf_counter()
+        refusal: Exception | None = None
+        prepared = None
+        try:
+            self._agree(call, layout)
+            if training:
+                self._stage_plans.correct()
+            prepared = self._plan(call, layout, training=training, reduces=reduces)
+            prepared.watch = PipelineStepTimer(
+                self, call, prepared.step, began=began, name=self._activity
+            )
+        except Exception as error:
+            if is_broken_connection(error):
+                raise
+            refusal = error  # raised below, when the others have heard of it
+        said = refused(self.mesh, refusal, with_replicas=reduces)
+        if refusal is not None:
+            raise _RefusedByAll(refusal)
+        if said:
+            raise _RefusedByAll(
+                PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
+            )
+        assert prepared is not None, "nothing was refused, so all was planned"
+        prepared.plans = self._stage_plans.agree_on_step(prepared.plans, reduces=reduces)
+        self._allow_step(prepared.plans)
+        return prepared
+
+    def _plan(
+        self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
+    ) -> Prepared:
+        if reduces:
+            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
+        rows = _micro_batches(call.batch_rows, self.config)
+        plans = self._stage_plans.get(
+            rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
+        )
+        bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
+        step = step_schedule(
+            self.config,
+            plans.schedule,
+            len(rows),
+            len(bounds),
+            forward_only=not training,
+            reduce=reduces,
+            leaves=plans.leaves if training else frozenset(),
+        )
+        if not self._size_checked:
+            # Later batches may be short: the last one of an epoch, or one with much padding. They
+            # run, with more idle time.
+            check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
+            self._size_checked = True
+        return Prepared(rows, plans, bounds, step, reduces)
+
+    def _allow_step(self, plans: BatchPlans) -> None:
+        """Let messages wait for as long as a step may take, which may be hours.
+
+        NCCL counts a message's time from when it is asked for; a stage asks ahead, and waits while
+        the pipeline fills. Lost ranks are the watchdog's affair, which asks for signs of life.
+        """
+        seconds = 2 * plans.longest_step_seconds(self.mesh.pp_size)
+        if seconds > self._allowed_seconds:
+            self._allowed_seconds = seconds
+            self.mesh.allow_seconds(seconds)
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
+        ids = call.tokens.get("input_ids")
+        facts = {
+            "rows": call.batch_rows,
+            "tokens": call.total_tokens,
+            "used tokens": layout.used_tokens,
+            # With the layout, the only read from the device before the first chunk.
+            "sum of input_ids": 0 if ids is None else int(ids.sum()),
+            "sum of labels": 0 if call.shift_labels is None else int(call.shift_labels.sum()),
+            "training": int(torch.is_grad_enabled()),
+            "settings": settings_number(self.config),
+        }
+        agree(self.mesh, facts)
+
+    def _make_units(
+        self,
+        call: ForwardCall,
+        layout: BatchLayout,
+        prepared: Prepared,
+        add_loss: AddLoss | None,
+    ) -> StageRunner:
+        cut = self.staged.cut
+
+        def make_sequence(stage: int, micro_batch: int, **varying: Any) -> ChunkRunner:
+            return ChunkRunner(
+                self.parts,
+                prepared.plan(stage, micro_batch),
+                choose_backend=self.plans.choose_backend,
+                counters=self.counters,
+                offload=self.offload,
+                layers=cut.layers[stage],
+                linked=False,
+                group=self.group,
+                **varying,
+            )
+
+        units = StageRunner(
+            self.staged,
+            call,
+            layout,
+            messages=self.messages(),
+            bounds=prepared.bounds,
+            rows=prepared.rows,
+            make_sequence=make_sequence,
+            enter=self._enter,
+            head=self.head,
+            add_loss=add_loss,
+            labelled=frozenset(labelled_chunks(layout, prepared.bounds)),
+            split=prepared.step.splits,
+        )
+        self._units = units
+        return units
+
+    def _label_loss(self, call: ForwardCall, layout: BatchLayout, prepared: Prepared) -> AddLoss:
+        """Sums up the model's own loss, for the rank that has the last stage."""
+        bounds, last_stage = prepared.bounds, self.staged.cut.num_stages - 1
+        last_start = bounds[max(labelled_chunks(layout, bounds))][0]
+        loss = ChunkedLoss(
+            self.head.logits,
+            self.parts.head_parameters(),
+            tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
+            ignore_index=call.ignore_index,
+            fused=fused_tile(self.parts, self.head, call.device),
+            head_in_backward=self.parts.head_is_hooked(),
+        )
+
+        def add(hidden_BCD: Tensor, rows: slice, tokens: slice) -> Tensor:
+            assert call.shift_labels is not None, "calls without labels were refused"
+            bounds_of = (tokens.start, tokens.stop)
+            labels_BC = labels_of(call.shift_labels[rows], bounds_of, self.group, call.ignore_index)
+            return loss.add(hidden_BCD, labels_BC, last=tokens.start == last_start)
+
+        return add
+
+    def messages(self) -> MessageLayout:
+        """How stages pack what they give on."""
+        return MessageLayout.of(self.parts, self.shape().layers)
+
+    def _enter(self, sequence: ChunkRunner | None) -> None:
+        self.running = sequence
+
+    def _execute(
+        self,
+        prepared: Prepared,
+        units: StageRunner,
+        gradients: StepGradients | None,
+        scale: Tensor,
+    ) -> None:
+        messages, layers = self.messages(), self.staged.cut.layers
+        rows, bounds = prepared.rows, prepared.bounds
+
+        def shape(unit: int, stage: int) -> tuple[int, ...]:
+            micro_batch, chunk = divmod(unit, len(bounds))
+            (row, row_end), (start, end) = rows[micro_batch], bounds[chunk]
+            if self.group is not None:  # one token where it has none of its own
+                start, end = part_of(start, end, self.group.rank, self.group.size)
+            return row_end - row, max(1, end - start), messages.width(layers[stage].start)
+
+        def reduce(stage: int) -> None:
+            assert gradients is not None, "only a training step reduces"
+            gradients.start_reducing(self._parameters_of(stage), self.replicas)
+
+        executor = Executor(
+            prepared.step.schedule,
+            self.mesh.pp_rank,
+            units,
+            Transport(self.mesh),
+            shapes=shape,
+            dtype=prepared.plans.dtype,
+            scale=scale,
+            reduce=reduce,
+            on_action=prepared.watch.action,
+        )
+        self.executed = executor.run()
+        prepared.units = executor.units
+
+    def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
+        shared = self.shared_parameters()
+        if shared and self.mesh.ends is not None:
+            gradients.add_shared(shared, self.mesh.ends)
+        if shared and reduces:
+            gradients.start_reducing(shared, self.replicas)
+        gradients.take()
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """The trained parameters of this rank that the pipeline's other end holds as well."""
+        if self.mesh.ends is None:
+            return []
+        named = dict(self.parts.causal_lm.named_parameters())
+        names = sorted(name for name in self.staged.shared_names if name in named)
+        return [named[name] for name in names if named[name].requires_grad]
+
+    def _parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """Trained parameters of a stage of this rank, without those it shares."""
+        cut = self.staged.cut
+        found = [p for layer in cut.layers[stage] for p in self.parts.layers[layer].parameters()]
+        if stage in (0, cut.num_stages - 1):
+            inside = {id(p) for layer in self.parts.layers for p in layer.parameters()}
+            found += [p for p in self.parts.causal_lm.parameters() if id(p) not in inside]
+        shared = {id(p) for p in self.shared_parameters()}
+        return [p for p in found if p.requires_grad and id(p) not in shared]
+
+    def _count_and_divisor(self, call: ForwardCall) -> tuple[Tensor, Tensor]:
+        """Labels that count, and what the summed loss is divided by, both `[]`."""
+        assert call.shift_labels is not None, "calls without labels were refused"
+        count = (call.shift_labels != call.ignore_index).sum()
+        return count, call.divisor(count)
+
+    def _gradient_of_sum(self, call: ForwardCall) -> Tensor:
+        """What the schedule takes for the gradient of the loss's sum: as the last time, `[]`.
+
+        Times the ranks that share the sequence, over which gradients are averaged.
+        """
+        count, divisor = self._count_and_divisor(call)
+        scale = self.mesh.sp_size * self._expected_gradient().to(divisor.device) / divisor
+        return torch.where(count > 0, scale, torch.zeros_like(scale))
+
+    def _expected_gradient(self) -> Tensor:
+        """What gradient of the loss is expected, `[]`: the last one, at the scaler's scale now."""
+        wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
+        return torch.as_tensor(self._scale * self._scaler_scale(), dtype=wide)
+
+    def expected_gradient(self) -> float:
+        """What gradient of the mean loss is expected."""
+        return float(self._expected_gradient())
+
+    def note_gradient(self, grad: float) -> None:
+        """The gradient of the mean loss was `grad`, at the scaler's scale now."""
+        self._note_gradient(grad, self._scaler_scale())
+
+    def _note_gradient(self, grad: float, scaled_by: Tensor | float) -> None:
+        # A scale of zero, or one that overflowed, is nothing to go on with.
+        if grad != 0.0 and math.isfinite(grad):
+            self._scale = grad / float(scaled_by)
+
+    def reduces_replicas(self) -> bool:
+        """Whether the gradients of this step are averaged over replicas."""
+        return self.mesh.replicas is not None and self.reduces()
+
+    def agreed(self, value: bool) -> bool:
+        """Whether all ranks of all replicas say so; all of them ask at the same moments."""
+        answer = torch.tensor(int(value))
+        for group in (self.mesh.control, self.mesh.replicas_control):
+            if group is not None:
+                dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+        return bool(answer.item())
+
+    def _scaler_scale(self) -> Tensor | float:
+        scaler = self.loss_scaler
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        # A number on the device, which the scaler makes when it first scales a loss.
+        return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
+
+    def _loss_value(
+        self, call: ForwardCall, units: StageRunner, gradients: StepGradients | None
+    ) -> Tensor:
+        """The loss on every rank, shape `[]`; see `gradients` for its backward."""
+        wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=call.device)
+        if units.losses:
+            total = torch.stack(units.losses).sum().to(wide)
+        last = self.mesh.world_rank(self.mesh.pp_size - 1)
+        dist.broadcast(total, last, group=self.mesh.pipeline)
+        if self.mesh.sequence is not None:
+            dist.all_reduce(total, group=self.mesh.sequence)
+        loss = divide_loss(total, *self._count_and_divisor(call))
+        if gradients is None:
+            return loss
+        ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
+        reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
+        versions = reads.versions()
+
+        def hand_out(grad: float) -> list[Tensor | None]:
+            reads.refuse_changes(versions, "the backward of a pipeline's loss")
+            given = gradients.hand_out(grad / float(ran_with))
+            self._note_gradient(grad, scaled_by)
+            return given
+
+        anchor = torch.zeros((), device=total.device, requires_grad=True)
+        return PipelineLoss.apply(loss, anchor, hand_out, *gradients.parameters())
+
+
+def _micro_batches(batch_rows: int, config: SPPOConfig) -> list[tuple[int, int]]:
+    """Half-open rows of each micro-batch: one row each, unless the settings say more."""
+    size = min(config.micro_batch_size or 1, batch_rows)
+    return [(start, min(start + size, batch_rows)) for start in range(0, batch_rows, size)]

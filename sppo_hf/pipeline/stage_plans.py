@@ -1,0 +1,383 @@
+"""Plans of a rank's stages, by batch shape; made when the shape first comes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
+from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan
+from sppo_hf.errors import BudgetError
+from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.pipeline.agreement import all_say, first_rank_says
+from sppo_hf.pipeline.schedules import step_schedule
+from sppo_hf.planning.choices import read_budgets
+from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.flops import peak_flops, step_flops
+from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
+from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.pipeline_bounds import rank_shape, stage_shape
+from sppo_hf.planning.pipeline_choice import (
+    LINK_BYTES_PER_SECOND,
+    RULE,
+    PipelineChoice,
+    choose_pipeline,
+    pipeline_step,
+    rule_choice,
+    stage_seconds,
+)
+from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
+
+if TYPE_CHECKING:
+    from sppo_hf.pipeline.executor import UnitMarks
+    from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlans:
+    """How batches of one shape run here."""
+
+    bounds: Bounds
+    """The chunks, the same on all ranks."""
+    dtype: torch.dtype
+    """Of hidden states between stages: the embedding's."""
+    by_stage: dict[int, Plan]
+    """Of each stage of this rank."""
+    micro_batches: int = 1
+    schedule: str = RULE
+    """Name of the schedule, the same on all ranks."""
+    step: PipelineStep | None = None
+    """What all ranks do together, once they have said what they take."""
+
+    @property
+    def leaves(self) -> frozenset[tuple[int, int]]:
+        """The (stage, chunk) of this rank of which anything leaves the device."""
+        return frozenset(
+            (stage, chunk)
+            for stage, plan in self.by_stage.items()
+            for chunk, row in enumerate(plan.layer_modes)
+            if plan.training and any(mode.offload for mode in row)
+        )
+
+    def longest_step_seconds(self, ranks: int) -> float:
+        """Predicted seconds if `ranks` ranks, all as fast as this one, ran one after the other.
+
+        What a message waits for is at most that. 0 where the device's speed is unknown.
+        """
+        predictions = [plan.prediction for plan in self.by_stage.values()]
+        stages = sum(one.step_seconds for one in predictions if one is not None)
+        return ranks * self.micro_batches * stages
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A step that was measured."""
+
+    shape: tuple[Any, ...]
+    plans: BatchPlans
+    units: list[UnitMarks]
+    stats: OffloadStats
+
+    def measured(self, stage: int) -> MeasuredStep:
+        """A micro-batch on a stage of this rank, on average; the device has come that far.
+
+        What was copied and waited for is known of the rank as a whole, and shared out evenly.
+        """
+        chunks, count = len(self.plans.bounds), self.plans.micro_batches
+        forward, backward = [0.0] * chunks, [0.0] * chunks
+        for action, begin, end in self.units:
+            if action.stage == stage:
+                seconds = forward if action.kind == "F" else backward
+                seconds[action.unit % chunks] += begin.seconds_until(end) / count
+        share = count * len(self.plans.by_stage)
+        return MeasuredStep(
+            forward_seconds=tuple(forward),
+            backward_seconds=tuple(backward),
+            stall_seconds=self.stats.stall_seconds / share,
+            d2h_bytes=self.stats.d2h_bytes // share,
+            h2d_bytes=self.stats.h2d_bytes // share,
+            disk_write_bytes=self.stats.disk_write_bytes // share,
+            disk_read_bytes=self.stats.disk_read_bytes // share,
+        )
+
+
+class StagePlanCache:
+    """Plans of the stages of one engine."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        """Hold none yet."""
+        self._engine = engine
+        self._made: dict[tuple[Any, ...], BatchPlans] = {}
+        self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
+        self._steps: dict[tuple[Any, ...], PipelineStep] = {}
+        self._warned: set[str] = set()
+        self._accumulates = False
+        self._seen: dict[tuple[Any, ...], int] = {}
+        """Steps of each shape."""
+        self._waiting: list[_Measured] = []
+        self._learned: dict[tuple[Any, ...], dict[int, Correction]] = {}
+        """By shape and stage."""
+        self._corrected: dict[tuple[Any, ...], _Measured] = {}
+        """By shape: what was measured, until the plans made with it are shown beside it."""
+
+    def get(
+        self, rows: int, total_tokens: int, device: torch.device, *, micro_batches: int
+    ) -> BatchPlans:
+        """The plans for `micro_batches` micro-batches of `rows` rows.
+
+        Raises:
+            ConfigError: The settings do not fit the length.
+            BudgetError: A budget cannot hold what it must.
+        """
+        training = torch.is_grad_enabled()
+        self._accumulates |= training and self._holds_gradients_twice()
+        shape = (rows, total_tokens, micro_batches, training, device)
+        if shape not in self._choices:
+            self._choices[shape] = self._choose(*shape)
+        key = (*shape, self._accumulates)
+        if key not in self._made:
+            choice, dtype = self._choices[shape]
+            learned = self._learned.get(shape, {})
+            plans = self._make(rows, total_tokens, device, micro_batches, training, choice, learned)
+            made = BatchPlans(choice.bounds, dtype, plans, micro_batches, choice.schedule)
+            step = self._steps.get(shape)
+            self._made[key] = made if step is None else self._with_step(made, step)
+        return self._made[key]
+
+    def _choose(
+        self,
+        rows: int,
+        total_tokens: int,
+        micro_batches: int,
+        training: bool,
+        device: torch.device,
+    ) -> tuple[PipelineChoice, torch.dtype]:
+        """Schedule, chunks and dtype of messages, on which all ranks agree; all ask at once."""
+        engine = self._engine
+        config, shape = engine.config, engine.shape()
+        choice = rule_choice(
+            config, shape, total_tokens, micro_batches=micro_batches, device_kind=device.type
+        )
+        # The first rank decides for all: it alone simulates.
+        if training and engine.mesh.pp_rank == 0:
+            choice = choose_pipeline(
+                config,
+                whole_shape(engine.parts),
+                total_tokens,
+                micro_batches=micro_batches,
+                batch_rows=rows,
+                device=device_facts(device, config),
+                dtype_name=dtype_name(engine.parts),
+            )
+        return first_rank_says(engine.mesh, (choice, engine.parts.causal_lm.dtype))
+
+    def agree_on_step(self, plans: BatchPlans, *, reduces: bool) -> BatchPlans:
+        """Predict the step of all ranks together, and show it; all of them call this at once.
+
+        What each rank's own stages take is known to it alone. Once for each shape of a batch.
+        """
+        key = next(key for key, made in self._made.items() if made is plans)
+        if plans.step is not None:
+            return plans
+        shape = key[:-1]
+        if shape not in self._steps:
+            self._steps[shape] = self._predict(plans, self._choices[shape][0], reduces=reduces)
+        self._made[key] = done = self._with_step(plans, self._steps[shape])
+        corrected = self._corrected.pop(shape, None)
+        if corrected is not None:
+            for stage, plan in done.by_stage.items():
+                before = corrected.plans.by_stage[stage]
+                engine = self._engine
+                engine.observer.on_correction(before, plan, corrected.measured(stage))
+        return done
+
+    # -- what was measured ---------------------------------------------------------------------
+
+    def step_done(self, plans: BatchPlans, units: list[UnitMarks], stats: OffloadStats) -> None:
+        """A training step of all chunks has ended on the host; the device may be behind."""
+        key = next((key for key, made in self._made.items() if made is plans), None)
+        known = plans.step is not None and plans.step.step_seconds is not None
+        if key is None or not known or not self._engine.config.correct_plan:
+            return
+        shape = key[:-1]
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        if self._seen[shape] == STEP_MEASURED:
+            self._waiting.append(_Measured(shape, plans, units, stats))
+
+    def correct(self) -> None:
+        """Plan anew, once for each shape, what the first steps have shown to run at other speeds.
+
+        All ranks call this at once, before the same step. Each learns of its own stages; they plan
+        anew together, so that all hear what the others' units will take.
+        """
+        if not self._waiting:
+            return
+        waiting, before = self._waiting[0], Correction()
+        learned: dict[int, Correction] | None = None
+        if waiting.units[-1].end.passed():
+            learned = {
+                stage: learn(plan.prediction, waiting.measured(stage), before)
+                for stage, plan in waiting.plans.by_stage.items()
+                if plan.prediction is not None
+            }
+        everyone = all_say(self._engine.mesh, learned)
+        if any(one is None for one in everyone):
+            return
+        self._waiting.pop(0)
+        corrections = [one for said in everyone for one in (said or {}).values()]
+        if not any(worth_correcting(before, one) for one in corrections):
+            return
+        shape = waiting.shape
+        self._learned[shape], self._corrected[shape] = learned or {}, waiting
+        self._steps.pop(shape, None)
+        for key in [key for key in self._made if key[:-1] == shape]:
+            del self._made[key]
+
+    def _with_step(self, plans: BatchPlans, step: PipelineStep) -> BatchPlans:
+        by_stage = {stage: replace(p, pipeline=step) for stage, p in plans.by_stage.items()}
+        for stage, plan in by_stage.items():
+            self._announce(stage, plan)
+        return replace(plans, by_stage=by_stage, step=step)
+
+    def _predict(self, plans: BatchPlans, choice: PipelineChoice, *, reduces: bool) -> PipelineStep:
+        engine = self._engine
+        mesh, config = engine.mesh, engine.config
+        one = next(iter(plans.by_stage.values()))
+        step = PipelineStep(
+            schedule=choice.schedule,
+            reason=choice.reason,
+            ranks=mesh.pp_size,
+            replicas=mesh.dp_size,
+            micro_batches=plans.micro_batches,
+        )
+        if not one.training:
+            return step
+        known = one.prediction is not None
+        mine = {s: stage_seconds(plan) for s, plan in plans.by_stage.items()} if known else None
+        everyone = all_say(mesh, (mine, plans.leaves))
+        if any(seconds is None for seconds, _ in everyone):
+            return step
+        stages = {s: table for seconds, _ in everyone for s, table in (seconds or {}).items()}
+        leaves = frozenset(left for _, leaving in everyone for left in leaving)
+        chunks = len(plans.bounds)
+        size = torch.empty((), dtype=plans.dtype).element_size()
+        row_bytes = one.batch_rows * one.shape.hidden_size * size
+        seconds, idle = pipeline_step(
+            lambda count: (
+                step_schedule(
+                    config,
+                    choice.schedule,
+                    count,
+                    chunks,
+                    forward_only=False,
+                    reduce=reduces,
+                    leaves=leaves,
+                ).schedule
+            ),
+            stages,
+            micro_batches=plans.micro_batches,
+            ranks=mesh.pp_size,
+            message_seconds=[
+                row_bytes * (end - start) / LINK_BYTES_PER_SECOND for start, end in plans.bounds
+            ],
+            reduce_seconds=2
+            * (mesh.dp_size - 1)
+            / mesh.dp_size
+            * one.shape.gradient_bytes
+            / LINK_BYTES_PER_SECOND,
+        )
+        peak = peak_flops(one.device.name)
+        rows = plans.micro_batches * one.batch_rows
+        flops = step_flops(engine.shape(), rows, one.total_tokens)
+        mfu = None if peak is None else flops / seconds / (mesh.pp_size * peak)
+        return replace(step, step_seconds=seconds, bubble_fraction=idle, mfu=mfu)
+
+    def _holds_gradients_twice(self) -> bool:
+        """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
+        parameters = self._engine.parts.causal_lm.parameters()
+        return self._engine.mesh.replicas is not None or any(p.grad is not None for p in parameters)
+
+    def _make(
+        self,
+        rows: int,
+        total_tokens: int,
+        device: torch.device,
+        micro_batches: int,
+        training: bool,
+        choice: PipelineChoice,
+        learned: Mapping[int, Correction],
+    ) -> dict[int, Plan]:
+        engine = self._engine
+        config, cut, bounds = engine.config, engine.staged.cut, choice.bounds
+        whole = engine.shape()
+        alive = self._alive(choice.schedule, micro_batches, len(bounds)) if training else 1.0
+        backend, reason = engine.plans.describe_backends(whole, device)
+        facts = device_facts(device, config)
+        if config.device_memory is None:
+            leave_to_driver(device, CONTEXT_BYTES["cuda"])
+        plans = {}
+        for stage in cut.own:
+            shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
+            if engine.group is not None:
+                shape = rank_shape(shape, engine.group.size)
+            make = functools.partial(
+                make_plan,
+                config,
+                shape,
+                device=facts,
+                backend_name=backend,
+                backend_reason=reason,
+                batch_rows=rows,
+                total_tokens=total_tokens,
+                training=training,
+                dtype_name=dtype_name(engine.parts),
+                bounds=bounds,
+                by_layer=False,
+                alive=alive * len(cut.own),
+                accumulates=training and self._accumulates,
+            )
+            try:
+                correction = learned.get(stage)
+                planned = functools.partial(make, correction=correction)
+                plans[stage] = shared_plan(planned, engine.group)
+            except BudgetError as error:
+                if stage not in learned:
+                    raise BudgetError(
+                        f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
+                        f"and {len(cut.own)} stages share this rank's memory (budgets below are "
+                        f"one share): {error} More chunks (num_chunks), a schedule that begins "
+                        "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
+                    ) from error
+                # What ran so far still fits.
+                plans[stage] = make()
+            for warning in plans[stage].warnings:
+                if warning not in self._warned:
+                    self._warned.add(warning)
+                    warnings.warn(warning, stacklevel=2)
+            # Each plan has a share of the budgets, and one pool serves them all.
+            pool = replace(plans[stage], budgets=read_budgets(config, facts))
+            engine.offload_holder.prepare(device, pool, batches=max(1, math.ceil(alive)))
+        return plans
+
+    def _announce(self, stage: int, plan: Plan) -> None:
+        engine = self._engine
+        layers = engine.staged.cut.layers[stage]
+        name = (
+            f"{engine.parts.name}, stage {stage} of {engine.staged.cut.num_stages} (layers "
+            f"{layers.start} to {layers.stop - 1})"
+        )
+        engine.observer.on_plan(plan, name)
+
+    def _alive(self, name: str, micro_batches: int, chunks: int) -> float:
+        """Micro-batches that each stage of this rank has alive at most, in whole ones."""
+        config = self._engine.config
+        made = step_schedule(config, name, micro_batches, chunks, forward_only=False, reduce=False)
+        units = made.schedule.live_units[self._engine.mesh.pp_rank]
+        return max(1.0, units / chunks / config.pp_virtual_stages)

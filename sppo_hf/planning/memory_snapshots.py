@@ -1,0 +1,276 @@
+"""MemoryEstimate: what all tiers hold at every point of a step, by cause, and when each holds most.
+
+A step is a row of points: the computations of a device in their order. A `Level` is one cause's
+bytes on one tier over these; all of an estimate is read off such levels, and so are the changes
+that a simulator adds up. Knows nothing of models, plans or how the figures come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo_hf.planning.activation_modes import TIERS, Tier
+from sppo_hf.planning.causes import Cause, MemoryBreakdown
+
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier."""
+
+    device: int | None
+    host: int | None
+    disk: int | None = 0
+
+    def of(self, tier: Tier) -> int | None:
+        """Returns the bytes of a tier."""
+        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+
+
+class Level(NamedTuple):
+    """Bytes of one cause on one tier over the points of a step."""
+
+    before: int
+    """Before the first point."""
+
+    during: Bytes
+    """[points] While each point runs."""
+
+    after: Bytes
+    """[points] From the end of each point to the begin of the next; nowhere more than before."""
+
+
+Levels = Mapping[Tier, Mapping[Cause, Level]]
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """The computations of a step, in order: forward over the grid of chunks and layers, and back.
+
+    By chunk, all layers of a chunk come before the next chunk; by layer, all chunks of a layer
+    before the next layer. The head and the loss of a chunk stand behind its layers, as layer
+    `num_layers`. Backward is the reverse, without heads.
+    """
+
+    num_chunks: int
+    """Chunks."""
+
+    num_layers: int
+    """Layers of each."""
+
+    training: bool
+    """Whether a backward follows."""
+
+    by_layer: bool = False
+    """Whether the grid is walked layer by layer."""
+
+    @property
+    def num_forward(self) -> int:
+        """Points of the forward."""
+        return self.num_chunks * (self.num_layers + 1)
+
+    @property
+    def count(self) -> int:
+        """All points."""
+        return self.num_forward + self.training * self.num_chunks * self.num_layers
+
+    def forward(self, chunk: int, layer: int) -> int:
+        """Returns where a forward, or a chunk's head, stands."""
+        if self.by_layer:
+            return layer * self.num_chunks + chunk
+        return chunk * (self.num_layers + 1) + layer
+
+    def backward(self, chunk: int, layer: int) -> int:
+        """Returns where a backward stands."""
+        chunks_after, layers_after = self.num_chunks - 1 - chunk, self.num_layers - 1 - layer
+        if self.by_layer:
+            return self.num_forward + layers_after * self.num_chunks + chunks_after
+        return self.num_forward + chunks_after * self.num_layers + layers_after
+
+    def unit(self, at: int) -> tuple[int, int]:
+        """Returns the chunk and the layer of a point; `num_layers` for a head."""
+        backward = at >= self.num_forward
+        place = at - self.num_forward * backward
+        if self.by_layer:
+            layer, chunk = divmod(place, self.num_chunks)
+        else:
+            chunk, layer = divmod(place, self.num_layers + (not backward))
+        if backward:
+            return self.num_chunks - 1 - chunk, self.num_layers - 1 - layer
+        return chunk, layer
+
+    def lay(self, forward: Any, head: Any, backward: Any) -> NDArray[Any]:
+        """Lays quantities out over the points.
+
+        Args:
+            forward: [chunks, layers] or a number: of forwards.
+            head: [chunks] or a number: of heads.
+            backward: [chunks, layers] or a number: of backwards.
+        """
+        layers = self.num_layers
+        kind = np.result_type(forward, head, backward)
+        laid = np.empty(self.count, dtype=np.float64 if kind.kind == "f" else np.int64)
+        ahead = self._grid(laid[: self.num_forward], layers + 1)
+        ahead[:, :layers] = forward
+        ahead[:, layers] = head
+        if self.training:
+            self._grid(laid[self.num_forward :], layers)[::-1, ::-1] = backward
+        return laid
+
+    def in_backward(self, quantity: NDArray[Any]) -> NDArray[Any]:
+        """Lays [chunks, layers] out in the order of backward."""
+        walked = quantity.T if self.by_layer else quantity
+        return walked[::-1, ::-1].ravel()
+
+    def _grid(self, laid: NDArray[Any], layers: int) -> NDArray[Any]:
+        """[chunks, layers] A view of what is laid out."""
+        if self.by_layer:
+            return laid.reshape(layers, self.num_chunks).T
+        return laid.reshape(self.num_chunks, layers)
+
+    def shown(self) -> list[int]:
+        """Returns where each chunk's (or layer's) forward ends and its backward begins and ends."""
+        chunks, layers = range(self.num_chunks), range(self.num_layers)
+        last_chunk, last_layer = self.num_chunks - 1, self.num_layers - 1
+        if self.by_layer:
+            shown = [self.forward(last_chunk, layer) for layer in (*layers, self.num_layers)]
+            ends = [(chunk, layer) for layer in layers[::-1] for chunk in (last_chunk, 0)]
+        else:
+            shown = [self.forward(chunk, self.num_layers) for chunk in chunks]
+            ends = [(chunk, layer) for chunk in chunks[::-1] for layer in (last_layer, 0)]
+        if self.training:
+            shown += dict.fromkeys(self.backward(*unit) for unit in ends)
+        return shown
+
+    def name(self, at: int) -> tuple[str, int]:
+        """Returns what a point is in words, and its chunk."""
+        chunk, layer = self.unit(at)
+        of_chunk = f"chunk {chunk + 1} of {self.num_chunks}"
+        if layer == self.num_layers:
+            return f"loss of {of_chunk}", chunk
+        # Where the chunk's backward, or the layer's, begins and ends.
+        place, most = self.num_layers - 1 - layer, self.num_layers
+        if self.by_layer:
+            place, most = self.num_chunks - 1 - chunk, self.num_chunks
+        what, between = "forward", self.by_layer
+        if at >= self.num_forward:
+            between = 0 < place < most - 1
+            what = (
+                "backward" if between else "start of backward" if place == 0 else "end of backward"
+            )
+        if self.by_layer:
+            within = f", {of_chunk}" if between else ""
+            return f"{what} of layer {layer + 1} of {self.num_layers}{within}", chunk
+        within = f" of layer {layer}" if between else ""
+        return f"{what}{within} of {of_chunk}", chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """What all tiers hold at one point of a step."""
+
+    name: str
+    """In words: "start of backward of chunk 8 of 8"."""
+
+    chunk: int
+    """Index of the running chunk."""
+
+    held: Mapping[Tier, MemoryBreakdown]
+    """Bytes by tier and cause, without causes of none."""
+
+    def tier(self, tier: Tier) -> MemoryBreakdown:
+        """Returns the bytes of one tier."""
+        return self.held[tier]
+
+    @property
+    def device(self) -> MemoryBreakdown:
+        """On the accelerator; in ordinary memory when the CPU computes."""
+        return self.held["device"]
+
+    @property
+    def host(self) -> MemoryBreakdown:
+        """In host memory, offloaded."""
+        return self.held["host"]
+
+    @property
+    def disk(self) -> MemoryBreakdown:
+        """In files."""
+        return self.held["disk"]
+
+
+class MemoryEstimate:
+    """Predicted bytes per tier over a step."""
+
+    def __init__(
+        self, points: Points, standing: Mapping[Tier, Mapping[Cause, int]], levels: Levels
+    ) -> None:
+        """Prepare to be asked.
+
+        Args:
+            points: of the step.
+            standing: what is there all along.
+            levels: what comes and goes.
+        """
+        self._points = points
+        self._standing = standing
+        self._levels = levels
+        self._peaks: dict[Tier, MemorySnapshot] = {}
+
+    def total(self, tier: Tier) -> Bytes:
+        """Returns a tier's bytes at every point: [points]."""
+        total = np.full(self._points.count, sum(self._standing[tier].values()), dtype=np.int64)
+        for level in self._levels[tier].values():
+            total += level.during
+        return total
+
+    def peak_bytes(self, *tiers: Tier) -> int:
+        """Returns the most bytes of some tiers together at any point."""
+        return int(np.sum([self.total(tier) for tier in tiers], axis=0).max())
+
+    def peak(self, tier: Tier) -> MemorySnapshot:
+        """Returns the moment at which a tier holds most; the first of equal ones."""
+        if tier not in self._peaks:
+            self._peaks[tier] = self._moment(int(self.total(tier).argmax()))
+        return self._peaks[tier]
+
+    @cached_property
+    def moments(self) -> tuple[MemorySnapshot, ...]:
+        """The end of each chunk's (or layer's) forward, then begin and end of each backward."""
+        return tuple(map(self._moment, self._points.shown()))
+
+    @property
+    def device(self) -> MemoryBreakdown:
+        """The device's bytes at its peak."""
+        return self.peak("device").device
+
+    @property
+    def host(self) -> MemoryBreakdown:
+        """Offloaded bytes in host memory at its peak."""
+        return self.peak("host").host
+
+    @property
+    def disk(self) -> MemoryBreakdown:
+        """Bytes in files at their peak."""
+        return self.peak("disk").disk
+
+    @property
+    def moment(self) -> str:
+        """When the device's peak is reached, in words."""
+        return self.peak("device").name
+
+    def _moment(self, at: int) -> MemorySnapshot:
+        held: dict[Tier, MemoryBreakdown] = {}
+        for tier in TIERS:
+            found = dict(self._standing[tier])
+            for cause, level in self._levels[tier].items():
+                found[cause] = found.get(cause, 0) + int(level.during[at])
+            held[tier] = MemoryBreakdown((cause, size) for cause, size in found.items() if size)
+        name, chunk = self._points.name(at)
+        return MemorySnapshot(name=name, chunk=chunk, held=held)

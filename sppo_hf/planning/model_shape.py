@@ -1,0 +1,369 @@
+"""A model as numbers: FLOPs, weights and bytes per token, layer by layer.
+
+A profile says what the layers cost (`model_profile`); here the model's ends and its parameters are
+added. FLOPs count a multiply-add as two and leave out what is elementwise. Bytes are those of one
+token of one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sppo_hf.planning.activation_modes import Saved
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, ModelProfile
+
+__all__ = ["FLOAT32_BYTES", "ModelShape"]
+
+
+# A model of which less than this share trains has its layers or adapters trained, not its ends.
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resting:
+    """What rests in host memory (`sppo_hf.offload.weights`), in bytes of the host."""
+
+    weight_bytes: int
+    """Weights that come to the device while they are used."""
+
+    gradient_bytes: int
+    """Gradients that leave as they are complete."""
+
+    optimizer_parameters: int
+    """Parameters whose optimizer states are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a causal language model that costs and memory follow from."""
+
+    layers: tuple[LayerProfile, ...]
+    """One entry per decoder layer, first to last; layers that are alike are equal."""
+
+    vocab_size: int
+    """Rows of the embedding and of the head."""
+
+    tied: bool
+    """Embedding and head share one matrix."""
+
+    dtype_bytes: int
+    """Bytes of one activation element."""
+
+    total_parameters: int
+    """Parameters of the model as it is trained, adapters included."""
+
+    trainable_parameters: int
+    """Of these, the ones that receive gradients."""
+
+    weight_bytes: int
+    """Bytes of all parameters. Not `total_parameters * dtype_bytes` for quantised models."""
+
+    gradient_bytes: int
+    """Bytes of all gradients: of the trainable parameters, in their own dtype."""
+
+    max_positions_tokens: int | None = None
+    """Longest sequence the position encoding was made for, None where it has no end."""
+
+    lora: LoraShape | None = None
+    """Adapters; all other weights are then frozen. None where the model's own weights train."""
+
+    parameter_bytes: int | None = None
+    """Bytes of one weight where they are not `dtype_bytes`: 4 for a float32 model under autocast.
+    The residual stream and norms then stay as wide as the weights."""
+
+    resting: Resting | None = None
+    """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
+    of each in a step. None where nothing does."""
+
+    @classmethod
+    def from_profile(
+        cls,
+        profile: ModelProfile,
+        *,
+        total_parameters: int | None = None,
+        trainable_parameters: int | None = None,
+        weight_bytes: int | None = None,
+        gradient_bytes: int | None = None,
+    ) -> ModelShape:
+        """Adds a profile up.
+
+        Args:
+            profile: of the model as it is trained.
+            total_parameters: counted on the live model; those of the profile when None.
+            trainable_parameters: those that require gradients; the adapters, or all of them without
+                adapters, when None.
+            weight_bytes: measured on the live model; derived when None.
+            gradient_bytes: likewise.
+        """
+        lora, size = profile.training.lora, profile.training.parameter_bytes
+        adapters = profile.outer_adapter_weights
+        adapters += sum(layer.adapter_weights for layer in profile.layers)
+        adapter_bytes = 0 if lora is None else adapters * lora.dtype_bytes
+        if total_parameters is None:
+            weights = profile.outer_weights + sum(layer.total_weights for layer in profile.layers)
+            total_parameters = weights + adapters
+            if trainable_parameters is None and lora is None:
+                # No batch of text gives encoders gradients.
+                trainable_parameters = total_parameters - profile.encoder_weights
+        if trainable_parameters is None:
+            trainable_parameters = total_parameters if lora is None else adapters
+        if weight_bytes is None:
+            weight_bytes = (total_parameters - adapters) * size + adapter_bytes
+        if gradient_bytes is None:
+            gradient_bytes = trainable_parameters * size if lora is None else adapter_bytes
+        return cls(
+            layers=profile.layers,
+            vocab_size=profile.vocab_size,
+            tied=profile.tied,
+            dtype_bytes=profile.training.dtype_bytes,
+            total_parameters=total_parameters,
+            trainable_parameters=trainable_parameters,
+            weight_bytes=weight_bytes,
+            gradient_bytes=gradient_bytes,
+            max_positions_tokens=profile.max_positions_tokens,
+            lora=lora,
+            parameter_bytes=size,
+        )
+
+    def resting_on_host(self, *, weights: bool, optimizer: bool) -> ModelShape:
+        """Returns the shape of a model of which a part rests in host memory.
+
+        Args:
+            weights: Layers' weights come for their forward and backward, two layers at a time;
+                where the optimizer is on the device, trained ones stay with it.
+            optimizer: Trained weights rest there with optimizer states and gradients; without
+                `weights` all of them are on the device for a whole step.
+        """
+        if self.resting is not None or not (weights or optimizer):
+            return self
+        size = self._parameter_bytes
+        trained = optimizer or self.lora is not None
+        frozen = [layer.total_weights * size for layer in self.layers]
+        own = 0 if self.lora is None else self.lora.dtype_bytes
+        adapters = [layer.adapter_weights * own for layer in self.layers]
+        away = [
+            (base if trained else 0) + (more if optimizer else 0)
+            for base, more in zip(frozen, adapters, strict=True)
+        ]
+        # The layer in use and the next one.
+        coming = min(sum(away), 2 * max(away))
+        inside = adapters if self.lora is not None else frozen
+        leaving = min(self.gradient_bytes, 2 * max(inside))
+        rests = self.gradient_bytes
+        if weights:
+            ends = self.gradient_bytes - sum(frozen) if optimizer and self.lora is None else 0
+            rests = sum(away) + max(0, ends)
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes - (sum(away) - coming if weights else 0),
+            gradient_bytes=leaving if optimizer else self.gradient_bytes,
+            resting=Resting(
+                weight_bytes=rests,
+                gradient_bytes=self.gradient_bytes if optimizer else 0,
+                optimizer_parameters=self.trainable_parameters if optimizer else 0,
+            ),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.layers[0].hidden_size
+
+    @property
+    def trainable_fraction(self) -> float:
+        """Share of the parameters that receive gradients, 0 to 1."""
+        return min(1.0, self.trainable_parameters / max(1, self.total_parameters))
+
+    @property
+    def lora_bytes(self) -> int:
+        """Bytes of all adapters' weights."""
+        if self.lora is None:
+            return 0
+        return sum(layer.adapter_weights for layer in self.layers) * self.lora.dtype_bytes
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer the first one that costs and saves the same."""
+        first: dict[object, int] = {}
+        return tuple(first.setdefault(layer, index) for index, layer in enumerate(self.layers))
+
+    @property
+    def embedding_trained(self) -> bool:
+        """Whether the embedding receives a gradient: not where only adapters train."""
+        return self.lora is None and self.trainable_fraction > _MOSTLY
+
+    @property
+    def head_trainable(self) -> float:
+        """Share of the head that receives a weight gradient, 0 or 1."""
+        return 1.0 if self.embedding_trained else 0.0
+
+    def work(self, layer: int) -> LayerProfile:
+        """One token's FLOPs and saved bytes in a layer, attention between tokens left out."""
+        return self.layers[layer]
+
+    # -- FLOPs -------------------------------------------------------------------------------
+
+    def linear_flops_per_token(self, layer: int | None = None) -> int:
+        """Forward FLOPs of all matrix products but attention's, for one token.
+
+        Args:
+            layer: one decoder layer; None for the whole model with its head.
+        """
+        if layer is not None:
+            return self.work(layer).forward_flops
+        return sum(layer.forward_flops for layer in self.layers) + self.head_flops_per_token
+
+    def backward_linear_flops_per_token(self, layer: int | None = None) -> int:
+        """Backward FLOPs of all matrix products but attention's, for one token.
+
+        The gradient of each input that needs one, and of each weight that is trained. Without
+        adapters but with frozen parameters (it is not known which), the latter are counted by the
+        trained share of all parameters.
+
+        Args:
+            layer: one decoder layer; None for the whole model with its head.
+        """
+        if layer is not None:
+            return self._backward_flops(self.work(layer))
+        head = self.head_flops_per_token
+        trained_head = 0 if self.lora is not None else int(self.trainable_fraction * head)
+        return sum(map(self._backward_flops, self.layers)) + head + trained_head
+
+    def weight_gradient_flops_per_token(self, layer: int) -> int:
+        """The part of `backward_linear_flops_per_token` that is gradients of weights, in a layer.
+
+        A split backward may do it later; attention between tokens has none.
+        """
+        work = self.work(layer)
+        return self._backward_flops(work) - work.input_gradient_flops
+
+    def recompute_flops_per_token(self, layer: int, saved: Saved) -> int:
+        """FLOPs of the matrix products that backward runs again, for one token.
+
+        Recomputation stops at the last value that autograd saves and leaves out what serves none:
+        keys and values, a frozen product beside an adapter, the last product where no norm stands
+        behind it. With the products kept it is the few that cost less than their output's bytes;
+        attention is never among them.
+        """
+        if saved == "whole":
+            return 0
+        work = self.work(layer)
+        if saved == "matmuls":
+            return work.matmuls_recompute_flops
+        return work.inputs_recompute_flops
+
+    def attention_flops_per_key(self, layer: int | None = None) -> int:
+        """Forward FLOPs of one (token, visible key) pair; None sums over all layers.
+
+        With windows, layers see different numbers of keys: multiply layer by layer.
+        """
+        if layer is not None:
+            return self.layers[layer].attention_flops_per_key
+        return sum(s.attention_flops_per_key for s in self.layers)
+
+    @property
+    def head_flops_per_token(self) -> int:
+        """Forward FLOPs of the output head for one token."""
+        return 2 * self.hidden_size * self.vocab_size
+
+    # -- bytes -------------------------------------------------------------------------------
+
+    def kv_bytes_per_token(self, layer: int | None = None) -> int:
+        """K and V of one token as the KV store keeps them; None sums over all layers."""
+        if layer is not None:
+            return self.layers[layer].kv_elements * self.dtype_bytes
+        return sum(s.kv_elements for s in self.layers) * self.dtype_bytes
+
+    def dkv_bytes_per_token(self, layer: int | None = None) -> int:
+        """Accumulators of dK and dV of one token, float32 (float64 in a float64 model)."""
+        return (
+            self.kv_bytes_per_token(layer)
+            // self.dtype_bytes
+            * max(FLOAT32_BYTES, self.dtype_bytes)
+        )
+
+    def inputs_bytes_per_token(self, layer: int) -> int:
+        """What recomputation starts from: layer input, attention output, log-sum-exp.
+
+        `hidden * parameter_bytes + heads * v_head_size * dtype_bytes + heads * 4`.
+        """
+        return self.work(layer).inputs_bytes
+
+    def frame_bytes_per_token(self, layer: int, saved: Saved = "whole") -> int:
+        """What is kept of one layer between forward and backward; keys and values left out.
+
+        Args:
+            layer: its index. Under LoRA the first layer saves less than the others.
+            saved: "inputs" as `inputs_bytes_per_token`; "matmuls" the layer's inputs and the
+                outputs of the matrix products that backward needs and that are worth keeping;
+                "whole" all that autograd saves, each piece of memory once; without the rotary
+                tables, which all layers of a chunk share.
+        """
+        work = self.work(layer)
+        if saved == "whole":
+            return work.whole_bytes
+        return work.matmuls_bytes if saved == "matmuls" else work.inputs_bytes
+
+    def token_share(self, ranks: int) -> ModelShape:
+        """Returns what one of several sequence-parallel ranks sees, with an n-th of all tokens.
+
+        For bytes alone: all that is held by tokens follows from a rank's tokens; keys and values
+        are held by heads, so a token of its share stands for the heads that it holds of n tokens.
+        A window is as many times shorter.
+
+        Args:
+            ranks: n.
+        """
+        if ranks == 1:
+            return self
+        made: dict[LayerProfile, LayerProfile] = {}
+        for layer in self.layers:
+            if layer not in made:
+                made[layer] = replace(
+                    layer,
+                    num_kv_heads=ranks * layer.kv_heads_of(ranks),
+                    window=None if layer.window is None else -(-layer.window // ranks),
+                )
+        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+
+    def state_bytes(self, layer: int) -> int:
+        """States that one row of a chunk is given by the chunk before, which its frame holds."""
+        return self.layers[layer].state_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer carries a state from chunk to chunk."""
+        return any(layer.state_bytes for layer in self.layers)
+
+    def cast_bytes(self, layer: int) -> int:
+        """Casts of all weights of a layer: 0 unless autocast makes them narrower."""
+        casts = self._parameter_bytes > self.dtype_bytes
+        return self.work(layer).total_weights * self.dtype_bytes if casts else 0
+
+    @property
+    def cached_cast_bytes(self) -> int:
+        """Casts that autocast keeps until forward ends: of trained weights, layers' and head's.
+
+        Those of frozen weights live as long as their product; the embedding's rows are not cast.
+        """
+        if self.lora is not None or self._parameter_bytes <= self.dtype_bytes:
+            return 0
+        layers = sum(map(self.cast_bytes, range(self.num_layers)))
+        head = self.vocab_size * self.hidden_size * self.dtype_bytes
+        return int(self.trainable_fraction * (layers + head))
+
+    @property
+    def _parameter_bytes(self) -> int:
+        return self.dtype_bytes if self.parameter_bytes is None else self.parameter_bytes
+
+    def _backward_flops(self, work: LayerProfile) -> int:
+        weights = work.weight_gradient_flops
+        if self.lora is None:
+            weights = int(self.trainable_fraction * weights)
+        return work.input_gradient_flops + weights

@@ -1,0 +1,173 @@
+"""Plans of one stage of a pipeline: its share of the model, its share of the memory, the chunks.
+
+All ranks must cut sequences alike, so chunks follow from the whole model and the settings alone;
+what becomes of a stage's frames is each rank's own affair. Knows nothing of torch or of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.chunk_bounds import (
+    Bounds,
+    PrefixCost,
+    balanced_bounds,
+    chunk_bounds,
+    even_bounds,
+    lengthened,
+    partition_of,
+)
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import StepProgram
+from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.model_profile import LayerProfile
+from sppo_hf.planning.model_shape import ModelShape
+
+# Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the
+# time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
+# slow.
+_UNITS_PER_STAGE = 4
+LEAST_TOKENS = {"cpu": 16, "cuda": 2048}
+"""Of a chunk, on average, by kind of device: below, kernels are slow."""
+
+_PER_TOKEN = (
+    *("num_heads", "num_kv_heads", "mlp_width", "adapted_mlp_width"),
+    *("forward_flops", "input_gradient_flops", "weight_gradient_flops"),
+    *("inputs_recompute_flops", "matmuls_recompute_flops"),
+    *("inputs_bytes", "matmuls_bytes", "whole_bytes", "largest_bytes"),
+)
+"""Numbers of a layer that follow the tokens and heads of a rank; see `rank_shape`."""
+
+
+def pipeline_bounds(
+    config: SPPOConfig,
+    shape: ModelShape,
+    total_tokens: int,
+    *,
+    stages: int,
+    micro_batches: int,
+    device_kind: str,
+) -> Bounds:
+    """Cuts the sequences of a pipeline; more often than for one device where that fills it.
+
+    Args:
+        config: the settings; what they say about chunks is done.
+        shape: the whole model.
+        total_tokens: length of each row.
+        stages: stages of the pipeline.
+        micro_batches: micro-batches of a step.
+        device_kind: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    bounds = chunk_bounds(config, shape, total_tokens, device_kind=device_kind, stages=stages)
+    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
+    wanted = math.ceil(_UNITS_PER_STAGE * stages / micro_batches)
+    most = max(1, total_tokens // LEAST_TOKENS.get(device_kind, 1))
+    if fixed or len(bounds) >= min(wanted, most):
+        return bounds
+    return cut_number(config, shape, total_tokens, min(wanted, most))
+
+
+def cut_number(config: SPPOConfig, shape: ModelShape, total_tokens: int, number: int) -> Bounds:
+    """Returns so many chunks of a pipeline's row, even or of the same work as the settings say."""
+    if partition_of(config, stages=config.pp_size) == "even":
+        return lengthened(even_bounds(total_tokens, number), shape)
+    return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, number), shape)
+
+
+def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
+    """Returns the shape of one stage: its layers, and the head where it is the last.
+
+    Args:
+        shape: the whole model's layers, with the parameters that are on this rank.
+        layers: the stage's.
+        last: whether logits are computed here.
+    """
+    return replace(
+        shape,
+        layers=_with_own_keys(shape.layers[layers.start : layers.stop]),
+        vocab_size=shape.vocab_size if last else 1,
+    )
+
+
+def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> Decisions:
+    """Returns the decisions about a stage with copies by unit, as a pipeline's schedule lists them.
+
+    While a unit computes, one is on its way out (D), and the one that is used next on its way back
+    (H), all layers of it (`schedule.lower.add_offload`).
+    """
+    away = StepProgram(decisions, shape, device_kind).away_bytes.sum(axis=1)
+    if not away.any():
+        return decisions
+    max_pending_d2h_bytes = max(int(away.max()), decisions.max_pending_d2h_bytes or 0)
+    return replace(
+        decisions,
+        max_pending_d2h_bytes=max_pending_d2h_bytes,
+        max_prefetch_bytes=None,
+        fetch_chunks=1,
+    )
+
+
+def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
+    """The layers of a stage, of which the first to read keys of another stage stores them here."""
+    seen: set[tuple[int | None, ...]] = set()
+    found: list[LayerProfile] = []
+    for layer in layers:
+        kind = (layer.window, layer.num_kv_heads, layer.qk_head_size, layer.v_head_size)
+        found.append(layer if kind in seen else replace(layer, borrows_keys=False))
+        seen.add(kind)
+    return tuple(found)
+
+
+def rank_shape(shape: ModelShape, sp_size: int) -> ModelShape:
+    """Returns the shape of what one of `sp_size` ranks that share every chunk computes and keeps.
+
+    A layer's numbers per token of the sequence are divided: each rank has that share of the tokens,
+    and in attention that share of the heads. Weights, the embedding and the head are whole. What
+    attention returns is saved twice: as its heads of all tokens, and as all heads of its tokens.
+    Not counted: what the exchange of tokens for heads takes, and that the head, too, has a share of
+    the tokens alone.
+
+    Args:
+        shape: the model.
+        sp_size: ranks that share a sequence.
+    """
+
+    def layer_of(layer: LayerProfile) -> LayerProfile:
+        shares = {name: -(-getattr(layer, name) // sp_size) for name in _PER_TOKEN}
+        if layer.num_heads and layer.num_heads % sp_size == 0:
+            heads = layer.num_heads // sp_size
+            # Heads of keys that several ranks need are on each of them.
+            group = math.gcd(heads, layer.num_heads // layer.num_kv_heads)
+            shares |= {"num_heads": heads, "num_kv_heads": heads // group}
+            shares["whole_bytes"] += heads * layer.v_head_size * shape.dtype_bytes
+        return replace(layer, **shares)
+
+    return replace(shape, layers=tuple(map(layer_of, shape.layers)))
+
+
+def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:
+    """Returns what one micro-batch on one stage may use of a rank's budgets.
+
+    A plan is made for one micro-batch; of a pipeline's micro-batches several are alive at once, in
+    part, and a rank may have several stages. Each has its share of what weights leave.
+
+    Args:
+        budgets: the rank's.
+        standing_bytes: weights and gradients, which are on the device once.
+        alive: micro-batches alive at once, in units of whole ones, over the rank's stages.
+    """
+    share = max(1.0, alive)
+    device, host, disk = budgets.device, budgets.host, budgets.disk
+    if device is not None:
+        device = min(device, round(standing_bytes + max(0, device - standing_bytes) / share))
+    return replace(
+        budgets,
+        device=device,
+        host=None if host is None else round(host / share),
+        disk=None if disk is None else round(disk / share),
+    )

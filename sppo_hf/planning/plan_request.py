@@ -1,0 +1,478 @@
+"""Questions and answers: does this model at this length fit that machine, and how fast is it?
+
+What `sppo estimate`, `sppo plan` and the notebooks ask. One path from a model's config, settings
+and a hardware profile to a Plan; whatever does not fit is answered too, with the first limit that
+breaks. Knows nothing of torch: the machine in question need not be this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice, product, zip_longest
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.planning.activation_modes import AWAY_TIERS, SAVED_BY_RECOMPUTE, AwayTier
+from sppo_hf.planning.choices import (
+    DeviceFacts,
+    read_budgets,
+    read_choices,
+    read_orders,
+    set_by_rule,
+)
+from sppo_hf.planning.chunk_bounds import (
+    TARGET_CHUNK_TOKENS,
+    Bounds,
+    chunk_bounds,
+    even_bounds,
+    partitions_of,
+)
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.lowering import estimate, lower
+from sppo_hf.planning.machine import host_reserve_bytes
+from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.model_profile import Tracer, Training, find_profile
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.refusals import check_config
+from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks
+from sppo_hf.planning.solve import (
+    BudgetViolation,
+    Choices,
+    fits,
+    fixed_policies,
+    fixed_policy,
+    kv_modes_of,
+    min_memory,
+    over_budget,
+    play,
+    with_kv,
+)
+from sppo_hf.schedule.timeline import Timeline
+
+_MOST_CHUNKS = 1024
+# What is planned, simulated and compared in a few seconds: chunks times layers, and chunks that are
+# solved for.
+_MOST_UNITS = 2**15
+_MOST_SOLVED_CHUNKS = 512
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Dtypes that can be asked for, and the bytes of one element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A model, a length, a machine and settings."""
+
+    shape: ModelShape
+    """The model."""
+
+    config: SPPOConfig
+    """Settings; budgets it names count, what it leaves open comes from the device."""
+
+    device: DeviceFacts
+    """The machine; its profile must be known."""
+
+    total_tokens: int
+    """Length of each row."""
+
+    batch_rows: int = 1
+    """Rows of the batch."""
+
+    accumulates: bool = False
+    """Whether gradients of earlier batches are there, as with gradient accumulation."""
+
+    dtype_name: str = "bfloat16"
+    """Dtype of the compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """What a question came to."""
+
+    question: PlanRequest
+    """What was asked."""
+
+    plan: Plan | None
+    """The plan, or None where nothing fits."""
+
+    first_limit: BudgetViolation | None
+    """What breaks first under the plan that comes closest; None where one fits."""
+
+    estimate: MemoryEstimate
+    """Bytes of the plan, or of the one that comes closest."""
+
+    budgets: Budgets
+    """What each tier may hold."""
+
+    max_seq_len: int
+    """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
+
+    enough: Mapping[AwayTier, int] = field(default_factory=dict[AwayTier, int])
+    """Where nothing fits: bytes of a tier that would do alone, all else as asked. Not always the
+    least; tiers of which no amount would do are left out."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return self.plan is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """What one policy would come to, in the same chunks as the plan it is compared with."""
+
+    policy: str
+    """"auto", "none", "full" or "sppo"."""
+
+    frames: str
+    """How much is recomputed: "none", "selective", "full", or "mixed" by the solver."""
+
+    first_limit: BudgetViolation | None
+    """Why it does not fit."""
+
+    estimate: MemoryEstimate
+    """Its bytes."""
+
+    step_seconds: float | None
+    """Simulated duration of a step; None where it does not fit."""
+
+    tokens_per_second: float | None
+    """Likewise."""
+
+
+def question_for(
+    model_config: object,
+    config: SPPOConfig,
+    *,
+    profile: HardwareProfile,
+    total_tokens: int,
+    batch_rows: int = 1,
+    accumulates: bool = False,
+    dtype_name: str = "bfloat16",
+    lora_rank: int | None = None,
+    trace: Tracer,
+) -> PlanRequest:
+    """Puts a question together.
+
+    Args:
+        model_config: of Transformers, or an object with the fields of a `config.json`.
+        config: the settings; naming `offload_dir` gives the machine a disk.
+        profile: the machine: its speeds, and what it holds where `config` names no budget.
+        total_tokens: length of each row.
+        batch_rows: rows of the batch.
+        accumulates: whether gradients of earlier batches are there.
+        dtype_name: one of `DTYPE_BYTES`.
+        lora_rank: of adapters on all linear layers, float32 as PEFT makes them; None trains all.
+        trace: makes the model's profile if it is not known.
+
+    Raises:
+        UnsupportedModelError: the engine refuses this family.
+        ConfigError: a rank below one, or sizes that make no model.
+    """
+    check_config(model_config)
+    size = DTYPE_BYTES[dtype_name]
+    lora = None if lora_rank is None else LoraShape(rank=lora_rank)
+    training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
+    return PlanRequest(
+        shape=ModelShape.from_profile(find_profile(model_config, training, trace)),
+        config=config,
+        device=DeviceFacts(
+            kind=profile.kind,
+            name=profile.name,
+            device_memory_bytes=profile.device_bytes,
+            host_memory_bytes=_host_bytes(profile),
+            disk_memory_bytes=profile.disk_bytes,
+            profile=profile,
+        ),
+        total_tokens=total_tokens,
+        batch_rows=batch_rows,
+        accumulates=accumulates,
+        dtype_name=dtype_name,
+    )
+
+
+def _host_bytes(profile: HardwareProfile) -> int | None:
+    """What a run on that machine would count on where no budget is named."""
+    total = profile.host_bytes
+    if total is None or profile.kind == "cpu":
+        return total
+    return total - host_reserve_bytes(total)
+
+
+def request_plan(question: PlanRequest) -> PlanResult:
+    """Answers a question.
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    plan = plan_for(question)
+    longest_tokens = _longest(question, plan)
+    if fits(plan.estimate, plan.budgets):
+        return PlanResult(
+            question=question,
+            plan=plan,
+            first_limit=None,
+            estimate=plan.estimate,
+            budgets=plan.budgets,
+            # Lengths are tried in steps, and in the shortest chunks only.
+            max_seq_len=max(longest_tokens, question.total_tokens),
+        )
+    limit, closest = _closest(question, plan)
+    return PlanResult(
+        question=question,
+        plan=None,
+        first_limit=limit,
+        estimate=closest,
+        budgets=plan.budgets,
+        max_seq_len=longest_tokens,
+        enough={} if question.device.kind == "cpu" else _enough(question, plan),
+    )
+
+
+def plan_for(question: PlanRequest) -> Plan:
+    """Makes the plan; where nothing fits, one that breaks budgets and warns of it.
+
+    Raises:
+        ConfigError: the settings do not fit this length, or there are so many chunks and layers
+            that planning would take minutes.
+    """
+    config = question.config
+    _check_units(question)
+    if question.device.kind == "cpu" and config.device_memory is not None:
+        # On a CPU it takes a budget that is named for anything to be kept.
+        try:
+            return _make_plan(question, config)
+        except BudgetError:
+            pass
+    # A budget that the settings name is a reason to refuse; here it is one to answer.
+    return _make_plan(
+        question, config.replace(device_memory=None, host_memory=None, disk_memory=None)
+    )
+
+
+def _check_units(question: PlanRequest) -> None:
+    config, kind, layers = question.config, question.device.kind, question.shape.num_layers
+    ruled = set_by_rule(config, question.device)
+    ruled = ruled or (kind == "cpu" and config.device_memory is None)
+    most = min(_MOST_UNITS // layers, _MOST_CHUNKS if ruled else _MOST_SOLVED_CHUNKS)
+    if config.chunk_lengths is not None:
+        num_chunks = len(config.chunk_lengths)
+    elif config.num_chunks != "auto":
+        num_chunks = config.num_chunks
+    elif config.chunk_tokens is not None:
+        num_chunks = -(-question.total_tokens // config.chunk_tokens)
+    elif ruled or kind == "cpu":
+        num_chunks = -(-question.total_tokens // TARGET_CHUNK_TOKENS[kind])
+    else:
+        num_chunks = most_chunks(question.total_tokens)
+    # More chunks than tokens are refused by whoever cuts.
+    if most < num_chunks <= question.total_tokens:
+        raise ConfigError(
+            f"{question.total_tokens:,} tokens in {num_chunks:,} chunks through {layers:,} layers "
+            f"would take minutes to plan. Allowed for so many layers: {most:,} chunks. Remedy: set "
+            f"num_chunks (--num-chunks) to {most:,} or less."
+        )
+
+
+def _make_plan(question: PlanRequest, config: SPPOConfig) -> Plan:
+    budgets = read_budgets(question.config, question.device)
+    return make_plan(
+        config,
+        question.shape,
+        device=replace(
+            question.device,
+            device_memory_bytes=budgets.device,
+            host_memory_bytes=budgets.host,
+            disk_memory_bytes=budgets.disk,
+        ),
+        backend_name="auto",
+        backend_reason="chosen once the model is loaded; as fast as the profile says",
+        batch_rows=question.batch_rows,
+        accumulates=question.accumulates,
+        total_tokens=question.total_tokens,
+        training=True,
+        dtype_name=question.dtype_name,
+    )
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """Simulates a plan made with a profile, with the bytes of every tier over time."""
+    return lower(plan, _cost(plan)).simulate(with_bytes=True)
+
+
+def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, ...]:
+    """Lays "auto" beside every fixed policy, in the same chunks and with K/V on the same tier.
+
+    Args:
+        question: what was asked, with `offload="auto"`.
+        plan: made for it.
+
+    Returns:
+        The fastest first, "auto" before its equals; what does not fit last.
+    """
+    choices = read_choices(question.config, question.device)
+    base = replace(
+        _batch(plan).decisions(plan.bounds, plan.num_layers, plan.order),
+        kv_tier=plan.kv_tier,
+        kv_block_tokens=plan.kv_block_tokens,
+        kv_modes=plan.kv_modes,
+    )
+    named = [("auto, recompute mixed", plan), *fixed_policies(_cost(plan), base, choices)]
+    results = [_result(plan, name, decisions) for name, decisions in named]
+    return tuple(sorted(results, key=lambda r: r.step_seconds or float("inf")))
+
+
+def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
+    cost = _cost(plan)
+    predicted = estimate(cost.shape, decisions, device_kind=plan.device.kind)
+    limit = next(over_budget(predicted, plan.budgets), None)
+    seconds = None
+    if limit is None:
+        seconds = play(decisions, cost, policy=name).step_seconds
+    tokens = plan.batch_rows * plan.total_tokens
+    policy, recompute = name.split(", recompute ")
+    return PolicyResult(
+        policy=policy,
+        frames=recompute,
+        first_limit=limit,
+        estimate=predicted,
+        step_seconds=seconds,
+        tokens_per_second=None if seconds is None else tokens / seconds,
+    )
+
+
+def _closest(question: PlanRequest, plan: Plan) -> tuple[BudgetViolation, MemoryEstimate]:
+    """The plan that lacks least, over all tiers, and what breaks first in it."""
+    predictions = [
+        plan.estimate,
+        *(
+            estimate(question.shape, decisions, device_kind=question.device.kind)
+            for decisions in _smallest(question, plan, question.total_tokens)
+        ),
+    ]
+
+    def missing(predicted: MemoryEstimate) -> int:
+        return sum(limit.missing_bytes for limit in over_budget(predicted, plan.budgets))
+
+    closest = min((p for p in predictions if missing(p)), key=missing)
+    return next(over_budget(closest, plan.budgets)), closest
+
+
+def _enough(question: PlanRequest, plan: Plan) -> dict[AwayTier, int]:
+    """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
+    found: dict[AwayTier, int] = {}
+    for tier in AWAY_TIERS:
+        sizes = _sizes_that_fit(question, plan, tier)
+        if (least := min(sizes, default=None)) is not None:
+            found[tier] = least
+    return found
+
+
+def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: AwayTier) -> Iterator[int]:
+    """Yields what a tier holds in the plans that fit if it has no limit."""
+    if tier == "disk" and question.config.offload_dir is None:
+        # Nothing is written: what may be decided depends on whether there is a disk.
+        question = replace(question, config=question.config.replace(offload_dir="disk"))
+    unlimited = replace(plan.budgets, **{tier: None})
+    allowed = replace(plan, budgets=unlimited)
+    predictions = (
+        estimate(question.shape, decisions, device_kind=question.device.kind)
+        for decisions in _smallest(question, allowed, question.total_tokens)
+    )
+    yield from (found.peak_bytes(tier) for found in predictions if fits(found, unlimited))
+
+
+def _longest(question: PlanRequest, plan: Plan) -> int:
+    budgets = plan.budgets
+    unlimited = budgets.device is budgets.host is question.config.offload_dir is None
+
+    def possible(tokens: int) -> bool:
+        return unlimited or any(
+            fits(estimate(question.shape, d, device_kind=question.device.kind), plan.budgets)
+            for d in _smallest(
+                question, plan, tokens, most_cuts=len(partitions_of(question.config))
+            )
+        )
+
+    return longest(possible)
+
+
+def _smallest(
+    question: PlanRequest, plan: Plan, total_tokens: int, *, most_cuts: int | None = None
+) -> Iterator[Decisions]:
+    """Yields what holds least of all that the settings allow, by order, cut and place of K/V.
+
+    Args:
+        question: what is asked.
+        plan: made for it, at any length.
+        total_tokens: length of the rows.
+        most_cuts: how many ways to cut, shortest chunks first and of each length by all that
+            `partitions_of` gives; None for all.
+    """
+    config, cost, kind = question.config, _cost(plan), question.device.kind
+    choices = read_choices(config, question.device)
+    # A rule that chooses frames is about chunks, and does not look for a place for K/V.
+    chooses = config.offload_chooses
+    orders = read_orders(config)
+    for order, bounds in product(
+        orders[-1:] if chooses else orders,
+        islice(_cuts(question, cost, total_tokens), most_cuts),
+    ):
+        base = _batch(plan).decisions(bounds, plan.num_layers, order)
+        for kv_mode in kv_modes_of(cost.shape, base, choices)[: 1 if chooses else None]:
+            placed = with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
+            if set_by_rule(config, question.device):
+                yield _ruled(config, cost, placed, choices)
+            else:
+                yield min_memory(cost, placed, plan.budgets, choices, kind)
+
+
+def _ruled(config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices) -> Decisions:
+    saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
+    decisions = fixed_policy(cost, base, config.offload, saved, choices)
+    assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
+    return decisions
+
+
+def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:
+    config, kind = question.config, question.device.kind
+    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
+    if not (fixed or set_by_rule(config, question.device) or kind == "cpu"):
+        by_kind = (chunk_cuts(cost, total_tokens, kind) for kind in partitions_of(config))
+        for alike in zip_longest(*by_kind):
+            yield from (bounds for bounds in alike if bounds is not None)
+        return
+    num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)
+    # An estimate walks its chunks. Fewer and longer ones need a little more memory, so what is
+    # found to fit does fit.
+    usual_tokens = _MOST_CHUNKS * TARGET_CHUNK_TOKENS[kind]
+    if num_chunks != "auto":
+        # Other lengths than the one asked about are cut alike.
+        config = config.replace(chunk_lengths=None, num_chunks=min(num_chunks, total_tokens))
+    elif config.chunk_tokens and total_tokens > _MOST_CHUNKS * config.chunk_tokens:
+        config = config.replace(chunk_tokens=None, num_chunks=_MOST_CHUNKS)
+    elif not config.chunk_tokens and total_tokens > usual_tokens:
+        # No chunk of the usual ones is more than twice as long as they are on average.
+        yield even_bounds(total_tokens, _MOST_CHUNKS // 2)
+        return
+    yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
+
+
+def _batch(plan: Plan) -> Batch:
+    return Batch(
+        batch_rows=plan.batch_rows,
+        tile_tokens=plan.tile_tokens,
+        training=plan.training,
+        accumulates=plan.accumulates,
+        staging_bytes=plan.staging_bytes,
+    )
+
+
+def _cost(plan: Plan) -> ModelCost:
+    assert plan.cost is not None, "a plan made with a profile has costs"
+    return plan.cost

@@ -1,0 +1,80 @@
+"""How much of something long is held at once: tiles of logits, blocks of K/V, bytes on their way.
+
+Knows nothing of plans; each figure follows from the model's sizes and the kind of device.
+"""
+
+from __future__ import annotations
+
+from sppo_hf.planning.model_shape import FLOAT32_BYTES, ModelShape
+
+# Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
+# head's matrix product is already bound by arithmetic.
+_LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
+# One layer's K/V in a block. Larger blocks would save a few sums of partial attention; several
+# blocks and their float32 sums are on the device at once, so they are as small as costs nothing.
+_KV_BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+_KV_BLOCK_MULTIPLE_TOKENS = 1024
+
+
+def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
+    """Returns the tokens per tile of the loss for `loss_tile_tokens="auto"`.
+
+    As many (in multiples of 64) as keep a tile's float32 logits within 128 MiB on a CPU and 256 MiB
+    on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU.
+    """
+    tokens = _LOGITS_TILE_BYTES[device_kind] // (shape.vocab_size * FLOAT32_BYTES)
+    return max(64, tokens // 64 * 64)
+
+
+def kv_block_tokens(
+    shape: ModelShape,
+    total_tokens: int,
+    *,
+    batch_rows: int,
+    device_kind: str,
+    device_bytes: int | None,
+) -> int:
+    """Returns the tokens per block of K/V that are streamed to the device.
+
+    The whole sequence while one layer's K/V are small, which makes a layer's prefix one block; past
+    that, as many (in multiples of 1,024) as have 256 MiB of K/V in a layer on a GPU, 8 MiB on a
+    CPU, and 1/64 of the device's budget at most: 65,536 tokens of Llama-3.1-8B in bf16.
+
+    Args:
+        shape: the model.
+        total_tokens: tokens of a row.
+        batch_rows: rows that go through together.
+        device_kind: "cpu" or "cuda".
+        device_bytes: the device's budget; None where there is none.
+    """
+    layer_bytes = max(shape.kv_bytes_per_token(i) for i in range(len(shape.layers))) * batch_rows
+    most_bytes = _KV_BLOCK_BYTES[device_kind]
+    if device_bytes is not None:
+        most_bytes = min(most_bytes, device_bytes // 64)
+    if not layer_bytes:
+        return total_tokens  # no layer has attention
+    tokens = most_bytes // layer_bytes
+    rounded = tokens // _KV_BLOCK_MULTIPLE_TOKENS * _KV_BLOCK_MULTIPLE_TOKENS
+    return min(total_tokens, max(_KV_BLOCK_MULTIPLE_TOKENS, rounded))
+
+
+def passing_bytes(
+    shape: ModelShape, chunk_tokens: int, *, batch_rows: int, block_tokens: int
+) -> int:
+    """Returns the least staging memory with which a copy and a disk transfer overlap.
+
+    Two tensors of the largest kind that frames or K/V have: what a layer saves, keys and values of
+    a chunk in one, or the float32 sums of a block's key gradients.
+
+    Args:
+        shape: the model.
+        chunk_tokens: tokens of the longest chunk.
+        batch_rows: rows that go through together.
+        block_tokens: tokens of a block of K/V; 0 where K/V do not pass.
+    """
+    per_token = max(
+        max(layer.largest_bytes, shape.kv_bytes_per_token(index))
+        for index, layer in enumerate(shape.layers)
+    )
+    sums = max(shape.dkv_bytes_per_token(i) for i in range(len(shape.layers)))
+    return 2 * batch_rows * max(chunk_tokens * per_token, max(block_tokens, 0) * sums)

@@ -1,0 +1,1 @@
+"""How fast a device, its copies, its disk and its attention kernels are, by measuring."""

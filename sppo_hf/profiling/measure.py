@@ -1,0 +1,369 @@
+"""Speeds of copies between device and host: each way alone, and both ways at once.
+
+On CUDA from and into pinned memory, each way on a stream of its own. On a CPU these are plain
+copies from memory to memory, the second way in a thread of its own. Knows nothing of profiles.
+
+Speed of the disk under a folder, past the page cache, which would answer for it otherwise.
+
+Writes one large file in aligned blocks and reads it back, with O_DIRECT where the file system has
+it; else it writes through the cache, flushes, and drops the file's pages before reading. Knows
+nothing of the disk tier that will use the folder, nor of torch.
+
+Speeds of computing: matrix products, attention, elementwise work, and launching itself.
+
+Each function times one kind of work and returns rates in the sense of `HardwareProfile`. Knows
+nothing of profiles, copies or progress.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from sppo_hf.attention.backends.autotune import Workload
+from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.select import select_backend
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.hardware import Curve
+from sppo_hf.planning.machine import free_disk_bytes
+from sppo_hf.profiling.bench_timer import BenchTimer
+from sppo_hf.testing.tiny_models import VOCAB_SIZE, build_tiny_model
+
+# Copies per direction that run into each other, so that their beginning and end do not show.
+_ROUNDS = 6
+_REPEATS = 3
+
+
+class CopySpeed(NamedTuple):
+    """Bytes per second."""
+
+    d2h: float
+    h2d: float
+    both_d2h: float
+    both_h2d: float
+
+
+def measure_copies(watch: BenchTimer, num_bytes: int) -> CopySpeed:
+    """Time copies of `num_bytes` bytes.
+
+    Args:
+        watch: on the device to measure.
+        num_bytes: of one copy; two times as many are taken on the device and on the host.
+
+    Raises:
+        RuntimeError: the host memory cannot be pinned (CUDA's own message).
+    """
+    pinned = watch.device.type == "cuda"
+    # Filled, not merely allocated: pages that nobody has touched copy faster than any memory.
+    host_in, host_out = (
+        torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+    )
+    device_in, device_out = (
+        torch.ones(num_bytes, dtype=torch.uint8, device=watch.device) for _ in range(2)
+    )
+
+    def d2h() -> None:
+        host_out.copy_(device_out, non_blocking=True)
+
+    def h2d() -> None:
+        device_in.copy_(host_in, non_blocking=True)
+
+    at_once = _on_two_streams if pinned else _in_two_threads
+    both = [at_once(d2h, h2d) for _ in range(_REPEATS)]
+    both_d2h, both_h2d = (statistics.median(seconds) for seconds in zip(*both, strict=True))
+    return CopySpeed(
+        d2h=num_bytes / watch.seconds(d2h),
+        h2d=num_bytes / watch.seconds(h2d),
+        both_d2h=num_bytes / both_d2h,
+        both_h2d=num_bytes / both_h2d,
+    )
+
+
+def _on_two_streams(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of one copy each way while the other runs; both streams start together."""
+    torch.cuda.synchronize()
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for copy, stream in ((d2h, torch.cuda.Stream()), (h2d, torch.cuda.Stream())):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            start.record()
+            for _ in range(_ROUNDS):
+                copy()
+            end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    down, up = (start.elapsed_time(end) / 1e3 / _ROUNDS for start, end in events)
+    return down, up
+
+
+def _in_two_threads(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of one copy each way while the other runs; both threads start together."""
+    ready = threading.Barrier(2)
+    seconds: dict[Callable[[], None], float] = {}
+
+    def run(copy: Callable[[], None]) -> None:
+        ready.wait()
+        start_seconds = time.perf_counter()
+        for _ in range(_ROUNDS):
+            copy()
+        seconds[copy] = (time.perf_counter() - start_seconds) / _ROUNDS
+
+    other = threading.Thread(target=run, args=(h2d,))
+    other.start()
+    run(d2h)
+    other.join()
+    return seconds[d2h], seconds[h2d]
+
+
+_BLOCK_BYTES = 8 * 2**20
+_LEAST_BLOCKS = 4
+# What file systems answer that know no O_DIRECT (tmpfs and some network ones).
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DiskSpeed(NamedTuple):
+    """Bytes per second."""
+
+    write: float
+    read: float
+    direct: bool
+    """Whether the page cache was bypassed; if not, reads may still have come from it in part."""
+
+
+def measure_disk(
+    folder: str | os.PathLike[str],
+    num_bytes: int,
+    *,
+    most_seconds: float = 15.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> DiskSpeed:
+    """Time writing and reading a file of `num_bytes` bytes that is removed afterwards.
+
+    Args:
+        folder: made where it does not exist.
+        num_bytes: of the file; less where less than four times as much is free.
+        most_seconds: each direction stops here and is measured by what it did.
+        clock: seconds that pass.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or its disk is full; the message names
+            it and what the system said.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        blocks = min(num_bytes, free_disk_bytes(path) // 4) // _BLOCK_BYTES
+        if blocks < _LEAST_BLOCKS:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".sppo-calibrate-") as file:
+            try:
+                return _run(file.name, blocks, most_seconds, clock, direct=True)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+            return _run(file.name, blocks, most_seconds, clock, direct=False)
+    # A ValueError where no file can have that name, a RecursionError from pathlib where too many
+    # folders would have to be made.
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"offload_dir={os.fspath(folder)!r} cannot be measured: {reason}. Allowed: a "
+            f"folder that can be written, with at least {4 * _LEAST_BLOCKS * _BLOCK_BYTES >> 20} "
+            "MiB free. Remedy: name another folder, or make room there."
+        ) from error
+
+
+def _run(
+    name: str, blocks: int, most_seconds: float, clock: Callable[[], float], *, direct: bool
+) -> DiskSpeed:
+    """Write and read `blocks` blocks.
+
+    Raises:
+        OSError: from the system; EINVAL or EOPNOTSUPP where `direct` is not known there.
+    """
+    flag = getattr(os, "O_DIRECT", 0) if direct else 0
+    # Anonymous memory of mmap is aligned to pages, which O_DIRECT asks for.
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:
+        # Not zeros: some disks and file systems store those as nothing.
+        block.write(os.urandom(_BLOCK_BYTES))
+        descriptor = os.open(name, os.O_RDWR | flag)
+        try:
+            start_seconds = clock()
+            written = 0
+            while written < blocks and clock() - start_seconds < most_seconds:
+                _whole(os.pwrite(descriptor, block, written * _BLOCK_BYTES))
+                written += 1
+            os.fsync(descriptor)
+            write_seconds = clock() - start_seconds
+            if not direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            start_seconds = clock()
+            read = 0
+            while read < written and clock() - start_seconds < most_seconds:
+                _whole(os.preadv(descriptor, [block], read * _BLOCK_BYTES))
+                read += 1
+            read_seconds = clock() - start_seconds
+        finally:
+            os.close(descriptor)
+    return DiskSpeed(
+        write=written * _BLOCK_BYTES / write_seconds,
+        read=read * _BLOCK_BYTES / read_seconds,
+        direct=bool(flag),
+    )
+
+
+def _whole(moved_bytes: int) -> None:
+    """Refuse a short transfer: it happens when the disk runs full.
+
+    Raises:
+        OSError: fewer bytes than a block were moved.
+    """
+    if moved_bytes != _BLOCK_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+PREFIX_CHUNKS = 4
+"""Chunks before the one whose attention is timed: neither the first nor the last of a sequence."""
+
+_LAYERS = 8
+_LAYER_TOKENS = 4
+
+
+class Heads(NamedTuple):
+    """Heads of an attention layer."""
+
+    query: int
+    key_value: int
+    size: int
+
+
+class AttentionSpeed(NamedTuple):
+    """FLOP/s by chunk tokens, and the backend they belong to."""
+
+    forward: Curve
+    backward: Curve
+    backend: str
+
+
+def measure_matmul(
+    watch: BenchTimer,
+    dtype: torch.dtype,
+    *,
+    weights: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    budget_seconds: float,
+) -> Curve:
+    """FLOP/s of linear layers by tokens.
+
+    Args:
+        watch: on the device to measure.
+        dtype: of inputs and weights.
+        weights: (inputs, outputs) of each layer; one sample runs all of them.
+        tokens: rows of the input, increasing.
+        budget_seconds: see `BenchTimer.curve`.
+    """
+    matrices = [
+        torch.randn(outputs, inputs, device=watch.device, dtype=dtype)
+        for inputs, outputs in weights
+    ]
+    flops_per_token = sum(2 * inputs * outputs for inputs, outputs in weights)
+
+    def work_of(count: int) -> tuple[Callable[[], object], float]:
+        rows = [
+            torch.randn(count, matrix.shape[1], device=watch.device, dtype=dtype)
+            for matrix in matrices
+        ]
+
+        def work() -> None:
+            for row, matrix in zip(rows, matrices, strict=True):
+                functional.linear(row, matrix)
+
+        return work, float(flops_per_token * count)
+
+    return watch.curve(tokens, work_of, budget_seconds=budget_seconds)
+
+
+def measure_attention(
+    watch: BenchTimer,
+    dtype: torch.dtype,
+    *,
+    heads: Heads,
+    tokens: Sequence[int],
+    budget_seconds: float,
+) -> AttentionSpeed:
+    """FLOP/s of attention forward and backward by chunk tokens, as the engine would run it.
+
+    The backend is the one that "auto" takes on this device. FLOPs are those of a `Workload`.
+
+    Args:
+        watch: on the device to measure.
+        dtype: of queries, keys and values.
+        heads: of the layer.
+        tokens: of the chunk, increasing; keys are `PREFIX_CHUNKS + 1` times as many.
+        budget_seconds: for each direction, see `BenchTimer.curve`.
+    """
+    requirement = AttentionSpec(
+        device_type=watch.device.type,
+        dtype=dtype,
+        qk_head_size=heads.size,
+        v_head_size=heads.size,
+        gqa_ratio=heads.query // heads.key_value,
+    )
+    backend = select_backend("auto", requirement).backend
+
+    def load_of(count: int) -> Workload:
+        return Workload(
+            requirement=requirement,
+            query_heads=heads.query,
+            chunk_tokens=count,
+            prefix_tokens=PREFIX_CHUNKS * count,
+        )
+
+    def forward_of(count: int) -> tuple[Callable[[], object], float]:
+        load = load_of(count)
+        made = load.make(watch.device)
+        return lambda: made.forward(backend), load.forward_flops
+
+    def backward_of(count: int) -> tuple[Callable[[], object], float]:
+        load = load_of(count)
+        made = load.make(watch.device)
+        attended = made.forward(backend)
+        return lambda: made.backward(backend, attended), load.backward_flops
+
+    forward = watch.curve(tokens, forward_of, budget_seconds=budget_seconds)
+    # What forward could not do in its time, backward need not even prepare.
+    measured = [count for count, _ in forward.points]
+    backward = watch.curve(measured, backward_of, budget_seconds=budget_seconds)
+    return AttentionSpeed(forward, backward, backend.name)
+
+
+def measure_memory(watch: BenchTimer, num_bytes: int) -> float:
+    """Bytes per second, read and written together, of elementwise work on the device."""
+    source = torch.ones(num_bytes // 4, device=watch.device)
+    target = torch.ones_like(source)
+    seconds = watch.seconds(lambda: torch.mul(source, 2.0, out=target))
+    return 2 * source.nbytes / seconds
+
+
+def measure_launch(watch: BenchTimer) -> float:
+    """Seconds that the forward of one decoder layer takes when it has almost nothing to do.
+
+    A tiny Llama of Transformers, in training, over a few tokens; embedding and head are in it, a
+    small part. The hooks of this package come on top.
+    """
+    model: Any = build_tiny_model("llama", dtype=torch.float32, num_hidden_layers=_LAYERS)
+    model.to(watch.device)
+    ids = torch.arange(_LAYER_TOKENS, device=watch.device)[None] % VOCAB_SIZE
+    with torch.enable_grad():
+        return watch.seconds(lambda: model(input_ids=ids, use_cache=False)) / _LAYERS

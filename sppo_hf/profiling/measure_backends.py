@@ -1,0 +1,237 @@
+"""Speeds of attention backends beside each other: chunks of queries against prefixes of keys.
+
+Forward and backward of every backend that can do what is asked and agrees with the reference, by
+chunk and prefix length, with what "auto" would take. Knows nothing of tables or pictures
+(`backends_report.py`) nor of models.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sppo_hf.attention.backends.autotune import Workload
+from sppo_hf.attention.backends.base import AttentionSpec, Backend
+from sppo_hf.attention.backends.select import BACKENDS, find_backend, select_backend
+from sppo_hf.attention.backends.verify import find_mismatch
+from sppo_hf.planning.machine import host_memory_bytes
+from sppo_hf.profiling.bench_timer import BenchTimer
+from sppo_hf.reporting.plan_tables import format_seconds
+from sppo_hf.rules import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """Heads of an attention layer."""
+
+    query: int
+    """N."""
+
+    key_value: int
+    """K."""
+
+    size: int
+    """Elements of one query, key or value."""
+
+    def __str__(self) -> str:
+        """As people write it: "32/8 heads of 128"."""
+        return f"{self.query}/{self.key_value} heads of {self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One backend at one chunk and prefix length."""
+
+    backend: str
+
+    chunk_tokens: int
+
+    prefix_tokens: int
+
+    forward_seconds: float | None = None
+    """None where it was not measured."""
+
+    backward_seconds: float | None = None
+
+    forward_flops_per_second: float | None = None
+    """Visible pairs only, so the causal half counts once."""
+
+    backward_flops_per_second: float | None = None
+    """Of a backward counted as 2.5 forwards."""
+
+    flops_per_second: float | None = None
+    """Of forward and backward together."""
+
+    reason: str | None = None
+    """Why there is no measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All points of one dtype and kind of layer."""
+
+    dtype: str
+    """"bfloat16"."""
+
+    heads: LayerHeads
+
+    window_tokens: int | None
+    """Of a sliding window; None for none."""
+
+    left_out: dict[str, str]
+    """Backends that cannot do it, or differ from the reference, and why."""
+
+    auto: str
+    """What "auto" takes, with its reason."""
+
+    points: list[Point]
+
+    def __str__(self) -> str:
+        """What its points have in common."""
+        window = "" if self.window_tokens is None else f", window {self.window_tokens:,}"
+        return f"{self.dtype}, {self.heads}{window}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A value for `json.dumps`."""
+        return asdict(self)
+
+
+def measure_backends(
+    device: torch.device,
+    *,
+    dtypes: Sequence[torch.dtype],
+    heads: Sequence[LayerHeads],
+    chunks: Sequence[int],
+    prefixes: Sequence[int],
+    window_tokens: int | None = None,
+    names: Iterable[str] = tuple(BACKENDS),
+    most_seconds: float = 1.0,
+    watch: BenchTimer | None = None,
+) -> Iterator[Group]:
+    """Measure all backends at all sizes; yields each group when it begins and after each point.
+
+    Args:
+        device: a CPU or the current CUDA device.
+        dtypes: of queries, keys and values.
+        heads: kinds of layers.
+        chunks: lengths of the chunk, in tokens.
+        prefixes: keys before the chunk's own, in tokens.
+        window_tokens: keys that a query sees; None for all before it.
+        names: backends, of `BACKENDS`.
+        most_seconds: for one forward or backward; what the sizes before let expect to take longer
+            is left out.
+        watch: times the work; None makes one.
+    """
+    watch = watch or BenchTimer(device, most_seconds=most_seconds)
+    for dtype in dtypes:
+        for layer in heads:
+            requirement = AttentionSpec(
+                device_type=device.type,
+                dtype=dtype,
+                qk_head_size=layer.size,
+                v_head_size=layer.size,
+                window=window_tokens is not None,
+                gqa_ratio=layer.query // layer.key_value,
+            )
+            found = {name: _agreeing(name, requirement, device) for name in names}
+            group = Group(
+                dtype=str(dtype).removeprefix("torch."),
+                heads=layer,
+                window_tokens=window_tokens,
+                left_out={name: what for name, what in found.items() if isinstance(what, str)},
+                auto=select_backend("auto", requirement).reason,
+                points=[],
+            )
+            yield group
+            able = [backend for backend in found.values() if isinstance(backend, Backend)]
+            loads = [
+                Workload(
+                    requirement=requirement,
+                    query_heads=layer.query,
+                    chunk_tokens=chunk,
+                    prefix_tokens=prefix,
+                    window_tokens=window_tokens,
+                )
+                for chunk in chunks
+                for prefix in prefixes
+            ]
+            for point in _measure(watch, able, loads, most_seconds):
+                group.points.append(point)
+                yield group
+
+
+def _agreeing(name: str, requirement: AttentionSpec, device: torch.device) -> Backend | str:
+    """The backend if it can do it and agrees with the reference, else why not."""
+    found = find_backend(name, requirement)
+    # On CUDA this has been checked just now.
+    if isinstance(found, str) or name == "reference" or device.type == "cuda":
+        return found
+    return find_mismatch(found, requirement, device) or found
+
+
+def _measure(
+    watch: BenchTimer, backends: Sequence[Backend], loads: Sequence[Workload], most_seconds: float
+) -> Iterator[Point]:
+    """Every backend at every size, from little work to much."""
+    rates: dict[str, float] = {}
+    for load in sorted(loads, key=lambda load: load.forward_flops):
+        for backend in backends:
+            point = _point(watch, backend, load, rates.get(backend.name), most_seconds)
+            if point.flops_per_second is not None:
+                rates[backend.name] = point.flops_per_second
+            yield point
+
+
+def _point(
+    watch: BenchTimer, backend: Backend, load: Workload, rate: float | None, most_seconds: float
+) -> Point:
+    """One measurement, or why there is none."""
+
+    def without(reason: str) -> Point:
+        return Point(backend.name, load.chunk_tokens, load.prefix_tokens, reason=reason)
+
+    if rate is not None and load.backward_flops / rate > most_seconds:
+        return without(f"would take about {format_seconds(load.backward_flops / rate)}")
+    room_bytes = _room_bytes(watch.device)
+    if load.num_bytes > room_bytes:
+        return without(f"{format_bytes(load.num_bytes)} do not fit into {format_bytes(room_bytes)}")
+    try:
+        seconds = [watch.seconds(work) for work in _works(load, backend, watch.device)]
+    # Kernels fail with whatever exception they like; the others go on.
+    except Exception as error:
+        logger.debug("backend %s failed on %s", backend.name, load, exc_info=True)
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return without(f"raised {type(error).__name__}: {first_line}")
+    forward, backward = seconds
+    return Point(
+        backend.name,
+        load.chunk_tokens,
+        load.prefix_tokens,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        forward_flops_per_second=load.forward_flops / forward,
+        backward_flops_per_second=load.backward_flops / backward,
+        flops_per_second=(load.forward_flops + load.backward_flops) / (forward + backward),
+    )
+
+
+def _works(
+    load: Workload, backend: Backend, device: torch.device
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    # In a function of its own, so that one size's tensors are gone before the next one's come.
+    return load.make(device).work(backend)
+
+
+def _room_bytes(device: torch.device) -> int:
+    """Bytes that a measurement may take: half of what there is, for kernels need some too."""
+    if device.type != "cuda":
+        return host_memory_bytes() // 2
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free_bytes + cached_bytes) // 2

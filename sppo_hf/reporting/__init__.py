@@ -1,0 +1,1 @@
+"""Plans and timelines as tables, pictures, traces and JSON; no torch."""

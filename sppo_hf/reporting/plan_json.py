@@ -1,0 +1,126 @@
+"""Answers and plans in plain JSON types: what `sppo estimate` and `sppo plan` print with `--json`.
+
+Seconds, bytes and tokens are numbers without units; keys say which. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sppo_hf.planning.activation_modes import TIERS
+from sppo_hf.planning.memory_snapshots import MemoryEstimate
+from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.plan_request import PlanResult, PolicyResult
+from sppo_hf.planning.solve import BudgetViolation
+
+
+def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
+    """Returns an answer in plain JSON types.
+
+    Where nothing fits, `chunks` is empty, what a plan would say is None, and `peak_by_cause` and
+    `memory_snapshots` are those of the plan that comes closest.
+    """
+    plan = answer.plan
+    predicted = None if plan is None else plan.prediction
+    profile = answer.question.device.profile
+    return {
+        "fits": answer.fits,
+        "first_limit": _limit(answer.first_limit),
+        "chunks": [] if plan is None else chunks_to_list(plan),
+        "peak_bytes": _peaks(None if plan is None else plan.estimate),
+        "step_seconds": None if predicted is None else predicted.step_seconds,
+        "tokens_per_second": None if predicted is None else predicted.tokens_per_second,
+        "mfu": None if predicted is None else predicted.mfu,
+        "stall_seconds": None if predicted is None else predicted.stall_seconds,
+        "max_seq_len": answer.max_seq_len,
+        "policy": None if predicted is None else predicted.policy,
+        "order": None if plan is None else plan.order,
+        "kv_tier": None if plan is None else plan.farthest_keys,
+        "kv_modes": None if plan is None else list(plan.kv_modes),
+        "kv_block_tokens": None if plan is None else plan.kv_block_tokens,
+        "hardware": answer.question.device.name,
+        "estimated": profile is None or profile.estimated,
+        "peak_by_cause": {
+            tier: {
+                str(cause): size for cause, size in answer.estimate.peak(tier).tier(tier).shown()
+            }
+            for tier in TIERS
+        },
+        "moments": {tier: answer.estimate.peak(tier).name for tier in TIERS},
+        "warnings": [] if plan is None else list(plan.warnings),
+    }
+
+
+def actions_to_list(plan: Plan | None) -> list[list[str]]:
+    """Returns what the only rank does, in order, as `sppo_hf.schedule.actions` writes it."""
+    return [] if plan is None else [[str(action) for action in plan.program().actions]]
+
+
+def policies_to_list(results: Sequence[PolicyResult]) -> list[dict[str, Any]]:
+    """Returns a comparison of policies in plain JSON types, in the same order."""
+    return [
+        {
+            "policy": result.policy,
+            "frames": result.frames,
+            "fits": result.first_limit is None,
+            "first_limit": _limit(result.first_limit),
+            "step_seconds": result.step_seconds,
+            "tokens_per_second": result.tokens_per_second,
+            "peak_bytes": _peaks(result.estimate),
+        }
+        for result in results
+    ]
+
+
+def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
+    """Returns one object per chunk, first to last.
+
+    `keep_layers` counts frames that stay whole on the device, `offload_layers` those that leave it,
+    `recompute_layers` those of which anything is computed again; a layer may be among the last two.
+    `offload_ratio` is the share of the saved bytes that leaves.
+    """
+    assert plan.cost is not None, "a plan made with a profile has costs"
+    assert plan.prediction is not None, "a plan made with a profile is predicted"
+    chunks: list[dict[str, Any]] = []
+    for chunk, ((start, end), modes) in enumerate(zip(plan.bounds, plan.layer_modes, strict=True)):
+        seconds = plan.prediction.chunks[chunk]
+        chunks.append(
+            {
+                "start": start,
+                "end": end,
+                "tokens": end - start,
+                "keep_layers": sum(not (mode.recompute or mode.offload) for mode in modes),
+                "offload_layers": sum(mode.offload for mode in modes),
+                "recompute_layers": sum(mode.recompute for mode in modes),
+                "offload_ratio": offload_ratio(plan, chunk),
+                "compute_seconds": seconds.compute_seconds,
+                "d2h_seconds": seconds.d2h_seconds,
+                "h2d_seconds": seconds.h2d_seconds,
+            }
+        )
+    return chunks
+
+
+def offload_ratio(plan: Plan, chunk: int) -> float:
+    """Returns the share of a chunk's saved bytes that leaves the device, 0 to 1."""
+    assert plan.cost is not None, "a plan made with a profile has costs"
+    start, end = plan.bounds[chunk]
+    saved = leaving = 0
+    for layer, mode in enumerate(plan.layer_modes[chunk]):
+        size = plan.cost.frame_bytes(layer, end - start, mode.saved)
+        saved += size
+        leaving += size if mode.offload else 0
+    return leaving / saved if saved else 0.0
+
+
+def _limit(limit: BudgetViolation | None) -> dict[str, Any] | None:
+    if limit is None:
+        return None
+    return {"tier": limit.tier, "missing_bytes": limit.missing_bytes, "moment": limit.moment}
+
+
+def _peaks(predicted: MemoryEstimate | None) -> dict[str, int | None]:
+    return {
+        tier: None if predicted is None else predicted.peak(tier).tier(tier).total for tier in TIERS
+    }

@@ -1,0 +1,323 @@
+"""The plan as one table, and the way tokens and seconds are written everywhere.
+
+Knows how a Plan reads to a person; decides nothing. Uses rich and prints nothing by itself.
+
+Neighbouring chunks that are treated alike, so that sixty-four of them read like six.
+
+Knows modes and counts of layers; nothing of tables.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from sppo_hf.planning.activation_modes import ALL_MODES, FrameMode, Saved
+from sppo_hf.planning.decisions import Decisions, KVMode, Order
+from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.plan import PipelineStep, Plan
+from sppo_hf.rules import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGroup:
+    """Chunks `first` to `last`, both included, and how many of their layers have each mode."""
+
+    first: int
+    """Index of the first chunk."""
+
+    last: int
+    """Index of the last chunk."""
+
+    layers: dict[FrameMode, tuple[int, int]]
+    """Fewest and most layers per chunk, of modes that occur, in the order of `ALL_MODES`."""
+
+    @property
+    def title(self) -> str:
+        """The chunks, counted from one: "chunk 3", "chunks 1-5"."""
+        if self.first == self.last:
+            return f"chunk {self.first + 1}"
+        return f"chunks {self.numbers}"
+
+    @property
+    def numbers(self) -> str:
+        """The same without the word: "3", "1-5"."""
+        return span(self.first + 1, self.last + 1)
+
+    @property
+    def text(self) -> str:
+        """What becomes of the layers: "20 kept, 12 full recompute to host"."""
+        parts = (f"{span(*counts)} {words(mode)}" for mode, counts in self.layers.items())
+        return ", ".join(parts)
+
+
+def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
+    """Groups neighbours that are treated alike, into `most` groups if it can be.
+
+    Equal ones; if that leaves more than `most`, those with the same modes in other numbers; if that
+    still does, as many chunks to a group as it takes.
+    """
+    chunks = decisions.num_chunks
+    counts = [Counter(row) for row in decisions.layer_modes]
+    each = -(-chunks // most)
+    keys: tuple[Callable[[int], Hashable], ...] = (
+        lambda chunk: tuple(sorted((str(mode), n) for mode, n in counts[chunk].items())),
+        lambda chunk: frozenset(counts[chunk]),
+        lambda chunk: chunk // each,
+    )
+    groups: list[list[int]] = []
+    for key in keys:
+        groups = [list(group) for _, group in groupby(range(chunks), key)]
+        if len(groups) <= most:
+            break
+    return [_group(group, counts) for group in groups]
+
+
+def words(mode: FrameMode) -> str:
+    """Says what becomes of a layer's activations: "kept", "to host", "full recompute to host"."""
+    recomputed = {"whole": "", "matmuls": "selective recompute", "inputs": "full recompute"}
+    away = f"to {mode.tier}" if mode.offload else ""
+    return f"{recomputed[mode.saved]} {away}".strip() or "kept"
+
+
+def span(low: int, high: int) -> str:
+    """Writes a range: "3" or "3-5"."""
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
+
+
+def _group(chunks: Sequence[int], counts: Sequence[Counter[FrameMode]]) -> ChunkGroup:
+    layers: dict[FrameMode, tuple[int, int]] = {}
+    for mode in ALL_MODES:
+        numbers = [counts[chunk][mode] for chunk in chunks]
+        if any(numbers):
+            layers[mode] = min(numbers), max(numbers)
+    return ChunkGroup(chunks[0], chunks[-1], layers)
+
+
+_MOST_LENGTHS_SHOWN = 6
+_MOST_GROUPS_SHOWN = 6
+
+
+ORDERS: dict[Order, str] = {
+    "by_layer": "layer by layer, chunks inside",
+    "by_chunk": "chunk by chunk, layers inside",
+}
+"""Orders of work in words."""
+
+
+def keys_text(plan: Decisions) -> str:
+    """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
+    counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
+    return ", ".join(f"{counts[mode]} {text}" for mode, text in _KEYS.items() if counts[mode])
+
+
+_KEYS: dict[KVMode, str] = {
+    "device": "kept",
+    "host": "to host",
+    "disk": "to disk",
+    "recompute": "recomputed",
+}
+
+
+def format_tokens(tokens: int) -> str:
+    """Writes a number of tokens with thousands separated: "1 token", "65,536 tokens"."""
+    return f"{tokens:,} token{'' if tokens == 1 else 's'}"
+
+
+def format_lengths(lengths: tuple[int, ...]) -> str:
+    """Writes chunk lengths so that many are as short to read as few.
+
+    "1 chunk of 700", "3 chunks: 512 512 176", "32 chunks of 4,096", "33 chunks of 4,096, last 10",
+    "64 chunks, 16,384 falling to 4,096".
+    """
+    if len(lengths) == 1:
+        return f"1 chunk of {lengths[0]:,}"
+    head = f"{len(lengths)} chunks"
+    if len(set(lengths)) == 1:
+        return f"{head} of {lengths[0]:,}"
+    if len(lengths) <= _MOST_LENGTHS_SHOWN:
+        return f"{head}: " + " ".join(f"{n:,}" for n in lengths)
+    if len(set(lengths[:-1])) == 1:
+        return f"{head} of {lengths[0]:,}, last {lengths[-1]:,}"
+    if list(lengths) == sorted(lengths, reverse=True):
+        return f"{head}, {lengths[0]:,} falling to {lengths[-1]:,}"
+    return f"{head}, {min(lengths):,} to {max(lengths):,}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes seconds with three digits: "850 us", "12.3 ms", "1.50 s", "64.7 s", "1,234 s"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    decimals = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
+    return f"{seconds:,.{decimals}f} s"
+
+
+def format_speed(tokens_per_second: float, mfu: float | None) -> str:
+    """Writes a speed: "2,026 tokens/s, MFU 27.3%"."""
+    digits = 0 if tokens_per_second >= 100 else 1
+    text = f"{tokens_per_second:,.{digits}f} tokens/s"
+    return text if mfu is None else f"{text}, MFU {mfu:.1%}"
+
+
+def plan_table(plan: Plan, model_name: str) -> Group:
+    """Lays out a plan: what runs, how, why, and where the bytes will be at each tier's peak."""
+    table = start_table(f"SPPO plan: {model_name}")
+    add_plan_rows(table, plan)
+    table.add_section()
+    add_byte_rows(table, plan.estimate, plan.budgets)
+    return Group(table, *warning_lines(plan))
+
+
+def start_table(title: str) -> Table:
+    """Returns an empty table of three columns: what, its value, and why."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_header=False)
+    table.add_column("what", style="bold", no_wrap=True)
+    table.add_column("value", justify="left", overflow="fold")
+    table.add_column("why", style="dim", overflow="fold")
+    return table
+
+
+def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
+    """Adds what is done and how long it is predicted to take.
+
+    Args:
+        table: made by `start_table`.
+        plan: what to add.
+        layers: whether to say of groups of chunks what becomes of their layers.
+    """
+    rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows x "
+    purpose = "training" if plan.training else "evaluation"
+    table.add_row("tokens", rows + format_tokens(plan.total_tokens), purpose)
+    table.add_row("chunks", format_lengths(plan.chunk_lengths), f"{plan.num_layers} layers each")
+    table.add_row("order", ORDERS[plan.order], plan.order_reason)
+    table.add_row("device", plan.device.name, speeds_known(plan))
+    table.add_row("attention", plan.backend_name, plan.backend_reason)
+    if plan.training:
+        _add_adapters(table, plan)
+        _add_modes(table, plan, layers=layers)
+    if plan.training and plan.by_layer and set(plan.kv_modes) - {"device"}:
+        table.add_row("K/V", keys_text(plan), f"of {plan.num_layers} layers, until backward")
+    if plan.kv_tier != "device":
+        blocks = f"in blocks of {format_tokens(plan.kv_block_tokens)}"
+        if plan.kv_block_tokens >= plan.total_tokens:
+            blocks = "layer by layer"
+        table.add_row("K/V", f"on the {plan.kv_tier}", f"streamed back {blocks}")
+    if plan.pipeline is not None:
+        _add_pipeline(table, plan, plan.pipeline)
+        return
+    predicted = plan.prediction
+    if predicted is not None:
+        speed = format_speed(predicted.tokens_per_second, predicted.mfu)
+        if predicted.stall_seconds > 0.0005 * predicted.step_seconds:
+            speed += f"; {format_seconds(predicted.stall_seconds)} of it waits for copies"
+        table.add_row("step", format_seconds(predicted.step_seconds), f"predicted: {speed}")
+
+
+def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:
+    """Adds the schedule, and the step of all stages together."""
+    ranks = f"{step.schedule} over {step.ranks} ranks"
+    if step.replicas > 1:
+        ranks += f", {step.replicas} times"
+    table.add_row("schedule", ranks, step.reason)
+    if step.step_seconds is not None:
+        tokens = step.micro_batches * plan.batch_rows * plan.total_tokens
+        speed = format_speed(tokens / step.step_seconds, step.mfu)
+        said = f"predicted, all stages and {step.micro_batches} micro-batches: {speed}"
+        said += f"; ranks idle {step.bubble_fraction:.1%}"
+        table.add_row("step", format_seconds(step.step_seconds), said)
+
+
+def speeds_known(plan: Plan) -> str:
+    """Says where the plan's speeds come from: "" where there are none."""
+    profile = plan.device.profile
+    if profile is None:
+        return ""
+    return "speeds and sizes are estimates" if profile.estimated else "speeds were measured"
+
+
+def warning_lines(plan: Plan) -> list[Text]:
+    """Returns the plan's warnings, to stand below a table."""
+    return [Text(f"Warning: {warning}.", style="yellow") for warning in plan.warnings]
+
+
+def render_plan(plan: Plan, model_name: str, width: int = 100) -> str:
+    """Returns the table as plain text of at most `width` columns, for logs and terminals."""
+    sink = io.StringIO()
+    console = Console(file=sink, width=width, color_system=None, force_terminal=False)
+    console.print(plan_table(plan, model_name))
+    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()).strip("\n")
+
+
+def _add_adapters(table: Table, plan: Plan) -> None:
+    """Says so where adapters are wider than the model, as PEFT makes them unless told otherwise.
+
+    Each of their products then casts the layer's activations up and back, and keeps the copies. On
+    a CPU 16 bits are no faster.
+    """
+    shape = None if plan.cost is None else plan.cost.shape
+    if plan.device.kind == "cpu" or shape is None or shape.lora is None:
+        return
+    if shape.lora.dtype_bytes > shape.dtype_bytes:
+        table.add_row(
+            "adapters",
+            f"{8 * shape.lora.dtype_bytes} bits",
+            f"with get_peft_model(..., autocast_adapter_dtype=False) they have the model's "
+            f"{8 * shape.dtype_bytes} and cost less time and memory",
+        )
+
+
+def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
+    modes = {mode for row in plan.layer_modes for mode in row}
+    offload = _all_or_some({mode.offload for mode in modes})
+    table.add_row("recompute", _recomputed({mode.saved for mode in modes}), plan.recompute_reason)
+    table.add_row("offload", offload, plan.offload_reason)
+    if layers and len(modes) > 1:
+        for index, group in enumerate(group_chunks(plan, most=_MOST_GROUPS_SHOWN)):
+            table.add_row("layers" if index == 0 else "", group.text, group.title)
+    ahead = plan.max_pending_d2h_bytes, plan.max_prefetch_bytes
+    if any(mode.offload for mode in modes) and None not in ahead:
+        out, back = (format_bytes(size or 0) for size in ahead)
+        both = out if out == back else f"{out} out, {back} back"
+        table.add_row("look-ahead", both, "on the device, waiting for a copy or ahead of its use")
+
+
+def _recomputed(saved: set[Saved]) -> str:
+    """Says what is recomputed: "none", "full", "selective and full in some layers"."""
+    words = {"matmuls": "selective", "inputs": "full"}
+    kinds = " and ".join(word for what, word in words.items() if what in saved)
+    return f"{kinds} in some layers" if kinds and "whole" in saved else kinds or "none"
+
+
+def _all_or_some(answers: set[bool]) -> str:
+    if len(answers) == 2:
+        return "some layers"
+    return "full" if answers == {True} else "none"
+
+
+def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> None:
+    """Adds the bytes of each tier at its peak, by cause, against its budget."""
+    note = f"predicted peak, at the {predicted.moment}"
+    tiers = [("device", predicted.device, budgets.device, note)]
+    for tier, amounts, budget_bytes in (
+        ("host", predicted.host, budgets.host),
+        ("disk", predicted.disk, budgets.disk),
+    ):
+        if amounts.total:
+            tiers.append((tier, amounts, budget_bytes, "predicted, offloaded"))
+    for tier, amounts, budget_bytes, note in tiers:
+        size = format_bytes(amounts.total)
+        if budget_bytes is not None:
+            size += f" of {format_bytes(budget_bytes)}"
+        table.add_row(f"{tier} memory", size, note)
+        for cause, size_bytes in amounts.shown():
+            table.add_row(f"  {cause.label}", f"  {format_bytes(size_bytes)}", cause.meaning)

@@ -1,0 +1,276 @@
+"""The picture of a schedule over ranks: what each rank does over time, and what it holds.
+
+Knows a Schedule, a Timeline and matplotlib, which it imports only to draw and whose global state it
+leaves alone; decides nothing. Pictures of one rank's plan are `sppo_hf.reporting.plan_figure`.
+"""
+
+# pyright: basic
+# matplotlib leaves most keyword arguments untyped, which the strict check counts as mistakes.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.reporting import gantt as bars
+from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import alive_units, bubble_fraction
+from sppo_hf.schedule.timeline import COMPUTE, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ENDINGS = (".png", ".svg", ".pdf")
+"""Endings of the files that can be drawn."""
+
+_WIDTH_INCHES = 13.0
+# A number needs about so much of the width per character, at font size 7.
+_CHARACTER = 1 / 210
+COMPUTE_HEIGHT = 0.8
+_BESIDE_HEIGHT = 0.28
+
+
+def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, title: str) -> None:
+    """Draws a simulated or measured schedule into a file.
+
+    Above, a row for each rank: compute, numbered by micro-batch (and chunk, where there are
+    several), and below it the lanes that run beside it. Forwards of odd micro-batches are paler.
+    Below, the bytes on each rank's device over time where the timeline has them, otherwise the
+    units that are alive.
+
+    Args:
+        schedule: what was run.
+        timeline: when.
+        path: file to write; its ending says what kind.
+        title: the schedule's name and size, say.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
+        OSError: the file cannot be written.
+    """
+    rows = _rows(schedule, timeline)
+    height = sum(_row_height(lanes) for lanes in rows)
+    inches = [0.6, 0.3 + 0.42 * height, 2.2]
+    figure = new_figure(path, height_inches=sum(inches) + 1.2)
+    head, lanes, held = figure.subplots(3, 1, height_ratios=inches)
+    clock = bars.Clock.of(timeline)
+    _write_title(head, schedule, timeline, clock=clock, title=title)
+    _draw_rows(lanes, schedule, timeline, rows=rows, clock=clock)
+    _draw_held(held, schedule, timeline, clock)
+    for axes in (lanes, held):
+        axes.set_xlim(0.0, clock.end)
+        axes.tick_params(axis="x", labelbottom=axes is held)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", color="#E5E5E5", linewidth=0.6)
+        axes.set_axisbelow(True)
+    held.set_xlabel(f"time ({clock.unit})")
+    figure.savefig(path, dpi=150)
+
+
+def new_figure(path: str | Path, *, height_inches: float, what: str = "a schedule") -> Figure:
+    """Makes an empty figure for a file, apart from matplotlib's global state.
+
+    Args:
+        path: the file that it will be written to.
+        height_inches: its height; all pictures are as wide.
+        what: is drawn, for messages.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise ConfigError(
+            f"Cannot draw {what} into {path.name!r}: its ending must be one of "
+            f"{', '.join(ENDINGS)}, which says what kind of picture it is."
+        )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"Drawing {what} needs matplotlib, which is not installed: pip install matplotlib."
+        ) from error
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _rows(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
+    """Each rank's lanes, compute first."""
+    rows: list[list[str]] = []
+    for rank in range(schedule.num_ranks):
+        compute = f"{rank}{COMPUTE}"
+        own = [lane for lane in timeline.lanes if lane.partition(".")[0] == str(rank)]
+        # Receives take no time of their own: their sends are in the picture.
+        beside = [lane for lane in own if lane != compute and timeline.busy_seconds(lane) > 0]
+        rows.append([compute, *beside])
+    return rows
+
+
+def _row_height(lanes: Sequence[str]) -> float:
+    return 1.0 + _BESIDE_HEIGHT * (len(lanes) - 1)
+
+
+def _write_title(
+    axes: Axes, schedule: Schedule, timeline: Timeline, *, clock: bars.Clock, title: str
+) -> None:
+    said = [
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages",
+        f"{schedule.num_micro_batches} micro-batches of {schedule.num_chunks} chunks",
+        f"{clock.say(timeline.end_seconds)} a step",
+        f"{bubble_fraction(timeline):.1%} idle",
+    ]
+    axes.set_axis_off()
+    # A dollar sign in a name begins no formula.
+    axes.text(0.0, 0.75, title, fontsize=15, fontweight="bold", parse_math=False)
+    axes.text(0.0, 0.2, "  \N{MIDDLE DOT}  ".join(said), fontsize=11, color=bars.INK)
+
+
+def _draw_rows(
+    axes: Axes,
+    schedule: Schedule,
+    timeline: Timeline,
+    *,
+    rows: Sequence[Sequence[str]],
+    clock: bars.Clock,
+) -> None:
+    kinds: set[Kind] = set()
+    ticks: dict[float, str] = {}
+    at = 0.0
+    for rank, lanes in enumerate(rows):
+        ticks[at + COMPUTE_HEIGHT / 2] = f"rank {rank}"
+        draw_compute(axes, schedule, timeline, lane=lanes[0], at=at, clock=clock)
+        kinds |= {span.action.kind for lane in lanes for span in timeline.spans(lane)}
+        for below, lane in enumerate(lanes[1:]):
+            place = at + COMPUTE_HEIGHT + 0.04 + below * _BESIDE_HEIGHT
+            ticks[place + 0.1] = lane.partition(".")[2]
+            _draw_beside(axes, timeline, lane=lane, at=place, clock=clock)
+        at += _row_height(lanes)
+    axes.set_ylim(at, -0.2)
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    for label in axes.get_yticklabels():
+        label.set_fontsize(9 if label.get_text().startswith("rank") else 6)
+    axes.tick_params(axis="y", length=0)
+    add_legend(axes, kind_handles(kinds))
+
+
+def draw_compute(
+    axes: Axes,
+    schedule: Schedule,
+    timeline: Timeline,
+    *,
+    lane: str,
+    at: float,
+    clock: bars.Clock,
+    height: float = COMPUTE_HEIGHT,
+) -> None:
+    """Draws the bars of a rank's compute, from `at` downwards, with their units' numbers."""
+    spans = list(timeline.spans(lane))
+    colours = [
+        bars.mixed(
+            bars.KIND_COLOURS[span.action.kind], 0.3 * (schedule.micro_batch(span.action) % 2)
+        )
+        for span in spans
+    ]
+    axes.broken_barh(
+        [clock.place(span.start_seconds, span.end_seconds) for span in spans],
+        (at, height),
+        facecolors=colours,
+        edgecolors="white",
+        # Edges would cover bars that are hardly wider.
+        linewidth=0.5 if len(spans) <= 250 else 0.0,
+    )
+    for span in spans:
+        said = _numbered(schedule, span.action.unit)
+        length = span.end_seconds - span.start_seconds
+        if length < clock.end / clock.per_second * _CHARACTER * (len(said) + 0.4):
+            continue
+        middle = (span.start_seconds + span.end_seconds) / 2 * clock.per_second
+        axes.text(
+            middle,
+            at + height / 2,
+            said,
+            ha="center",
+            va="center",
+            fontsize=7,
+            color="white" if span.action.kind in bars.DARK_KINDS else "black",
+        )
+
+
+def _numbered(schedule: Schedule, unit: int) -> str:
+    action = Action("F", 0, unit)
+    micro_batch, chunk = schedule.micro_batch(action), schedule.chunk(action)
+    return str(micro_batch) if schedule.num_chunks == 1 else f"{micro_batch}.{chunk}"
+
+
+def _draw_beside(
+    axes: Axes, timeline: Timeline, *, lane: str, at: float, clock: bars.Clock
+) -> None:
+    spans = list(timeline.spans(lane))
+    axes.broken_barh(
+        [clock.place(span.start_seconds, span.end_seconds) for span in spans],
+        (at, _BESIDE_HEIGHT - 0.08),
+        facecolors=[bars.KIND_COLOURS[span.action.kind] for span in spans],
+        linewidth=0,
+    )
+
+
+def _draw_held(axes: Axes, schedule: Schedule, timeline: Timeline, clock: bars.Clock) -> None:
+    tiers = [f"{rank}.device" for rank in range(schedule.num_ranks)]
+    if set(tiers) <= set(timeline.tiers):
+        most = max(timeline.peak(tier).num_bytes for tier in tiers)
+        unit, size = bars.byte_unit(most)
+        curves = [timeline.curve(tier) for tier in tiers]
+        axes.set_title("bytes on each rank's device", loc="left", size=10)
+    else:
+        unit, size = "units", 1
+        curves = alive_units(schedule, timeline)
+        axes.set_title("units alive on each rank", loc="left", size=10)
+    axes.set_ylabel(unit)
+    last = max(schedule.num_ranks - 1, 1)
+    for rank, curve in enumerate(curves):
+        instants = bars.thin_out(curve, timeline.end_seconds)
+        held = dict(curve)
+        times = [*(at * clock.per_second for at in instants), clock.end]
+        values = [held[at] / size for at in instants]
+        axes.step(
+            times,
+            [*values, values[-1]],
+            where="post",
+            color=bars.mixed(bars.BLUE, 0.7 * rank / last),
+            linewidth=1.3,
+            label=f"rank {rank}: {max(values):.3g}",
+        )
+    axes.set_ylim(bottom=0.0)
+    add_legend(axes, None)
+
+
+def add_legend(axes: Axes, handles: Sequence[Artist] | None) -> None:
+    """Puts a legend to the right of `axes`: of `handles`, or of what it has itself."""
+    handles = axes.get_legend_handles_labels()[0] if handles is None else handles
+    axes.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(1.005, 1.0),
+        borderaxespad=0.0,
+        frameon=False,
+        fontsize=8,
+        ncols=1 + len(handles) // 12,
+    )
+
+
+def kind_handles(kinds: set[Kind]) -> list[Artist]:
+    """Makes a legend's entries for kinds of action."""
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(facecolor=bars.KIND_COLOURS[kind], label=name)
+        for kind, name in KIND_NAMES.items()
+        if kind in kinds
+    ]

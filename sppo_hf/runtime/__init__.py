@@ -1,1 +1,0 @@
-"""The one room for torch.distributed: transport, execution; must not know accelerate or Trainer."""

@@ -1,0 +1,283 @@
+"""The lanes of a Schedule over many ranks, and what each action on them waits for.
+
+Knows what actions mean to each other; nothing of seconds or bytes.
+
+These are the only rules of what needs what: simulation and validation both read them.
+
+[Note: what an action waits for] A rank carries out its list in order, but only compute occupies it:
+copies, sends, receives and reductions are started where they are listed (when the compute listed
+before them is done) and run beside what follows. Besides:
+a forward needs the activation of the stage before and, for keys and values, the chunk before;
+a backward needs its forward, the gradient of the stage behind, its frame (if that left the device)
+and, for the gradients of keys and values, the chunk behind;
+a weight gradient needs its input gradient; a receive needs its send, and a send that the receiver
+has come to the receive, so that buffers are taken no earlier than listed;
+and one frame is on its way out while a unit computes, no more: the unit after next waits for it.
+Ranks that share a unit exchange tokens and heads in each layer, so their shares begin together,
+once all of them are free and all that any of them needs is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from sppo_hf.errors import ScheduleError
+from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
+from sppo_hf.schedule.messages import TRANSFERS, Message, messages
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.timeline import COMPUTE
+
+_BESIDE: dict[Kind, str] = {"D": "d2h", "H": "h2d", "REDUCE_GRAD": "reduce"}
+_PEERS: dict[Kind, tuple[str, int]] = {
+    "SEND_F": ("send", 1),
+    "RECV_F": ("recv", -1),
+    "SEND_B": ("send", -1),
+    "RECV_B": ("recv", 1),
+}
+"""Which way a transfer goes, and where its other end is, in stages."""
+_KINDS: tuple[Kind, ...] = tuple(KIND_NAMES)
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
+_NOWHERE = -1
+
+
+class DependencyGraph:
+    """What `simulate_positions` asks for, of one schedule."""
+
+    def __init__(self, schedule: Schedule, *, complete: bool = True) -> None:
+        """Sort the actions by lane and find all that they wait for.
+
+        Args:
+            schedule: compute alone, or with what goes beside it.
+            complete: whether to refuse actions that need one that no rank has. Otherwise those are
+                in `needs` as negative numbers, which `needed` reads.
+
+        Raises:
+            ScheduleError: an action needs one that no rank has, or has no place in a pipeline.
+        """
+        self.lanes: dict[str, list[Action]] = {}
+        """Actions by lane."""
+        self._stage_ranks = schedule.stage_ranks
+        self._num_units = schedule.num_units
+        self._size = self._num_units * len(self._stage_ranks)
+        shared = schedule.shared_units
+        self._messages: dict[Action, Message] = {}
+        """By send or receive, where units are shared: what it is an end of."""
+        for message in messages(schedule).values() if shared else ():
+            self._messages[message.send] = self._messages[message.receive] = message
+        first = frozenset(schedule.first_units)
+        self._first = [unit in first for unit in range(self._num_units + 1)]
+        """By unit: whether a micro-batch begins with it, and so the one before it ends another."""
+        self._places: dict[str, list[int]] = {}
+        """By lane, for each of its actions, a place on another lane of its rank: for compute, of
+        the copy out that must have ended; for what runs beside, of the compute listed before."""
+        for rank, actions in enumerate(schedule.ranks):
+            self._sort(rank, actions)
+        self.actions = [action for lane in self.lanes.values() for action in lane]
+        """By position."""
+        self._at: dict[Kind, list[int]] = {}
+        """Positions by kind, and then by stage and unit; of a shared unit, that of any share."""
+        self._groups: dict[tuple[Kind, int], list[int]] = {}
+        """Positions of all shares or pieces of what is there in several."""
+        self._alone: dict[Action, int] = {}
+        """Positions of shares and pieces."""
+        for position, action in enumerate(self.actions):
+            kind, stage, unit, _, part = action
+            if kind not in self._at:
+                self._at[kind] = self._nothing(kind)
+            here = stage * self._num_units + unit
+            self._at[kind][here] = position
+            if part is not None:
+                self._groups.setdefault((kind, here), []).append(position)
+                self._alone[action] = position
+        # Whole or split, it is a backward's first part that others wait for.
+        self._at_backward = list(map(max, self._of("B"), self._of("I")))
+        self._waited = self._positions()
+        self.needs: list[list[int]] = [
+            self._needs(position, action) for position, action in enumerate(self.actions)
+        ]
+        """By position: the positions of what must be done before."""
+        if self._groups:
+            self._share()
+        if complete and any(needed and min(needed) < 0 for needed in self.needs):
+            raise ScheduleError(self._missing())
+
+    def needed(self, found: int) -> Action:
+        """Returns an entry of `needs` as an action; one that no rank has, if it is negative."""
+        if found >= 0:
+            return self.actions[found]
+        number, here = divmod(-2 - found, self._size)
+        return Action(_KINDS[number], *divmod(here, self._num_units))
+
+    def _nothing(self, kind: Kind) -> list[int]:
+        """For every stage and unit, that there is no action of that kind; see `needed`."""
+        last = -2 - _NUMBER[kind] * self._size
+        return list(range(last, last - self._size, -1))
+
+    def _share(self) -> None:
+        """Spreads what was found of one share over all: who waits for one waits for all of them."""
+        group_of = {position: group for group in self._groups.values() for position in group}
+        spread: list[list[int]] = []
+        for needed in self.needs:
+            all_of: dict[int, None] = {}
+            for found in needed:
+                all_of.update(dict.fromkeys(group_of.get(found, (found,))))
+            spread.append(list(all_of))
+        self.needs = spread
+        starts = frozenset(accumulate(map(len, self.lanes.values()), initial=0))
+        for (kind, _), group in self._groups.items():
+            if kind in COMPUTE_KINDS:
+                # A share begins when all can: when what is listed before each of them is done.
+                before = [position - 1 for position in group if position not in starts]
+                together = dict.fromkeys(p for at in group for p in self.needs[at])
+                together.update(dict.fromkeys(before))
+                for position in group:
+                    self.needs[position] = list(together)
+
+    def _sort(self, rank: int, actions: Sequence[Action]) -> None:
+        compute, computed = self._lane_of(f"{rank}{COMPUTE}")
+        lanes: dict[tuple[Kind, int], tuple[list[Action], list[int]]] = {}
+        copies, left, newly_left = 0, _NOWHERE, _NOWHERE
+        for action in actions:
+            kind = action.kind
+            if kind in COMPUTE_KINDS:
+                compute.append(action)
+                computed.append(left)
+                left = newly_left
+                continue
+            if action.part is not None and kind in TRANSFERS:
+                lane, places = self._lane_of(f"{rank}.{self._lane(action)}")
+            else:
+                key = (kind, action.stage)
+                if key not in lanes:
+                    lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
+                lane, places = lanes[key]
+            lane.append(action)
+            places.append(len(compute) - 1)
+            if kind == "D":
+                newly_left = copies
+                copies += 1
+
+    def _lane_of(self, name: str) -> tuple[list[Action], list[int]]:
+        return self.lanes.setdefault(name, []), self._places.setdefault(name, [])
+
+    def _positions(self) -> list[int]:
+        """By position: that of the action whose place is noted, or nowhere."""
+        starts = dict(
+            zip(self.lanes, accumulate(map(len, self.lanes.values()), initial=0), strict=False)
+        )
+        found: list[int] = []
+        for name, places in self._places.items():
+            rank = name.partition(".")[0]
+            other = f"{rank}.{_BESIDE['D']}" if name.endswith(COMPUTE) else f"{rank}{COMPUTE}"
+            start = starts.get(other, 0)
+            found += [start + place if place >= 0 else _NOWHERE for place in places]
+        return found
+
+    def _lane(self, action: Action) -> str:
+        kind, stage = action.kind, action.stage
+        if kind in _BESIDE:
+            return _BESIDE[kind]
+        message = self._messages.get(action)
+        if message is not None:
+            sends = action == message.send
+            return f"send {message.target}" if sends else f"recv {message.source}"
+        if kind not in _PEERS:
+            allowed = (*sorted(COMPUTE_KINDS), *_BESIDE, *_PEERS)
+            raise ScheduleError(
+                f"{action} ({KIND_NAMES[kind]}) has no place in a pipeline. Allowed: "
+                f"{', '.join(allowed)}."
+            )
+        word, step = _PEERS[kind]
+        if not 0 <= stage + step < len(self._stage_ranks):
+            raise ScheduleError(
+                f"{action} ({KIND_NAMES[kind]}) has no other end: there is no stage {stage + step}."
+            )
+        return f"{word} {self._stage_ranks[stage + step]}"
+
+    def _of(self, kind: Kind) -> list[int]:
+        if kind not in self._at:
+            self._at[kind] = self._nothing(kind)
+        return self._at[kind]
+
+    def _needs(self, position: int, action: Action) -> list[int]:
+        kind, stage, unit, _, part = action
+        num_units, at = self._num_units, self._at
+        here = stage * num_units + unit
+        waited = self._waited[position]
+        if kind == "F":
+            needed: list[int] = []
+            if stage:
+                received = at["RECV_F"][here] if "RECV_F" in at else _NOWHERE
+                needed.append(at["F"][here - num_units] if received < 0 else received)
+            if not self._first[unit]:
+                needed.append(at["F"][here - 1])
+        elif kind == "B" or kind == "I":
+            needed = [self._of("F")[here]]
+            if stage + 1 < len(self._stage_ranks):
+                received = at["RECV_B"][here] if "RECV_B" in at else _NOWHERE
+                needed.append(self._at_backward[here + num_units] if received < 0 else received)
+            if not self._first[unit + 1] and unit + 1 < num_units:
+                needed.append(self._at_backward[here + 1])
+            if "D" in at and at["D"][here] >= 0:
+                needed.append(self._of("H")[here])
+        else:
+            needed = [] if waited < 0 else [waited]
+            if part is None:
+                self._add_others(needed, kind, here)
+            else:
+                self._add_parts(needed, action)
+            return needed
+        if waited >= 0:
+            needed.append(waited)
+        return needed
+
+    def _add_others(self, needed: list[int], kind: Kind, here: int) -> None:
+        """What actions other than forward and backward need, besides what they are listed after."""
+        if kind == "RECV_F":
+            needed.append(self._of("SEND_F")[here - self._num_units])
+        elif kind == "RECV_B":
+            needed.append(self._of("SEND_B")[here + self._num_units])
+        elif kind == "W":
+            needed.append(self._of("I")[here])
+        elif kind == "H":
+            needed.append(self._of("D")[here])
+        elif kind in ("D", "SEND_F", "R"):
+            needed.append(self._of("F")[here])
+        elif kind == "SEND_B":
+            needed.append(self._at_backward[here])
+        if kind in ("SEND_F", "SEND_B"):
+            step = _PEERS[kind][1] * self._num_units
+            receive = self._of("RECV_F" if kind == "SEND_F" else "RECV_B")[here + step]
+            if receive >= 0 and self._waited[receive] >= 0:
+                needed.append(self._waited[receive])
+
+    def _add_parts(self, needed: list[int], action: Action) -> None:
+        """The same of one rank's share of a unit, or of a piece of what passes between them."""
+        kind, stage, unit, _, part = action
+        message = self._messages.get(action)
+        if message is None:
+            sources: dict[Kind, Kind] = {"W": "I", "H": "D"}
+            source = sources.get(kind, "F")
+            needed.append(self._position(Action(source, stage, unit, None, part)))
+        elif action == message.receive:
+            needed.append(self._position(message.send))
+        else:
+            needed.append(self._position(message.made))
+            receive = self._alone.get(message.receive, _NOWHERE)
+            if receive >= 0 and self._waited[receive] >= 0:
+                needed.append(self._waited[receive])
+
+    def _position(self, action: Action) -> int:
+        if action.part is None:
+            return self._of(action.kind)[action.stage * self._num_units + action.unit]
+        return self._alone.get(action, _NOWHERE)
+
+    def _missing(self) -> str:
+        """Says what is needed and not there."""
+        position = next(at for at, needed in enumerate(self.needs) if needed and min(needed) < 0)
+        action = self.actions[position]
+        return (
+            f"{action} needs an action that no rank has: its forward, its chunk's neighbour, the "
+            "stage next to it or its transfer. `validate` says which."
+        )

@@ -1,0 +1,220 @@
+"""A run as it was measured, beside the simulation of its schedule.
+
+From what each rank noted down (action, begin, end) comes a Timeline as `simulate_pipeline` returns,
+durations to simulate with, and a sum of what measured and simulated step differ by. Knows nothing
+of who noted it down, but that all ranks read the same clock, as processes of one machine do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sppo_hf.errors import ScheduleError
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
+from sppo_hf.schedule.dependencies import DependencyGraph
+from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.timeline import Record, Timeline
+
+
+class ActionRecord(NamedTuple):
+    """An action that was carried out, in seconds of the host's clock."""
+
+    action: Action
+    """What was done."""
+
+    start_seconds: float
+    """When the rank turned to it."""
+
+    end_seconds: float
+    """When it was done."""
+
+    ready_seconds: float
+    """When the message that it waited for was there; `start_seconds` if it waited for none."""
+
+
+def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> Timeline:
+    """Makes a Timeline of a measured step: each rank's compute, without the time that it waited.
+
+    Args:
+        schedule: what was run.
+        executed: what each rank did, in its order, all of one step.
+
+    Returns:
+        A timeline with the lanes "0.compute", "1.compute" and so on. It begins when the first rank
+        turned to its first action. Without bytes.
+
+    Raises:
+        ScheduleError: a rank did something else than its list, or in another order.
+    """
+    _check(schedule, executed)
+    compute = _computed(executed)
+    zero = _begin(executed)
+    waits = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
+    done = [one for rank in compute for one in rank]
+    starts = [one.ready_seconds - zero for one in done]
+    ends = [one.end_seconds - zero for one in done]
+    ranges: dict[str, range] = {}
+    for lane, actions in waits.lanes.items():
+        first = sum(map(len, ranges.values()))
+        ranges[lane] = range(first, first + len(actions))
+    latest: list[int] = []
+    for position, needed in enumerate(waits.needs):
+        # What waits for no other unit waits for its rank, which was busy with the unit before.
+        latest.append(max(needed, key=ends.__getitem__, default=max(position - 1, 0)))
+    return Timeline(
+        Record(
+            actions=[one.action for one in done],
+            positions={one.action: position for position, one in enumerate(done)},
+            lanes=ranges,
+            starts=starts,
+            ends=ends,
+            readies=[ends[last] if needed else 0.0 for last, needed in _pairs(latest, waits)],
+            latest=latest,
+            events={},
+        )
+    )
+
+
+def executed_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
+    """Makes a Timeline of what one rank did: compute without the time that it waited, and others.
+
+    Args:
+        rank: whose it is; lanes are named after it: "0.compute", "0.d2h", "0.send" and so on.
+        executed: what it did, in its order. What runs beside compute has the time of its start.
+    """
+    zero = executed[0].start_seconds if executed else 0.0
+    lanes: dict[str, list[ActionRecord]] = {}
+    for one in executed:
+        lanes.setdefault(f"{rank}.{_LANE_NAMES[one.action.kind]}", []).append(one)
+    done = [one for lane in lanes.values() for one in lane]
+    ranges: dict[str, range] = {}
+    first = 0
+    for name, lane in lanes.items():
+        ranges[name] = range(first, first + len(lane))
+        first += len(lane)
+    starts = [one.ready_seconds - zero for one in done]
+    return Timeline(
+        Record(
+            actions=[one.action for one in done],
+            positions={one.action: position for position, one in enumerate(done)},
+            lanes=ranges,
+            starts=starts,
+            ends=[one.end_seconds - zero for one in done],
+            readies=starts,
+            # What it waited for is not known here: the one before it stands for all.
+            latest=[max(position - 1, 0) for position in range(len(done))],
+            events={},
+        )
+    )
+
+
+_LANE_NAMES: dict[Kind, str] = {
+    **dict.fromkeys(COMPUTE_KINDS, "compute"),
+    **{"D": "d2h", "O": "d2h", "H": "h2d", "K": "h2d", "S": "disk write", "L": "disk read"},
+    **{"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"},
+    "REDUCE_GRAD": "reduce",
+}
+
+
+def mean_seconds(
+    schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]
+) -> Callable[[Action], float]:
+    """Returns durations to simulate with: of each (kind, stage, chunk) the mean over micro-batches.
+
+    Sends, receives and reductions take none: what they cost is for `explain` to find.
+    """
+    found: dict[tuple[str, int, int], list[float]] = {}
+    for one in _flat(_computed(executed)):
+        place = (one.action.kind, one.action.stage, schedule.chunk(one.action))
+        found.setdefault(place, []).append(one.end_seconds - one.ready_seconds)
+    means = {place: sum(times) / len(times) for place, times in found.items()}
+    return lambda a: means.get((a.kind, a.stage, schedule.chunk(a)), 0.0)
+
+
+class Difference(NamedTuple):
+    """What a measured step and its simulation differ by; the last three add up to it."""
+
+    measured_seconds: float
+    """From the first rank's first action to the last one's end."""
+
+    simulated_seconds: float
+    """With `mean_seconds`."""
+
+    uneven_seconds: float
+    """Units that took longer or shorter than the mean of their kind, stage and chunk."""
+
+    between_seconds: float
+    """The host's time between units: starting messages, bookkeeping, a late begin."""
+
+    message_seconds: float
+    """Messages on their way, and the time until who waited for them went on."""
+
+
+def explain(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> Difference:
+    """Finds what makes the measured step longer than the simulated one.
+
+    The schedule is simulated again with each unit's own seconds, and again with the host's seconds
+    before each unit added; what is then still missing went by while messages were on their way.
+
+    Raises:
+        ScheduleError: see `measured_timeline`.
+    """
+    measured = measured_timeline(schedule, executed)
+    compute = _computed(executed)
+    own = {one.action: one.end_seconds - one.ready_seconds for one in _flat(compute)}
+    before: dict[Action, float] = {}
+    zero = _begin(executed)
+    for rank in compute:
+        free = zero
+        for one in rank:
+            before[one.action] = one.start_seconds - free
+            free = one.end_seconds
+
+    def step_seconds(seconds: Callable[[Action], float]) -> float:
+        return simulate_pipeline(schedule, seconds=seconds).end_seconds
+
+    simulated = step_seconds(mean_seconds(schedule, executed))
+    uneven = step_seconds(lambda action: own.get(action, 0.0))
+    between = step_seconds(lambda action: own.get(action, 0.0) + before.get(action, 0.0))
+    return Difference(
+        measured.end_seconds,
+        simulated,
+        uneven - simulated,
+        between - uneven,
+        measured.end_seconds - between,
+    )
+
+
+def _check(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> None:
+    if len(executed) != schedule.num_ranks:
+        raise ScheduleError(
+            f"{len(executed)} ranks were measured, but the schedule has {schedule.num_ranks}. "
+            "Remedy: gather what all ranks of one pipeline did in one step."
+        )
+    for rank, (done, listed) in enumerate(zip(executed, schedule.ranks, strict=True)):
+        for step in range(max(len(done), len(listed))):
+            did = str(done[step].action) if step < len(done) else "nothing"
+            wanted = str(listed[step]) if step < len(listed) else "nothing"
+            if did != wanted:
+                raise ScheduleError(
+                    f"rank {rank} did {did} at step {step}, where the schedule lists {wanted}. "
+                    "Remedy: compare a run with the schedule that it ran, sends included."
+                )
+
+
+def _begin(executed: Sequence[Sequence[ActionRecord]]) -> float:
+    return min(rank[0].start_seconds for rank in executed if rank)
+
+
+def _computed(executed: Sequence[Sequence[ActionRecord]]) -> list[list[ActionRecord]]:
+    return [[one for one in rank if one.action.kind in COMPUTE_KINDS] for rank in executed]
+
+
+def _flat(executed: Sequence[Sequence[ActionRecord]]) -> list[ActionRecord]:
+    return [one for rank in executed for one in rank]
+
+
+def _pairs(latest: Sequence[int], waits: DependencyGraph) -> list[tuple[int, bool]]:
+    return [(last, bool(needed)) for last, needed in zip(latest, waits.needs, strict=True)]

@@ -1,0 +1,336 @@
+"""Check one model by name: is it exact, or refused and why?
+
+What `sppo check` and the table of families (recipes/MODELS.md) are made of: finds or builds a small
+model, compares it unmodified and converted, and turns what happened into one result. Knows nothing
+of terminals and files to write; raises only for input that names no model at all.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of
+from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
+from sppo_hf.planning.config_file import check_sizes, read_fields
+from sppo_hf.rules import format_bytes, refuse, show
+from sppo_hf.testing.exactness import compare, compare_drift, run_reference
+from sppo_hf.testing.tiny_families import FAMILIES
+from sppo_hf.testing.tiny_models import (
+    LARGEST_BYTES,
+    build_tiny_model,
+    make_batch,
+    model_from_config,
+    shrunk_config,
+    weights_bytes,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["CheckResult", "check_config", "check_model", "small_model"]
+
+LARGEST_PARAMETERS = 20_000_000
+"""A local model with more parameters than this is checked as a tiny random one of its config."""
+
+_DRIFT_BATCHES = 4
+
+_NAMES = (
+    "Give a Transformers model type such as 'llama', a folder with a config.json, a config.json,"
+    " or a hub id that is cached or can be downloaded."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """What came of checking one model."""
+
+    name: str
+    """As it was asked for."""
+    status: Literal["exact", "not exact", "refused"]
+    model_class: str = ""
+    """Transformers class of the model; empty where it could not be built."""
+    reason: str = ""
+    """Why it was refused."""
+    error: float | None = None
+    """Worst error of loss and gradients; in low precision the distance from float32."""
+    allowed: float | None = None
+    """Largest error that counts as exact."""
+    loss: float | None = None
+    reference_loss: float | None = None
+    worst_parameters: tuple[tuple[str, float], ...] = ()
+    """Names and errors of the worst parameters, the worst first; empty in low precision."""
+    num_chunks: int | None = None
+    num_parameters: int | None = None
+    dtype: str = "float64"
+    random_weights: bool = True
+    """False where a local model's own weights were used."""
+    note: str = ""
+    """What was checked in place of what was named: the text decoder of a larger model."""
+
+
+def check_model(
+    name: str,
+    config: SPPOConfig,
+    *,
+    rows: int = 2,
+    tokens: int = 29,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> CheckResult:
+    """Compare loss and gradients of one model with and without chunks.
+
+    Args:
+        name: see `small_model`.
+        config: the settings of the converted model.
+        rows: sequences of the batch; the last is padded by a third if there are several.
+        tokens: length of each.
+        dtype: float64 and float32 compare with the unmodified model directly; bfloat16 and
+            float16 compare both models' distances from float32.
+        seed: of weights and batch.
+
+    Raises:
+        ConfigError: `name` is no model, `config` does not fit the batch, the unmodified model
+            cannot run it, or `tokens` would take more than `LARGEST_BYTES`.
+    """
+    direct = dtype in (torch.float64, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, random_weights, note = small_model(name, dtype=dtype if direct else torch.float32)
+        result = _check(model, random_weights, name, config, rows, tokens, dtype, seed)
+        return replace(result, note=note)
+
+
+def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult:
+    """The same for a tiny random model of a Transformers configuration, in float64.
+
+    Raises:
+        ConfigError: no tiny model of this configuration can be built.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _tiny_of(hf_config, torch.float64)
+        result = _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
+        if result.status != "exact":
+            return result
+        # One row without padding has no attention mask, which models treat in another way.
+        return _check(model, True, hf_config.model_type, config, 1, 29, torch.float64, 0)
+
+
+def _check(
+    model: PreTrainedModel,
+    random_weights: bool,
+    name: str,
+    config: SPPOConfig,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> CheckResult:
+    direct = dtype in (torch.float64, torch.float32)
+    text = model.config.get_text_config(decoder=True)
+    vocab_size = getattr(text, "vocab_size", None)
+    if vocab_size is None:
+        raise ConfigError(f"model type {text.model_type!r} has no vocabulary. {_NAMES}")
+    _check_tokens(rows, tokens, getattr(text, "num_attention_heads", 1), vocab_size)
+    padding = (0,) * (rows - 1) + (tokens // 3,) if rows > 1 else ()
+    batches = [
+        make_batch(
+            rows=rows, tokens=tokens, vocab_size=vocab_size, padding=padding, seed=seed + index
+        )
+        for index in range(1 if direct else _DRIFT_BATCHES)
+    ]
+    facts: dict[str, Any] = {
+        "name": name,
+        "model_class": type(model).__name__,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "random_weights": random_weights,
+    }
+    try:
+        if direct:
+            return _direct(model, batches[0], config, facts)
+        return _by_drift(model, batches, config, dtype, facts)
+    except UnsupportedModelError as error:
+        return CheckResult(status="refused", reason=str(error), **facts)
+    except SPPOError:
+        raise
+    except BUILD_ERRORS as error:
+        _check_runs(model, batches[0])
+        reason = f"it fails in chunks, where the unmodified model does not ({first_line(error)})"
+        return CheckResult(status="refused", reason=reason, **facts)
+
+
+def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
+    """Refuse a length whose attention scores or logits would not be small.
+
+    Raises:
+        ConfigError: naming the length.
+    """
+    most = next(
+        length
+        for length in (2**power for power in range(24, -1, -1))
+        if rows * length * max(heads * length, vocab_size) * torch.float64.itemsize <= LARGEST_BYTES
+    )
+    if tokens > most:
+        refuse(
+            "tokens",
+            tokens,
+            allowed=f"at most {most:,} ({heads} heads and a vocabulary of {vocab_size:,}: attention"
+            f" scores and logits of {format_bytes(LARGEST_BYTES)})",
+            remedy="check a shorter sequence: what is exact does not depend on the length",
+        )
+
+
+def _check_runs(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
+    """Refuse a model that cannot run `batch` without sppo_hf either.
+
+    Raises:
+        ConfigError: with the model's own error.
+    """
+    try:
+        run_reference(model, batch)
+    except BUILD_ERRORS as error:
+        raise ConfigError(
+            f"the unmodified {type(model).__name__} cannot run"
+            f" {batch['input_ids'].shape[1]} tokens in {model.dtype} itself ({first_line(error)})."
+            " Give fewer tokens, or the folder of a model that runs"
+        ) from error
+
+
+def _direct(
+    model: PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+    config: SPPOConfig,
+    facts: dict[str, Any],
+) -> CheckResult:
+    report = compare(model, batch, config)
+    return CheckResult(
+        status="exact" if report.exact else "not exact",
+        error=report.error,
+        allowed=report.tolerance,
+        loss=report.loss,
+        reference_loss=report.reference_loss,
+        worst_parameters=tuple((item.name, item.error) for item in report.parameters[:5]),
+        num_chunks=report.num_chunks,
+        **facts,
+    )
+
+
+def _by_drift(
+    model: PreTrainedModel,
+    batches: list[dict[str, torch.Tensor]],
+    config: SPPOConfig,
+    dtype: torch.dtype,
+    facts: dict[str, Any],
+) -> CheckResult:
+    report = compare_drift(model, batches, config, dtype=dtype)
+    return CheckResult(
+        status="exact" if report.exact else "not exact",
+        error=report.drift,
+        allowed=report.allowed_drift,
+        loss=report.loss,
+        reference_loss=report.unmodified_loss,
+        **facts,
+    )
+
+
+def small_model(
+    name: str, *, dtype: torch.dtype = torch.float64
+) -> tuple[PreTrainedModel, bool, str]:
+    """Find or build the small model that stands for `name`.
+
+    Args:
+        name: a tiny family or Transformers model type; a local folder with a model (its own
+            weights if it has at most 20 million parameters, else a tiny random model of its
+            configuration); a `config.json`; or a hub id, of which only the configuration is read.
+            Of types that have no language model as a whole, the text decoder alone is built.
+        dtype: of the weights.
+
+    Returns:
+        The model in training mode on the CPU, whether its weights are random, and a note where it
+        is only a part of what was named.
+
+    Raises:
+        ConfigError: there is no such model, it is no causal language model, or none of it can be
+            built in little memory.
+    """
+    path = Path(name).expanduser()
+    local = os.path.exists(path)  # False for what can be no path, where Path raises
+    if not (local or "/" in name or name.endswith(".json")):
+        try:
+            model = build_tiny_model(name, dtype=dtype)
+        except ConfigError as error:
+            model = _tiny_text_decoder(name, dtype, error)
+        if name in FAMILIES or model.config.model_type == name:
+            return model, True, ""
+        return model, True, _part_of(AutoConfig.for_model(name), model)
+    config = _read_config(name, path, local)
+    whole = decoder_config(config) is config
+    if local and whole and path.is_dir() and _has_weights(path) and _is_small(config):
+        try:
+            model = loader_of(config).from_pretrained(path, dtype=dtype)
+        except BUILD_ERRORS as error:
+            raise ConfigError(
+                f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
+            ) from error
+        return model.train(), False, ""
+    model = _tiny_of(config, dtype)
+    return model, True, "" if whole else _part_of(config, model)
+
+
+def _part_of(config: PreTrainedConfig, model: PreTrainedModel) -> str:
+    """Say that `model` is the text decoder of what `config` describes."""
+    return f"the text decoder of {config.model_type} alone ({model.config.model_type})"
+
+
+def _tiny_text_decoder(name: str, dtype: torch.dtype, whole: ConfigError) -> PreTrainedModel:
+    """The text decoder of a multimodal type, of which no tiny model can be built as a whole.
+
+    Raises:
+        ConfigError: `whole`, why that cannot be built: there is no such decoder either.
+    """
+    try:
+        text = AutoConfig.for_model(name).get_text_config(decoder=True)
+    except BUILD_ERRORS:
+        raise whole from None
+    if text.model_type == name or loader_of(text) is None:
+        raise whole
+    return build_tiny_model(text.model_type, dtype=dtype)
+
+
+def _tiny_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return model_from_config(shrunk_config(config), dtype=dtype)
+
+
+def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:
+    if not local and (path.is_absolute() or name.count("/") != 1):
+        raise ConfigError(f"{show(name)} is no file or folder. {_NAMES}")
+    source = path if local else name
+    try:
+        # Read first as it is: a configuration's class may make a list of as many layers as it asks.
+        fields = read_fields(path) if local else PreTrainedConfig.get_config_dict(name)[0]
+        check_sizes(fields)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except SPPOError:
+        raise
+    except BUILD_ERRORS as error:
+        raise ConfigError(
+            f"no model configuration could be read from {show(name)} ({first_line(error)})."
+            f" {_NAMES}"
+        ) from error
+
+
+def _is_small(config: PreTrainedConfig) -> bool:
+    return weights_bytes(config) <= LARGEST_PARAMETERS * torch.float64.itemsize
+
+
+def _has_weights(path: Path) -> bool:
+    return any(path.glob("*.safetensors")) or any(path.glob("*.bin"))

@@ -1,0 +1,545 @@
+"""Tiny random causal language models of any Transformers family, made to be compared.
+
+A family's own default configuration is shrunk to a few thousand weights, its special features are
+turned on (see `tiny_families`), and every parameter is drawn at random: sinks, biases, router
+parameters and norm weights too, which Transformers starts at zero or one. So attention scores,
+soft caps and routing are far from degenerate and no gradient is zero by accident.
+
+Nothing is allocated before it is counted: a model is first built without memory, and refused where
+its weights would take more than 256 MiB, by the names of the settings that make it large.
+
+Knows nothing of chunks, plans or the comparison itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of, quiet_peft
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
+from sppo_hf.rules import format_bytes
+from sppo_hf.testing.tiny_families import FAMILIES, TinyFamily
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "LARGEST_BYTES",
+    "VOCAB_SIZE",
+    "add_lora",
+    "build_tiny_model",
+    "make_batch",
+    "model_from_config",
+    "randomise",
+    "shrink",
+    "shrunk_config",
+    "tiny_config",
+    "weights_bytes",
+]
+
+VOCAB_SIZE = 97
+"""Tokens a tiny model knows; odd, so that nothing divides it by luck."""
+
+LARGEST_BYTES = 256 * 2**20
+"""Most bytes of weights that a tiny model may take; what would take more is refused unbuilt."""
+
+_LAYERS = 3
+_MOST_KINDS = 6
+# Lists of layer numbers, not of what each layer is.
+_INDEX_LISTS = ("idxs", "indices")
+_HEAD_SIZE = 8
+_WINDOW_TOKENS = 8
+_ORIGINAL_TOKENS = 16
+
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "kv_n_heads": 2,
+    "max_position_embeddings": 512,
+    # Experts: few, and two of them active, so that most see some tokens.
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "output_router_logits": False,
+    # Multi-head latent attention: value heads of another size than query and key heads.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    # State-space and linear-attention families: scans of several blocks, of few tokens each.
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "state_size": 4,
+    "ssm_state_size": 4,
+    "mamba_d_state": 4,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_mamba_heads": 2,
+    "mamba_headdim": 32,
+    "n_groups": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "lru_width": 32,
+    # Tables of embeddings by something else than tokens.
+    "encoder_hash_byte_group_vocab": VOCAB_SIZE,
+    "shape_vocab_size": VOCAB_SIZE,
+    "pronunciation_vocab_size": VOCAB_SIZE,
+    # Encoders of images, which no batch of text runs.
+    "depth": 2,
+    "out_hidden_size": 32,
+    # Per-layer embeddings of the Gemma 3n/4 line.
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 0,
+}
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def shrink(config: PreTrainedConfig) -> dict[str, Any]:
+    """Settings that make `config` tiny and keep its features.
+
+    Args:
+        config: any Transformers configuration; it is not changed.
+
+    Returns:
+        Keyword arguments for the same configuration class: few layers (of every kind the original
+        has), few heads and experts, windows of 8 tokens, rotary scaling past 16, no dropout.
+        Configurations inside it (of attention, or of an encoder) are shrunk alike.
+    """
+    original = config.to_dict()
+    settings = {
+        _stored_name(config, name): value
+        for name, value in _SIZES.items()
+        if _stored_name(config, name) in original
+    }
+    for name, value in original.items():
+        is_rate = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
+        if is_rate and isinstance(value, (int, float)) and not isinstance(value, bool):
+            settings[name] = type(value)(0)
+        if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
+            settings[name] = min(value, _WINDOW_TOKENS)
+        if name == "num_experts_per_tok" and value == 1:
+            # Some routers know no other number.
+            settings[name] = 1
+        nested = vars(config).get(name)
+        if isinstance(nested, PreTrainedConfig):
+            stated = {key: item for key, item in nested.to_diff_dict().items() if item != ""}
+            settings[name] = {**_without_bookkeeping(stated), **shrink(nested)}
+            if "vocab_size" in settings[name] and "pad_token_id" in settings[name]:
+                # Multimodal models embed it in the place of tokens that stand for images.
+                settings[name]["pad_token_id"] = 0
+    for name in _TOKEN_IDS:
+        if name in original:
+            settings[name] = None if _optional(config, name) else 0
+    settings |= _shrink_heads(original)
+    settings |= _shrink_layers(original, getattr(config, "num_hidden_layers", None))
+    rope = original.get("rope_parameters")
+    if isinstance(rope, dict):
+        settings["rope_parameters"] = _shrink_rope(rope)
+    return settings
+
+
+def _shrink_heads(original: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if "head_dim" in original:
+        # With latent attention it may be the size of the rotary part, or of both parts.
+        both = (original["head_dim"] or 0) > (original.get("qk_rope_head_dim") or math.inf)
+        settings["head_dim"] = 2 * _HEAD_SIZE if both else _HEAD_SIZE
+    if "expand" in original and "num_heads" in original:
+        settings["num_heads"] = 8  # of 8 each: twice the width
+    if "kv_lora_rank" in original:
+        settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
+    return settings
+
+
+def _without_bookkeeping(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's own fields, which its class takes as arguments."""
+    bookkeeping = ("architectures", "transformers_version", "dtype", "torch_dtype")
+    return {name: value for name, value in stated.items() if name not in bookkeeping}
+
+
+def _stored_name(config: PreTrainedConfig, name: str) -> str:
+    """The field behind an alias such as GPT-2's `hidden_size`; two names of one field conflict."""
+    return config.attribute_map.get(name, name)
+
+
+def _optional(config: PreTrainedConfig, name: str) -> bool:
+    """Whether a field may be None; configurations that are no dataclasses take anything."""
+    field = getattr(type(config), "__dataclass_fields__", {}).get(name)
+    return field is None or "None" in str(field.type)
+
+
+def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """What the configuration says layer by layer, for one layer of each kind and at least three.
+
+    Layers that differ in any per-layer list or override are of different kinds. The kinds keep
+    their order, and the last layer keeps its own, which some families insist on.
+    """
+    if not layers:
+        return {}
+    lists = {
+        name: value
+        for name, value in original.items()
+        if isinstance(value, list) and len(value) == layers and not name.endswith(_INDEX_LISTS)
+    }
+    own = {int(key): value for key, value in (original.get("per_layer_config") or {}).items()}
+    kinds: dict[str, int] = {}
+    described = ""
+    for layer in range(layers):
+        described = repr([values[layer] for values in lists.values()] + [own.get(layer)])
+        kinds.setdefault(described, layer)
+    last = list(kinds).index(described)
+    first_of_kind = list(kinds.values())[:_MOST_KINDS]
+    count = max(_LAYERS, len(first_of_kind))
+    shift = min(last, len(first_of_kind) - 1) - (count - 1)
+    chosen = [first_of_kind[(index + shift) % len(first_of_kind)] for index in range(count)]
+    settings: dict[str, Any] = {"num_hidden_layers": count} if count > _LAYERS else {}
+    for name, values in lists.items():
+        same = name in _SIZES
+        settings[name] = [_SIZES[name] if same else values[layer] for layer in chosen]
+    if own:
+        settings["per_layer_config"] = {
+            index: _shrink_own(own[layer]) for index, layer in enumerate(chosen) if layer in own
+        }
+    return settings
+
+
+def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """One layer's own settings: heads twice as large as the others', and half as many keys."""
+    sizes = {**_SIZES, "head_dim": 2 * _HEAD_SIZE, "num_key_value_heads": 1}
+    if "kv_lora_rank" in overrides:
+        sizes["num_key_value_heads"] = _SIZES["num_attention_heads"]
+    return {name: sizes.get(name, value) for name, value in overrides.items()}
+
+
+def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters for heads of 8 and an original length of 16 tokens; nested ones too."""
+    shrunk: dict[str, Any] = {}
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            shrunk[name] = _shrink_rope(value)
+        elif name in ("short_factor", "long_factor") and isinstance(value, list):
+            pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
+            shrunk[name] = [value[index * len(value) // pairs] for index in range(pairs)]
+        elif name == "mrope_section" and isinstance(value, list):
+            pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
+            shrunk[name] = _shares(pairs, len(value))
+        elif name == "original_max_position_embeddings":
+            shrunk[name] = _ORIGINAL_TOKENS
+        else:
+            shrunk[name] = value
+    return shrunk
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """`total` in so many whole shares, the last ones larger."""
+    return [(index + 1) * total // parts - index * total // parts for index in range(parts)]
+
+
+def _check_causal(config: PreTrainedConfig) -> None:
+    if loader_of(config) is None or config.is_encoder_decoder:
+        raise ConfigError(
+            f"model type {config.model_type!r} has no causal language model in Transformers;"
+            " only decoder-only causal language models can be fine-tuned"
+        )
+
+
+def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A tiny configuration with the features of `config`, of its text decoder alone; see `shrink`.
+
+    Raises:
+        ConfigError: the shrunk settings do not fit together, or `config` counts more than
+            `MOST_MODULES` layers or experts.
+    """
+    config = decoder_config(config)
+    _check_causal(config)
+    check_sizes(config.to_dict())
+    stated = _without_bookkeeping(config.to_diff_dict())
+    stated.pop("model_type", None)
+    small = shrink(config)
+    text = config.get_text_config(decoder=True)
+    owner = small if text is config else small.get("text_config", {})
+    if getattr(text, "output_router_logits", False):
+        owner["output_router_logits"] = True  # a loss of its own, not a size
+    try:
+        return AutoConfig.for_model(config.model_type, **{**stated, **small})
+    except BUILD_ERRORS as error:
+        raise _not_buildable(config.model_type, error) from error
+
+
+def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """The tiny configuration of a family; of a multimodal type, that of its text decoder alone.
+
+    Args:
+        name: an entry of `tiny_families.FAMILIES`, or any Transformers `model_type`.
+        **overrides: fields set last.
+
+    Raises:
+        ConfigError: Transformers has no such model type.
+    """
+    family = FAMILIES.get(name, TinyFamily(model_type=name))
+    if family.model_type not in CONFIG_MAPPING_NAMES:
+        raise ConfigError(
+            f"no model type of the installed Transformers is called {family.model_type!r}; give one"
+            " such as 'llama' or 'qwen3', or the path of a model or of a config.json"
+        )
+    try:
+        default = AutoConfig.for_model(family.model_type)
+    except BUILD_ERRORS as error:
+        raise _not_buildable(family.model_type, error) from error
+    decoder = decoder_config(default)
+    if decoder is not default:
+        return tiny_config(decoder.model_type, **overrides)
+    _check_causal(default)
+    try:
+        settings = shrink(default)
+        if isinstance(getattr(default, "is_decoder", None), bool):
+            # Families that also read in both directions.
+            settings["is_decoder"] = True
+        for field, value in {**family.overrides, **overrides}.items():
+            stored = _stored_name(default, field)
+            if isinstance(vars(default).get(stored), PreTrainedConfig):
+                value = {**settings[stored], **value}
+            settings[stored] = value
+        return AutoConfig.for_model(family.model_type, **settings)
+    except BUILD_ERRORS as error:
+        raise _not_buildable(family.model_type, error) from error
+
+
+def build_tiny_model(
+    model_type: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A tiny random model of a family, in training mode, on the CPU.
+
+    Args:
+        model_type: an entry of `tiny_families.FAMILIES`, or any Transformers `model_type`.
+        seed: of the weights; the global random state is left as it was.
+        dtype: of the weights. They are drawn in float64 and rounded, so that models of two dtypes
+            from one seed are the same model.
+        **overrides: configuration fields set last.
+
+    Raises:
+        ConfigError: Transformers has no such model type, or no causal language model for it.
+    """
+    return model_from_config(tiny_config(model_type, **overrides), seed=seed, dtype=dtype)
+
+
+def model_from_config(
+    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> PreTrainedModel:
+    """A random causal language model of `config`; see `build_tiny_model`.
+
+    Raises:
+        ConfigError: besides, its weights would take more than `LARGEST_BYTES`.
+    """
+    _check_bytes(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _construct(config)
+        if model._can_set_experts_implementation():
+            # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
+            model.set_experts_implementation("eager")
+        randomise(model)
+    cast("nn.Module", model).to(dtype).train()
+    return model
+
+
+def weights_bytes(config: PreTrainedConfig) -> int:
+    """Bytes of the weights of a model of `config` in float64, counted without memory.
+
+    Raises:
+        ConfigError: there is no causal language model of `config`, or it has too many layers.
+    """
+    return sum(_tensor_bytes(tensor) for _, tensor in _without_memory(config))
+
+
+def _check_bytes(config: PreTrainedConfig) -> None:
+    tensors = _without_memory(config)
+    total_bytes = sum(_tensor_bytes(tensor) for _, tensor in tensors)
+    if total_bytes <= LARGEST_BYTES:
+        return
+    name, largest = max(tensors, key=lambda item: item[1].numel())
+    sizes = {size for size in largest.shape if size >= MOST_MODULES} or set(largest.shape)
+    causes = ", ".join(
+        f"{setting}={value}"
+        for setting, value in walk(config.to_dict())
+        if isinstance(value, int) and value in sizes
+    )
+    shape = " x ".join(map(str, largest.shape))
+    raise ConfigError(
+        f"a tiny {config.model_type!r} would take {format_bytes(total_bytes)} of weights in"
+        f" float64. Allowed: {format_bytes(LARGEST_BYTES)}. The largest is {name} ({shape}), by"
+        f" {causes or 'settings that are no numbers'}. Remedy: save a small model of it and give"
+        " its folder"
+    )
+
+
+def _without_memory(config: PreTrainedConfig) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a model of `config` on the meta device."""
+    check_sizes(config.to_dict())
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = _construct(config)
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * torch.float64.itemsize
+
+
+def _construct(config: PreTrainedConfig) -> PreTrainedModel:
+    """The causal language model of `config` in float64, on the device of the context."""
+    _check_causal(config)
+    try:
+        model: PreTrainedModel = loader_of(config).from_config(config, dtype=torch.float64)
+        return model
+    except BUILD_ERRORS as error:
+        raise _not_buildable(config.model_type, error) from error
+
+
+def _not_buildable(model_type: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"no tiny {model_type!r} can be built from shrunk settings ({first_line(error)}); save a"
+        " small model of it and give its folder"
+    )
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Draw every parameter (and routing bias) anew, from the global random state.
+
+    Matrices keep a signal at unit size (standard deviation 1/sqrt(fan in)), so that attention is
+    far from uniform; vectors move by 0.3 around their start, so that norms stay norms.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        noise = torch.randn_like(parameter)
+        if "embed" in name and parameter.dim() == 2:
+            parameter.copy_(0.3 * noise)
+        elif parameter.dim() >= 2:
+            parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+        else:
+            parameter.add_(0.3 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn_like(buffer))
+
+
+def make_batch(
+    *,
+    rows: int = 1,
+    tokens: int = 23,
+    vocab_size: int = VOCAB_SIZE,
+    padding: Sequence[int] = (),
+    left_padding: Sequence[int] = (),
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """A random batch of `[rows, tokens]`: ids and labels, a tenth of the labels masked.
+
+    Args:
+        rows: sequences.
+        tokens: length of each, padding included.
+        vocab_size: ids are drawn below it.
+        padding: tokens at the end of each row that are padding; if given, the batch has an
+            `attention_mask`, and padding has no labels.
+        left_padding: the same at the beginning of each row; the first real token, which padding
+            would predict, has no label either.
+        seed: of ids and masks; the global random state is left as it was.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, vocab_size, (rows, tokens), generator=generator)
+    hidden = torch.rand((rows, tokens), generator=generator) < 0.1
+    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(hidden, -100)}
+    if padding or left_padding:
+        at = torch.arange(tokens)[None, :]
+        end = tokens - torch.tensor(padding or [0] * rows)[:, None]
+        start = torch.tensor(left_padding or [0] * rows)[:, None]
+        mask = (at < end) & (at >= start)
+        batch["attention_mask"] = mask.long()
+        predicted = mask & ((at > start) | (start == 0))
+        batch["labels"] = batch["labels"].masked_fill(~predicted, -100)
+    return batch
+
+
+def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Module:
+    """Wrap `model` by PEFT with LoRA on every linear layer, all adapters random.
+
+    PEFT starts one factor at zero, which would make the other's gradient zero. It cannot wrap
+    routers that are linear layers and return more than a product (Llama 4's).
+
+    Raises:
+        ConfigError: PEFT is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("LoRA needs PEFT, which is not installed: pip install peft") from error
+    dtype = model.dtype
+    routers = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "Router" in type(module).__name__
+    }
+    settings = LoraConfig(
+        r=rank,
+        lora_alpha=8,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=sorted(routers) or None,
+        bias="none",
+    )
+    with quiet_peft():
+        wrapped = get_peft_model(model, settings)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    return wrapped.to(dtype).train()

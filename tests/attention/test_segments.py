@@ -1,0 +1,115 @@
+"""Pieces: every visible (query, key) pair is in exactly one piece, and no hidden pair is in any."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo_hf.attention.blocks import cut_blocks
+from sppo_hf.attention.segments import RowSpans, chunk_pieces, side_by_side
+
+
+def _visible(spans: RowSpans, query: int, key: int, window: int | None, local: int | None) -> bool:
+    if key > query or key >= spans.valid_tokens:
+        return False
+    if window is not None and key <= query - window:
+        return False
+    # Padding belongs to the last document that has real tokens.
+    start = max(s for s, _ in spans.documents if s <= min(query, spans.valid_tokens))
+    if local is not None and (query - start) // local != (key - start) // local:
+        return False
+    return key >= start
+
+
+@st.composite
+def _problems(draw):
+    total = draw(st.integers(1, 24))
+    packed = draw(st.booleans())
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        if packed:
+            starts = sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=4))})
+            documents = tuple(zip(starts, [*starts[1:], total], strict=True))
+            rows.append(RowSpans(documents, total))
+        else:
+            rows.append(RowSpans(((0, total),), draw(st.integers(0, total))))
+    start = draw(st.integers(0, total - 1))
+    end = draw(st.integers(start + 1, total))
+    window = draw(st.one_of(st.none(), st.integers(1, total + 2)))
+    local = draw(st.one_of(st.none(), st.integers(1, total + 2)))
+    return tuple(rows), start, end, window, local
+
+
+@given(_problems())
+def test_pieces_cover_exactly_what_is_visible(problem):
+    rows, start, end, window, local = problem
+    covered: dict[tuple[int, int, int], int] = {}
+    for piece in chunk_pieces(start, end, rows, window=window, local=local):
+        assert start <= piece.q_start < piece.q_end <= end
+        assert piece.k_start < piece.k_end
+        for row in range(len(rows)) if piece.row is None else [piece.row]:
+            for query in range(piece.q_start, piece.q_end):
+                for key in range(piece.k_start, min(piece.k_end, query + 1)):
+                    if window is None or key > query - window:
+                        pair = (row, query, key)
+                        covered[pair] = covered.get(pair, 0) + 1
+    expected = {
+        (row, query, key): 1
+        for row, spans in enumerate(rows)
+        for query in range(start, end)
+        for key in range(end)
+        if _visible(spans, query, key, window, local)
+    }
+    assert covered == expected
+
+
+def test_plain_rows_are_one_piece_cut_at_the_window():
+    (piece,) = chunk_pieces(8, 12, None, window=3)
+    assert (piece.row, piece.q_start, piece.q_end, piece.k_start, piece.k_end) == (
+        None,
+        8,
+        12,
+        6,
+        12,
+    )
+
+
+def test_plain_rows_are_cut_where_blocks_end_and_read_no_key_before_them():
+    pieces = chunk_pieces(5, 15, None, window=None, local=7)
+    assert [(p.q_start, p.q_end, p.k_start, p.k_end) for p in pieces] == [
+        (5, 7, 0, 7),
+        (7, 14, 7, 14),
+        (14, 15, 14, 15),
+    ]
+
+
+def test_chunks_of_earlier_blocks_are_not_brought_back():
+    bounds = ((0, 4), (4, 8), (8, 12), (12, 16))
+    pieces = chunk_pieces(12, 16, None, window=None, local=10)
+    (block,) = cut_blocks(bounds, pieces, block_tokens=16)
+    assert (block.chunks, block.start, block.end) == (range(2, 4), 8, 16)
+
+
+def test_rows_that_are_alike_share_one_piece():
+    spans = RowSpans(((0, 4), (4, 9)), 9)
+    assert all(piece.row is None for piece in chunk_pieces(0, 9, (spans, spans), window=None))
+
+
+@given(_problems())
+def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
+    rows, start, end, window, local = problem
+    pieces = chunk_pieces(start, end, rows, window=window, local=local)
+    runs = list(side_by_side(pieces))
+    assert tuple(piece for run in runs for piece in run) == pieces
+    for run in runs:
+        if len(run) > 1:
+            assert len({piece.row for piece in run}) == 1
+            assert all(piece.q_end == piece.k_end for piece in run)
+            queries = sum(piece.q_end - piece.q_start for piece in run)
+            keys = sum(piece.k_end - piece.k_start for piece in run)
+            assert queries == run[-1].q_end - run[0].q_start
+            assert keys == run[-1].k_end - run[0].k_start
+
+
+def test_documents_are_one_run_and_padding_is_its_own():
+    spans = RowSpans(((0, 4), (4, 6), (6, 12)), 9)
+    pieces = chunk_pieces(2, 12, (spans,), window=None)
+    assert [len(run) for run in side_by_side(pieces)] == [3, 1]

@@ -1,0 +1,216 @@
+"""Conversion leaves no trace: same object before and after, untouched calls in between."""
+
+import copy
+import inspect
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from sppo_hf import ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
+from sppo_hf.engine.convert import convert, get_engine, is_converted, revert
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
+
+QUIET = SPPOConfig(num_chunks=3, show_plan=False)
+
+
+def _fingerprint(model):
+    """Everything conversion touches, of every module."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
+             "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")  # fmt: skip
+    return {
+        name: (
+            type(module),
+            sorted(key for key in module.__dict__ if not key.startswith("_forward")),
+            [len(getattr(module, hook)) for hook in hooks],
+            module.__dict__.get("forward"),
+            getattr(getattr(module, "config", None), "_attn_implementation", None),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def _gradients(model, ids):
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def model():
+    return build_tiny_model("llama", dtype=torch.float32).train()
+
+
+@pytest.fixture
+def ids():
+    return torch.arange(46).view(2, 23) % 97
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3-longrope"])
+def test_revert_restores_the_object(family, ids):
+    model = build_tiny_model(family, dtype=torch.float32).train()
+    model(input_ids=ids)  # some rotary modules add an attribute of their own when they first run
+    before = _fingerprint(model)
+    assert convert(model, QUIET) is model
+    assert is_converted(model)
+    assert _fingerprint(model) != before
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert revert(model) is model
+    assert _fingerprint(model) == before
+    assert not is_converted(model)
+    assert revert(model) is model
+
+
+def test_lora_model_is_converted_inside_its_wrapper(ids):
+    model = add_lora(build_tiny_model("llama", dtype=torch.float32).train())
+    before = _fingerprint(model)
+    convert(model, QUIET)
+    assert _gradients(model, ids)
+    assert get_engine(model).counters["attention_forwards"] == 3 * 3
+    revert(model)
+    assert _fingerprint(model) == before
+
+
+def test_converting_again_changes_nothing(model):
+    convert(model, QUIET)
+    before = _fingerprint(model)
+    convert(model, SPPOConfig(num_chunks=3, show_plan=False))
+    assert _fingerprint(model) == before
+
+
+def test_a_second_plugin_is_refused(model):
+    convert(model, QUIET)
+    with pytest.raises(ConfigError, match="already converted with other settings"):
+        convert(model, SPPOConfig(num_chunks=4, show_plan=False))
+
+
+def test_signature_and_name_stay(model):
+    before = inspect.signature(model.forward)
+    convert(model, QUIET)
+    assert inspect.signature(model.forward) == before
+    assert model.forward.__name__ == "forward"
+
+
+def test_calls_without_labels_are_the_untouched_model(model, ids):
+    model.eval()
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        cached = model(input_ids=ids, past_key_values=DynamicCache(config=model.config))
+        generated = model.generate(ids[:1], max_new_tokens=5, do_sample=False)
+        convert(model, QUIET)
+        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
+        again = model(input_ids=ids, past_key_values=DynamicCache(config=model.config))
+        assert torch.equal(again.logits, cached.logits)
+        assert again.past_key_values.get_seq_length() == 23
+        assert torch.equal(model.generate(ids[:1], max_new_tokens=5, do_sample=False), generated)
+    assert not get_engine(model).counters
+
+
+def test_a_deep_copy_trains_itself(model, ids):
+    convert(model, QUIET)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    expected = _gradients(revert(copy.deepcopy(twin)), ids)
+    ours = _gradients(twin, ids)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+    assert get_engine(twin).counters["attention_forwards"] == 9
+    assert not get_engine(model).counters
+    revert(twin)
+    assert is_converted(model)
+    assert not is_converted(twin)
+
+
+def test_revert_under_somebody_elses_wrapper_passes_calls_on(model, ids):
+    expected = model(input_ids=ids, labels=ids).logits
+    convert(model, QUIET)
+    ours = model.forward
+    model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    revert(model)
+    assert not is_converted(model)
+    assert torch.equal(model(input_ids=ids, labels=ids).logits, expected)
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False))
+    assert model(input_ids=ids, labels=ids).logits is None
+    assert get_engine(model).counters["attention_forwards"] == 6
+
+
+def test_two_forwards_before_one_backward_do_not_mix(model, ids):
+    other = (ids * 7 + 3) % 97
+    expected = [_gradients(model, batch) for batch in (ids, other)]
+    convert(model, QUIET)
+    model.zero_grad()
+    first, second = (model(input_ids=x, labels=x).loss for x in (ids, other))
+    (first + second).backward()
+    for name, parameter in model.named_parameters():
+        whole = expected[0][name] + expected[1][name]
+        torch.testing.assert_close(parameter.grad, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_not_a_causal_lm_is_refused():
+    with pytest.raises(UnsupportedModelError, match="Linear is not a Transformers causal"):
+        convert(torch.nn.Linear(2, 2), QUIET)
+    base = build_tiny_model("llama", dtype=torch.float32).model
+    with pytest.raises(
+        UnsupportedModelError, match=r"no language-model head.*AutoModelForCausalLM"
+    ):
+        convert(base, QUIET)
+
+
+def test_a_converted_model_is_pickled_reverted_or_not_at_all(model, tmp_path):
+    plain = copy.deepcopy(model)
+    convert(model, QUIET)
+    for save in (pickle.dumps, lambda model: torch.save(model, tmp_path / "model.pt")):
+        with pytest.raises(SPPOError, match=r"cannot be pickled.*save_pretrained.*plugin\.revert"):
+            save(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = pickle.loads(pickle.dumps(revert(model)))
+    for mine, theirs in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_forward_in_another_thread_is_refused(model):
+    convert(model, QUIET)
+    ids = torch.arange(23)[None]
+    expected = _gradients(model, ids)
+    found = []
+
+    def forward(*_):
+        with pytest.raises(SPPOError, match=r"in another thread\. One thread at a time"):
+            model(input_ids=ids, labels=ids)
+        found.append(True)
+
+    def in_a_thread(*_):
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    handle = model.model.layers[1].register_forward_pre_hook(in_a_thread)
+    found_gradients = _gradients(model, ids)
+    handle.remove()
+    assert found
+    for name, gradient in expected.items():
+        assert torch.equal(found_gradients[name], gradient)
+    # One after the other, threads may call it.
+    thread = threading.Thread(target=lambda: found.append(_gradients(model, ids)))
+    thread.start()
+    thread.join()
+    assert found[-1].keys() == expected.keys()
+
+
+def test_function_transforms_are_refused(model):
+    convert(model, QUIET)
+    ids = torch.arange(23)[None]
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (), {"input_ids": ids, "labels": ids})[0]
+
+    with pytest.raises(SPPOError, match=r"torch\.func\.grad.*loss\.backward\(\)"):
+        torch.func.grad(loss)(weights)
+    assert _gradients(model, ids)

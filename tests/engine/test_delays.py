@@ -1,0 +1,119 @@
+"""Whole training steps with random pauses on every stream: no order is left to luck.
+
+On the fake device every operation of the model and every copy is checked for races; on CUDA the
+results are compared, with freed and new device bytes spoilt so that a lost race shows. Sizes are
+small, so that `compute-sanitizer` can run the CUDA half:
+
+    compute-sanitizer --tool memcheck python -m pytest -m gpu tests/engine/test_delays.py
+"""
+
+import contextlib
+import random
+
+import pytest
+import torch
+
+from sppo_hf import SPPOConfig
+from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.offload import engine as offload_engine
+from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
+from sppo_hf.planning.activation_modes import ALL_MODES
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.engine.forced_kv import force_kv
+from tests.engine.forced_plans import force_modes
+from tests.fakes.delays import delayed_cuda, delayed_fake
+from tests.fakes.device import RaceError
+from tests.fakes.operations import OperatingDevice, Operations
+
+LENGTHS = [5, 1, 7, 4, 6]
+TOKENS = sum(LENGTHS)
+AWAY = [mode for mode in ALL_MODES if mode.tier != "disk"]
+STEPS = 2
+
+
+def _steps(model, batch, device, around):
+    """Loss and gradients of a few steps, each under `around`; spoils what a step leaves free."""
+    results = []
+    for _ in range(STEPS):
+        model.zero_grad()
+        with around():
+            loss = model(**batch).loss
+            loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        del loss
+        if device.type == "cuda":
+            torch.full((2**20,), float("nan"), device=device)
+    return results
+
+
+def assert_exact(monkeypatch, family, device, copier, around, seed):
+    """Random modes and K/V on the host, against the model whose frames stay where they are."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    batch = {name: x.to(device) for name, x in make_batch(rows=2, tokens=TOKENS).items()}
+    model = build_tiny_model(family, dtype=torch.float64).to(device).train()
+    settings = {"chunk_lengths": LENGTHS, "min_offload_size": 1, "show_plan": False}
+    convert(model, SPPOConfig(**settings, offload="none", recompute="none"))
+    (expected, *_) = _steps(model, batch, device, contextlib.nullcontext)
+    revert(model)
+    modes = {}
+    with monkeypatch.context() as patch:
+        force_modes(patch, lambda *at: modes.setdefault(at, draw.choice(AWAY)))
+        force_kv(patch, block_tokens=draw.choice([1, 6, TOKENS]))
+        patch.setattr(offload_engine, "HostCopier", copier)
+        patch.setattr(offload_engine, "StreamCopier", lambda *_, **settings: copier(**settings))
+        convert(model, SPPOConfig(**settings))
+        for ours in _steps(model, batch, device, around):
+            for one, other in zip(ours, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+            get_engine(model).offload.assert_drained()
+    stats = get_engine(model).offload.stats()
+    assert stats.d2h_bytes > 0
+    assert stats.h2d_bytes > 0
+    get_engine(model).close()
+
+
+def _assert_exact_on_the_fake_device(monkeypatch, family, seed):
+    device = OperatingDevice(lambda stream, num_bytes: 0.5)
+    runtime = delayed_fake(device, seed)
+    assert_exact(
+        monkeypatch,
+        family,
+        torch.device("cpu"),
+        lambda **_: StreamCopier(runtime),
+        lambda: Operations(device, seconds=0.1),
+        seed,
+    )
+    device.finish()
+    assert device.host_waits == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), [("llama", 0), ("llama", 1), ("llama", 2), ("gpt_oss", 3)]
+)
+def test_no_operation_races_on_the_fake_device(monkeypatch, family, seed):
+    _assert_exact_on_the_fake_device(monkeypatch, family, seed)
+
+
+@pytest.mark.parametrize("broken", ["wait", "ordered"])
+def test_the_fake_device_sees_a_broken_order(monkeypatch, broken):
+    mutants = {"wait": lambda self: None, "ordered": property(lambda self: True)}
+    monkeypatch.setattr(StreamTicket, broken, mutants[broken])
+    with pytest.raises(RaceError):
+        _assert_exact_on_the_fake_device(monkeypatch, "llama", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_streams", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_results_are_right_on_cuda(monkeypatch, family, seed, own_streams):
+    runtime = delayed_cuda(seed)
+    assert_exact(
+        monkeypatch,
+        family,
+        torch.device("cuda"),
+        lambda **_: StreamCopier(runtime, own_streams=own_streams),
+        contextlib.nullcontext,
+        seed,
+    )

@@ -1,0 +1,401 @@
+"""The exactness harness: every family x chunkings x modes x scenarios, in real float64.
+
+Invariants 1 to 3 of the design. A cell compares loss and every gradient of the converted model
+with the unmodified model's; the tolerance is 1e-9, what is measured is 1e-14.
+
+The families named in `PRODUCT` get every pair of settings of two axes of the product: a cross (one
+axis varied at a time, at the hardest setting of the others) runs always, the pairs that it leaves
+out are `slow`. Settings drawn together: test_exactness_random.py. All other families of
+`tiny_families` get two hard cells each, or must be refused with the reason that is written here.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from sppo_hf.attention.backends import base
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import convert, is_converted
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.testing.exactness import (
+    Gradients,
+    compare,
+    compare_drift,
+    run_batch,
+    run_reference,
+)
+from sppo_hf.testing.tiny_families import FAMILIES
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+
+TOKENS = 23
+
+PRODUCT = [
+    *("llama", "llama-dynamic-rope", "llama-bias-tied", "mistral", "qwen2", "qwen3"),
+    *("gemma2", "gemma3_text", "phi3", "phi3-longrope", "olmo2", "granite", "starcoder2"),
+    *("cohere2", "smollm3", "glm4", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"),
+]
+
+REFUSED = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "begin every call with a state"),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm", "minimax"), "does not hand over"),
+    **dict.fromkeys(
+        ("falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo"), "bypasses .*AttentionInterface"
+    ),
+    **dict.fromkeys(("stablelm", "biogpt"), "bypasses .*AttentionInterface"),
+    "opt": "no list of decoder layers",
+    "qwen4_exp_text": "an indexer of its own|indexed_attention|sparse_attention",
+    "deepseek_v32": "an indexer of its own chooses the keys.*index_topk=",
+    "diffllama": "attends twice",
+    "doge": "mask",
+    "paligemma": "is not causal by itself",
+    "t5": "no causal language model",
+}
+
+# One family of each mixer gets the cross, the others two cells.
+MIXERS = ["qwen3_next", "bamba", "lfm2"]
+STATES = [
+    *("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
+    *("falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"),
+    *("lfm2_moe", "lfm3", "zaya"),
+]
+
+# A family that the installed Transformers does not have yet is no test case.
+OTHERS = [name for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING_NAMES]
+OTHERS = [name for name in OTHERS if name not in {*PRODUCT, *REFUSED, *MIXERS, *STATES}]
+
+# Multimodal models whose like is tried in every run.
+RARE = ("llava", "internvl", "smolvlm", "qwen2_vl", "qwen3_vl_moe", "paddleocr_vl")
+RARE += ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
+
+CHUNKINGS: dict[str, dict[str, Any]] = {
+    "1": {"num_chunks": 1},
+    "2": {"num_chunks": 2, "partition": "even"},
+    "7-uneven": {"chunk_lengths": (1, 4, 2, 5, 3, 7, 1)},
+    "one-token": {"chunk_lengths": (1,) * TOKENS},
+    # A state before a single token is generation to its mixer.
+    "with-states": {"chunk_lengths": (1, 4, 2, 9, 7)},
+}
+
+
+class Cell(NamedTuple):
+    """One comparison."""
+
+    chunking: str
+    recompute: str
+    offload: str
+    scenario: str
+    order: str = "by_chunk"
+
+    def config(self) -> SPPOConfig:
+        """The settings under test."""
+        return SPPOConfig(
+            **CHUNKINGS[self.chunking],
+            recompute=self.recompute,  # type: ignore[arg-type]
+            offload=self.offload,  # type: ignore[arg-type]
+            order=self.order,  # type: ignore[arg-type]
+            min_offload_size=1,
+        )
+
+
+def _cross() -> list[Cell]:
+    hardest = [Cell(chunking, "full", "full", "plain") for chunking in CHUNKINGS]
+    hardest = [cell for cell in hardest if cell.chunking != "with-states"]
+    modes = [
+        Cell("7-uneven", recompute, offload, "plain")
+        for recompute, offload in [
+            *(("none", "none"), ("none", "full"), ("full", "none"), ("selective", "full")),
+        ]
+    ]
+    scenarios = [
+        Cell("7-uneven", "full", "none", scenario)
+        for scenario in ("lora", "padding", "accumulation")
+    ]
+    by_layer = [
+        Cell("7-uneven", "full", "none", "accumulation", "by_layer"),
+        Cell("7-uneven", "none", "full", "lora", "by_layer"),
+    ]
+    return hardest + modes + scenarios + by_layer
+
+
+def _cross_with_states() -> list[Cell]:
+    modes = itertools.product(("none", "full"), ("none", "full"))
+    cells = [Cell("with-states", recompute, offload, "plain") for recompute, offload in modes]
+    cells += [Cell(chunking, "full", "none", "plain") for chunking in ("1", "2")]
+    scenarios = ("lora", "right-padding", "accumulation")
+    cells += [Cell("with-states", "full", "none", scenario) for scenario in scenarios]
+    return [*cells, *(cell._replace(order="by_layer") for cell in (cells[0], cells[-2]))]
+
+
+def _product() -> list[Cell]:
+    """The whole product; each setting of the other axes meets both settings of offload."""
+    chunkings = [name for name in CHUNKINGS if name != "with-states"]
+    settings = itertools.product(
+        chunkings, ("none", "full"), ("plain", "lora", "padding", "accumulation")
+    )
+    cells = [
+        Cell(chunking, recompute, ("none", "full")[index % 2], scenario, order)
+        for index, (chunking, recompute, scenario) in enumerate(settings)
+        for order in ("by_chunk", "by_layer")
+    ]
+    return [cell for cell in cells if cell not in _cross()]
+
+
+class Case(NamedTuple):
+    """A family in a scenario, and what the unmodified model makes of it."""
+
+    model: torch.nn.Module
+    batch: dict[str, torch.Tensor]
+    accumulation: int
+    reference: Gradients
+
+
+@functools.lru_cache(maxsize=4)
+def _case(family: str, scenario: str) -> Case:
+    with warnings.catch_warnings():
+        # What a family's module does at its first import is Transformers' affair.
+        warnings.simplefilter("ignore")
+        model: torch.nn.Module = build_tiny_model(family)
+    batch, accumulation = make_batch(tokens=TOKENS), 1
+    if scenario == "lora":
+        model = add_lora(build_tiny_model(family))
+    elif scenario == "padding":
+        batch = make_batch(rows=4, tokens=TOKENS, padding=(0, 9, 22, 3), left_padding=(6, 0, 0, 11))
+    elif scenario == "right-padding":
+        batch = make_batch(rows=4, tokens=TOKENS, padding=(0, 9, 22, 3))
+    elif scenario == "accumulation":
+        batch, accumulation = make_batch(rows=3, tokens=TOKENS, padding=(4, 0, 11)), 2
+    reference = run_reference(model, batch, accumulation=accumulation)
+    return Case(model, batch, accumulation, reference)
+
+
+def _assert_exact(family: str, cell: Cell) -> None:
+    case = _case(family, cell.scenario)
+    report = compare(
+        case.model,
+        case.batch,
+        cell.config(),
+        accumulation=case.accumulation,
+        reference=case.reference,
+    )
+    assert report.exact, str(report)
+    assert report.worst.scale > 0, f"all gradients are zero: {report}"
+
+
+@pytest.mark.parametrize("cell", _cross(), ids="/".join)
+@pytest.mark.parametrize("family", PRODUCT)
+def test_family_on_the_cross(family: str, cell: Cell) -> None:
+    _assert_exact(family, cell)
+
+
+def _pairs_of(cell: Cell) -> set[Any]:
+    return set(itertools.combinations(enumerate(cell), 2))
+
+
+def _pairs() -> list[Cell]:
+    """Cells of the product, each the one with most pairs of settings not met before, until none."""
+    product = [c._replace(offload=mode) for c in _product() for mode in ("full", "none")]
+    met, chosen = set[Any]().union(*map(_pairs_of, _cross())), list[Cell]()
+    while cell := max(product, key=lambda c: len(_pairs_of(c) - met)):
+        if _pairs_of(cell) <= met:
+            break
+        met |= _pairs_of(cell)
+        chosen.append(cell)
+    return chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", _pairs(), ids="/".join)
+@pytest.mark.parametrize("family", PRODUCT)
+def test_family_on_every_pair_of_settings(family: str, cell: Cell) -> None:
+    _assert_exact(family, cell)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in RARE else []) for name in OTHERS],
+)
+def test_other_families(family: str) -> None:
+    _assert_exact(family, Cell("7-uneven", "none", "full", "padding"))
+    _assert_exact(family, Cell("7-uneven", "full", "none", "padding"))
+    # Without an attention mask: kernels then get none, and go by what a module says of itself.
+    _assert_exact(family, Cell("7-uneven", "full", "none", "plain", "by_layer"))
+
+
+@pytest.mark.parametrize("cell", _cross_with_states(), ids="/".join)
+@pytest.mark.parametrize("family", MIXERS)
+def test_mixer_on_the_cross(family: str, cell: Cell) -> None:
+    _assert_exact(family, cell)
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in STATES if FAMILIES[name].model_type in CONFIG_MAPPING_NAMES]
+)
+def test_other_families_with_states(family: str) -> None:
+    _assert_exact(family, Cell("with-states", "none", "full", "right-padding"))
+    _assert_exact(family, Cell("with-states", "full", "none", "right-padding"))
+    _assert_exact(family, Cell("with-states", "full", "none", "right-padding", "by_layer"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_with_adapters(family: str) -> None:
+    """Recomputed without the products that nobody needs, which adapters have most of."""
+    _assert_exact(family, Cell("7-uneven", "full", "none", "lora"))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_cannot_be_exact_are_refused_with_their_reason(family: str) -> None:
+    with pytest.raises((UnsupportedModelError, ConfigError), match=REFUSED[family]):
+        compare(build_tiny_model(family), make_batch(), SPPOConfig(num_chunks=2))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_shift_labels_of_several_rows(family: str, recompute: Any) -> None:
+    batch = make_batch(rows=3, tokens=TOKENS, padding=(0, 3, 12))
+    labels = batch.pop("labels")
+    batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    # Transformers computes a loss only where `labels` is given too; `shift_labels` then wins.
+    batch["labels"] = labels.roll(3, dims=1)
+    report = compare(
+        build_tiny_model(family),
+        batch,
+        SPPOConfig(chunk_lengths=(9, 1, 13), recompute=recompute),
+    )
+    assert report.exact, str(report)
+
+
+def test_a_batch_without_any_label_gives_the_same_nan() -> None:
+    batch = make_batch(tokens=TOKENS)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    report = compare(build_tiny_model("llama"), batch, SPPOConfig(num_chunks=3))
+    assert report.reference_loss != report.reference_loss, "the unmodified loss should be NaN"
+    assert report.exact, str(report)
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the backends whose forward ran, one entry a call."""
+    calls: list[str] = []
+
+    def counted(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapper(self: base.Backend, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self.name)
+            return forward(self, *args, **kwargs)
+
+        return wrapper
+
+    for backend in _subclasses(base.Backend):
+        if "forward" in vars(backend):
+            monkeypatch.setattr(backend, "forward", counted(vars(backend)["forward"]))
+    return calls
+
+
+def _subclasses(parent: type) -> Iterator[type]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+@pytest.mark.parametrize(
+    ("chunking", "recompute", "offload", "order"),
+    [
+        *itertools.product(["7-uneven"], ["none", "full"], ["none", "full"], ["by_chunk"]),
+        *(("1", "full", "none", "by_chunk"), ("one-token", "full", "full", "by_chunk")),
+        *(("7-uneven", "none", "none", "by_layer"), ("one-token", "full", "full", "by_layer")),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_attention_runs_forward_once_per_layer_and_chunk(
+    forwards: list[str], family: str, chunking: str, recompute: str, offload: str, order: str
+) -> None:
+    model = build_tiny_model(family)
+    cell = Cell(chunking, recompute, offload, "plain", order)
+    batch = make_batch(rows=2, tokens=TOKENS)
+    converted = convert(model, cell.config())
+    run_batch(converted, batch)
+    num_chunks = {"1": 1, "7-uneven": 7, "one-token": TOKENS}[chunking]
+    assert len(forwards) == model.config.num_hidden_layers * num_chunks
+    assert is_converted(converted)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(
+    family: str, recompute: Any
+) -> None:
+    # Routing is discontinuous: two roundings may pick two experts. One expert of one is no choice.
+    experts = family in ("qwen3_moe", "gpt_oss")
+    overrides = {"num_experts": 1, "num_experts_per_tok": 1} if experts else {}
+    model = build_tiny_model(family, dtype=torch.float32, **overrides)
+    report = compare_drift(
+        model,
+        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(4)],
+        SPPOConfig(chunk_lengths=(16, 17, 31), recompute=recompute),
+    )
+    assert report.unmodified_drift > 1e-3, f"bfloat16 must be visible at all: {report}"
+    assert report.exact, str(report)
+
+
+def test_every_pair_of_settings_is_met() -> None:
+    every = {*_cross(), *_pairs()}
+    assert len(every) == len(_cross()) + len(_pairs())
+    # Of what "selective" meets `test_exactness_plans` has all.
+    cells = {cell for cell in every if cell.recompute != "selective"}
+    for one, other in itertools.combinations(range(len(Cell._fields)), 2):
+        met = {(cell[one], cell[other]) for cell in cells}
+        assert met == {(ours[one], theirs[other]) for ours in cells for theirs in cells}
+
+
+def test_a_wrong_gradient_is_seen() -> None:
+    """The harness itself can fail: a hook that scales one gradient by 1 + 1e-6 is found."""
+    model = build_tiny_model("llama")
+    batch = make_batch(tokens=TOKENS)
+    reference = run_reference(model, batch)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    grad = reference.by_name[name]
+    assert grad is not None
+    spoilt = Gradients(reference.loss, {**reference.by_name, name: grad * (1 + 1e-6)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = compare(model, batch, SPPOConfig(num_chunks=2), reference=spoilt)
+    assert not report.exact
+    assert report.worst.name == name
+    assert 0.5e-6 < report.error < 2e-6
+
+
+def test_a_missing_gradient_is_seen() -> None:
+    model = build_tiny_model("llama")
+    batch = make_batch(tokens=TOKENS)
+    reference = run_reference(model, batch)
+    name = "model.norm.weight"
+    without = Gradients(reference.loss, {**reference.by_name, name: None})
+    report = compare(model, batch, SPPOConfig(num_chunks=2), reference=without)
+    assert not report.exact
+    assert report.worst.name == name
+
+
+def test_a_wrong_loss_is_seen() -> None:
+    model = build_tiny_model("llama")
+    batch = make_batch(tokens=TOKENS)
+    reference = run_reference(model, batch)
+    other = Gradients(reference.loss * (1 + 1e-7), reference.by_name)
+    report = compare(model, batch, SPPOConfig(num_chunks=2), reference=other)
+    assert not report.exact
+    assert 0.5e-7 < report.loss_error < 2e-7
+
+
+def test_comparing_leaves_the_model_alone() -> None:
+    model = build_tiny_model("llama")
+    implementation = model.config._attn_implementation
+    compare(model, make_batch(tokens=TOKENS), SPPOConfig(num_chunks=2))
+    assert not is_converted(model)
+    assert model.config._attn_implementation == implementation
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,123 @@
+"""Plans drawn at random: any mode for any frame, any tier for K/V, any look-ahead; always exact.
+
+The harness of the engine under everything that the planner may decide: frames whole, reduced to
+products or to layer inputs; on the device, on the host, on disk; chunk by chunk K/V kept or
+streamed from either, in blocks of any size; layer by layer those of each layer kept, sent away or
+made again; look-ahead from nothing to everything.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import plan_cache as plans
+from sppo_hf.planning.activation_modes import ALL_MODES, TIERS
+from sppo_hf.planning.plan import Plan
+from sppo_hf.testing.exactness import Gradients, compare, run_reference
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+
+TOKENS = 23
+LENGTHS = ((4, 7, 1, 6, 5), (1, 1, 21), (12, 11))
+FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3", "gpt2")
+
+DECISIONS = st.fixed_dictionaries(
+    {
+        "lengths": st.sampled_from(LENGTHS),
+        "modes": st.lists(st.sampled_from(ALL_MODES), min_size=1, max_size=15),
+        "kv": st.one_of(
+            st.fixed_dictionaries(
+                {
+                    "kv_tier": st.sampled_from(TIERS),
+                    "kv_block_tokens": st.sampled_from((1, 8, TOKENS)),
+                }
+            ),
+            st.lists(st.sampled_from((*TIERS, "recompute")), min_size=1, max_size=3),
+        ),
+        "max_pending_d2h_bytes": st.sampled_from((None, 0, 3000, 10**9)),
+        "max_prefetch_bytes": st.sampled_from((None, 0, 3000, 10**9)),
+    }
+)
+
+
+@functools.cache
+def _reference(family: str, lora: bool) -> tuple[nn.Module, dict[str, Tensor], Gradients]:
+    model = build_tiny_model(family, dtype=torch.float64)
+    if lora:
+        model = add_lora(model)
+    batch = make_batch(rows=2, tokens=TOKENS)
+    return model, batch, run_reference(model, batch)
+
+
+def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
+    make_plan = plans.make_plan
+    modes, kv = drawn["modes"], drawn["kv"]
+
+    def forced(*args: Any, **kwargs: Any) -> Plan:
+        plan = make_plan(*args, **kwargs)
+        rows = tuple(
+            tuple(modes[(chunk * plan.num_layers + i) % len(modes)] for i in range(plan.num_layers))
+            for chunk in range(plan.num_chunks)
+        )
+        others = {name: drawn[name] for name in ("max_pending_d2h_bytes", "max_prefetch_bytes")}
+        if isinstance(kv, dict):
+            return dataclasses.replace(
+                plan, layer_modes=rows, order="by_chunk", kv_modes=(), **others, **kv
+            )
+        kv_modes = tuple(kv[i % len(kv)] for i in range(plan.num_layers))
+        return dataclasses.replace(
+            plan, layer_modes=rows, order="by_layer", kv_modes=kv_modes, **others
+        )
+
+    patch.setattr(plans, "make_plan", forced)
+
+
+def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None:
+    model, batch, reference = _reference(family, lora)
+    config = SPPOConfig(
+        chunk_lengths=drawn["lengths"],
+        min_offload_size=1,
+        offload_dir=str(folder),
+        offload_checksum=True,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        _force(patch, drawn)
+        report = compare(model, batch, config, reference=reference)
+    assert report.exact, f"{drawn}\n{report}"
+    layers = model.config.get_text_config().num_hidden_layers
+    assert report.attention_forwards == layers * len(drawn["lengths"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_plan_is_exact(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp(family)
+
+    @settings(max_examples=8)
+    @given(drawn=DECISIONS)
+    def check(drawn: dict[str, Any]) -> None:
+        _check(family, False, folder, drawn)
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [False, True])
+def test_many_plans_are_exact(
+    family: str, lora: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp(family)
+
+    @settings(max_examples=12)
+    @given(drawn=DECISIONS)
+    def check(drawn: dict[str, Any]) -> None:
+        _check(family, lora, folder, drawn)
+
+    check()

@@ -1,0 +1,68 @@
+"""Families that nobody proved are tried before the first step; the list of the others is true."""
+
+import pytest
+import torch
+
+from sppo_hf import SPPOConfig, UnsupportedModelError
+from sppo_hf.engine import family_guard as guard
+from sppo_hf.engine.convert import convert, is_converted
+from sppo_hf.testing.tiny_families import FAMILIES, MULTIMODAL
+from sppo_hf.testing.tiny_models import build_tiny_model, tiny_config
+from tests.engine.test_exactness import MIXERS, REFUSED, STATES
+
+QUIET = SPPOConfig(num_chunks=2, show_plan=False)
+
+
+@pytest.fixture(autouse=True)
+def unknown_llama(monkeypatch):
+    """A process in which nobody has proved llama yet."""
+    monkeypatch.setattr(guard, "PROVED", guard.PROVED - {"llama"})
+    monkeypatch.setattr(guard, "_verdicts", {})
+
+
+def test_every_proved_family_is_in_the_harness_and_not_refused_there():
+    # Those with states are tried whenever they come: many settings change what goes along.
+    others = {*REFUSED, *MIXERS, *STATES}
+    proved = [name for name in FAMILIES if name not in others]
+    tested = {FAMILIES[name].model_type for name in proved}
+    # A multimodal model may hold text decoders of many families; each is trusted by its own name.
+    tested |= {tiny_config(n).get_text_config().model_type for n in proved if n in MULTIMODAL}
+    assert guard.PROVED | {"llama"} == tested
+
+
+def test_an_unknown_family_is_tried_once_and_let_through(monkeypatch):
+    model = convert(build_tiny_model("llama"), QUIET)
+    assert is_converted(model)
+    assert list(guard._verdicts.values()) == [None]
+    monkeypatch.setattr(guard, "_verdict", lambda _: pytest.fail("tried twice"))
+    convert(build_tiny_model("llama"), QUIET)
+
+
+def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    original = LlamaMLP.forward
+    # What a token gets depends on the tokens beside it, as in a convolution over the sequence.
+    monkeypatch.setattr(
+        LlamaMLP, "forward", lambda self, x: original(self, x + x.mean(1, keepdim=True))
+    )
+    model = build_tiny_model("llama")
+    with pytest.raises(
+        UnsupportedModelError, match=r"tiny random llama model was not exact.*error"
+    ):
+        convert(model, QUIET)
+    assert not is_converted(model)
+    assert "forward" not in model.__dict__
+
+
+def test_a_family_that_cannot_be_built_small_is_let_through_aloud(monkeypatch):
+    monkeypatch.setattr(guard, "_state", guard.threading.local())
+    monkeypatch.setattr("sppo_hf.testing.check._tiny_of", _cannot)
+    with pytest.warns(UserWarning, match="not among the families that were proved exact"):
+        convert(build_tiny_model("llama", dtype=torch.float32), QUIET)
+
+
+def _cannot(*_):
+    from sppo_hf import ConfigError
+
+    raise ConfigError("too exotic")

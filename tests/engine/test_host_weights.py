@@ -1,0 +1,175 @@
+"""Weights and optimizer on the host: exact, never read while away, and few on the device at a time.
+
+A CPU would forgive a weight that is read while it is away, so here what is away is NaN: the
+parameter, and the copy that it had on the device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.offload import weights as host
+from sppo_hf.planning.activation_modes import KEEP, FrameMode
+from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.forced_plans import force_modes
+
+FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2", "qwen3_next")
+MODES = (KEEP, FrameMode("matmuls", "device"), FrameMode("inputs", "device"))
+PLACES = ({"weights": "host"}, {"optimizer": "host"}, {"weights": "host", "optimizer": "device"})
+
+
+@pytest.fixture(autouse=True)
+def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, rest = host.HostWeights.begin, host.HostWeights.rest
+
+    def put_away(weight: host._Weight) -> None:
+        if weight.device is not None:
+            weight.device.fill_(torch.nan)
+        weight.parameter.data = torch.full_like(weight.host, torch.nan)
+        weight.device = weight.ticket = None
+
+    def begin_in_the_dark(weights: host.HostWeights) -> None:
+        begin(weights)
+        for group in weights._layers:
+            for weight in group:
+                weight.parameter.data = torch.full_like(weight.host, torch.nan)
+
+    def rest_in_the_light(weights: host.HostWeights) -> None:
+        rest(weights)
+        for weight in weights._all():
+            weight.parameter.data = weight.host
+
+    monkeypatch.setattr(host._Weight, "rest", put_away)
+    # The next forward would take the NaN for what somebody has put there.
+    monkeypatch.setattr(host._Weight, "settle", lambda weight: None)
+    monkeypatch.setattr(host.HostWeights, "begin", begin_in_the_dark)
+    monkeypatch.setattr(host.HostWeights, "rest", rest_in_the_light)
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_on_the_host_are_exact(
+    family: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_modes(monkeypatch, lambda chunk, layer: MODES[(chunk + layer) % len(MODES)])
+    model = build_tiny_model(family, dtype=torch.float64)
+    config = SPPOConfig(chunk_lengths=(5, 9, 7), **places)
+    report = compare(model, make_batch(rows=2, tokens=21), config)
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_adapters_are_exact(places: dict[str, str]) -> None:
+    model = add_lora(build_tiny_model("llama", dtype=torch.float64))
+    config = SPPOConfig(chunk_lengths=(5, 9, 7), **places)
+    report = compare(model, make_batch(rows=2, tokens=21), config)
+    assert report.exact, str(report)
+
+
+def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(**make_batch(rows=1, tokens=21, seed=seed)).loss
+
+
+def _converted(family: str = "llama", **settings: str) -> torch.nn.Module:
+    model = build_tiny_model(family, dtype=torch.float64).train()
+    return convert(model, SPPOConfig(chunk_lengths=(5, 9, 7), **settings))
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_batches_add_up_on_the_host(places: dict[str, str]) -> None:
+    hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    for model in (hosted, plain):
+        with float64_everywhere(model):
+            for seed in range(3):
+                _loss(model, seed).backward()
+            both = _loss(model, 3) + _loss(model, 4)  # two forwards before one backward
+            both.backward()
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("places", PLACES[:2], ids=str)
+def test_no_more_than_two_layers_are_on_the_device(
+    places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    enter = host.HostWeights.enter
+
+    def watch(weights: host.HostWeights, *args: int, **kwargs: bool) -> None:
+        enter(weights, *args, **kwargs)
+        seen.append(weights.device_bytes)
+
+    monkeypatch.setattr(host.HostWeights, "enter", watch)
+    model = _converted(**places)
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
+    outside = sum(p.nbytes for p in model.parameters()) - sum(layers)
+    _loss(model).backward()
+    weights = get_engine(model).weights
+    assert weights.host_bytes == sum(layers) + outside
+    assert max(seen) == outside + (2 * layers[0] if "weights" in places else sum(layers))
+    assert weights.device_bytes == 0
+
+
+def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> None:
+    hosted, plain = _converted(weights="host"), build_tiny_model("llama", dtype=torch.float64)
+    ids = make_batch(rows=1, tokens=21)["input_ids"]
+    made = []
+    for model in (hosted, plain.train()):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with float64_everywhere(model):
+            for seed in range(2):
+                _loss(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                made.append([_loss(model.eval()), model(ids).logits])
+        made[-1].append(model.generate(ids, max_new_tokens=4))
+    torch.testing.assert_close(made[0], made[1], rtol=1e-9, atol=1e-12)
+
+
+def test_revert_puts_everything_back() -> None:
+    hosted, plain = _converted(weights="host"), build_tiny_model("llama", dtype=torch.float64)
+    for model in (hosted, plain.train()):
+        with float64_everywhere(model):
+            _loss(model).backward()
+    revert(hosted)
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+    with float64_everywhere(hosted):
+        _loss(hosted).backward()
+    doubled = [2 * gradient for gradient in _gradients(plain)]
+    torch.testing.assert_close(_gradients(hosted), doubled, rtol=1e-9, atol=1e-12)
+    assert not any(p._backward_hooks for p in hosted.parameters())
+
+
+def test_a_weight_that_changes_between_forward_and_backward_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force_modes(monkeypatch, lambda chunk, layer: KEEP)
+    model = _converted(weights="host")
+    loss = _loss(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(SPPOError, match="modified in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"weights": "host", "order": "by_chunk"}, "contradicts order='by_chunk'"),
+        ({"weights": "host", "pp_size": 2}, "weights='host' contradicts pp_size=2"),
+        ({"optimizer": "host", "pp_size": 2}, "optimizer='host' contradicts pp_size=2"),
+    ],
+)
+def test_what_contradicts_is_refused(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SPPOConfig(**settings)

@@ -1,0 +1,298 @@
+"""Layer kernels: Liger's only where they compute the same, compiled ones, exact, and taken off.
+
+Liger needs a GPU (Triton's interpreter has none of CUDA's mathematical functions, which its kernels
+call); stand-ins compute what its functions compute, and write where they write.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sppo_hf import ConfigError, SPPOConfig
+from sppo_hf.engine import layer_kernels
+from sppo_hf.engine.convert import convert, revert
+from sppo_hf.engine.structure import find_parts
+from sppo_hf.planning.choices import DeviceFacts, read_choices
+from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.tiny_models import build_tiny_model
+
+CPU = torch.device("cpu")
+calls: dict[str, int] = {}
+
+
+def wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class Norm(torch.autograd.Function):
+    """Root mean square norm; saves its input and the reciprocal of the root."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, *how: Any) -> Tensor:
+        offset, _, in_place = how
+        assert not in_place, "a residual shares the gradient"
+        calls["norm"] = calls.get("norm", 0) + 1
+        rstd = torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return (wide(x) * rstd * (wide(weight) + offset)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        normed, grad = wide(x) * rstd, wide(grads[0])
+        scaled = grad * (wide(weight) + ctx.offset)
+        dx = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        dweight = (grad * normed).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
+
+
+class SiLUMul(torch.autograd.Function):
+    """`silu(a) * b`, whose backward writes over what it saved, unseen by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        calls["silu"] = calls.get("silu", 0) + 1
+        ctx.save_for_backward(a, b)
+        return (F.silu(wide(a)) * wide(b)).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        sigmoid, grad = torch.sigmoid(wide(a)), wide(grads[0])
+        silu = wide(a) * sigmoid
+        da = grad * (silu * (1 - sigmoid) + sigmoid) * wide(b)
+        b.data.copy_(grad * silu)
+        a.data.copy_(da)
+        return a, b
+
+
+class GELUMul(torch.autograd.Function):
+    """`gelu(a) * b` of the tanh kind."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        calls["gelu"] = calls.get("gelu", 0) + 1
+        ctx.save_for_backward(a, b)
+        return F.gelu(a, approximate="tanh") * b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            a, b = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+            made = F.gelu(a, approximate="tanh") * b
+        return torch.autograd.grad(made, (a, b), grads[0])
+
+
+@pytest.fixture(autouse=True)
+def liger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand-ins for Liger, for a model on the CPU."""
+    ops = SimpleNamespace(
+        LigerRMSNormFunction=Norm, LigerSiLUMulFunction=SiLUMul, LigerGELUMulFunction=GELUMul
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
+    monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
+    # So that exactness can be seen to twelve digits.
+    monkeypatch.setattr(layer_kernels, "_DTYPES", (torch.float64, torch.float32, torch.bfloat16))
+    monkeypatch.setitem(layer_kernels._ROUNDING, torch.float64, 1e-6)
+    calls.clear()
+    return ops
+
+
+def used(model: nn.Module) -> dict[str, int]:
+    return layer_kernels.use_layer_kernels(find_parts(model), CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", {"norm": 3 * 2 + 1, "gated product": 3}),
+        ("gemma2", {"norm": 3 * 4 + 1, "gated product": 3}),
+        ("phi", {}),
+    ],
+)
+def test_kernels_stand_where_a_family_has_norms_and_gates(
+    family: str, expected: dict[str, int]
+) -> None:
+    model = build_tiny_model(family, dtype=torch.float64)
+    assert used(model) == expected
+    before = dict(calls)
+    layer_kernels.restore_layers(find_parts(model))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert calls == before
+
+
+MODES = {
+    "kept": {"offload": "none", "recompute": "none"},
+    "recomputed": {"offload": "none", "recompute": "full"},
+    "away": {"offload": "full", "recompute": "none", "min_offload_size": 1},
+    "recomputed, away": {"offload": "full", "recompute": "full", "min_offload_size": 1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_loss_and_gradients_are_those_of_the_models_own_code(family: str, mode: str) -> None:
+    model = build_tiny_model(family, dtype=torch.float64).train()
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("eager")  # others leave out Gemma 2's soft cap
+    with float64_everywhere(model):
+        expected = step(model, ids)
+    counted = used(model)
+    convert(model, SPPOConfig(num_chunks=3, show_plan=False, **MODES[mode]))
+    with float64_everywhere(model):
+        ours = step(model, ids)
+    assert calls["norm"] >= 3 * counted["norm"]
+    assert calls["gelu" if family == "gemma2" else "silu"] >= 3 * counted["gated product"]
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    revert(model)
+    calls.clear()
+    step(model, ids)
+    assert not calls
+
+
+def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(("setting", "taken"), [("auto", True), ("none", False)])
+def test_a_setting_keeps_the_models_own_code(setting: str, taken: bool) -> None:
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False, layer_kernels=setting))
+    assert not any("forward" in layer.mlp.__dict__ for layer in model.model.layers)
+    step(model, ids)
+    assert all(("forward" in layer.mlp.__dict__) == taken for layer in model.model.layers)
+
+
+class _Clamps(SiLUMul):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return SiLUMul.forward(ctx, a, b).clamp(max=1.0)
+
+
+class _Forgets(SiLUMul):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        da, db = SiLUMul.backward(ctx, *grads)
+        return da, torch.zeros_like(db)
+
+
+class _Breaks(SiLUMul):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize("wrong", [_Clamps, _Forgets, _Breaks])
+def test_a_kernel_that_differs_is_not_taken(liger: SimpleNamespace, wrong: type) -> None:
+    liger.LigerSiLUMulFunction = wrong
+    model = build_tiny_model("llama", dtype=torch.float32)
+    assert used(model) == {"norm": 2 * len(model.model.layers) + 1}
+
+
+def test_a_module_that_does_more_keeps_its_own_code() -> None:
+    model = build_tiny_model("llama", dtype=torch.float32)
+    layer = model.model.layers[0]
+
+    class Scales(type(layer.mlp)):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 0.5)
+
+    layer.mlp.__class__ = Scales
+    layer.input_layernorm.forward = layer.input_layernorm.forward  # as a wrapper would
+    assert used(model) == {"norm": 6, "gated product": 2}
+
+
+def test_a_bfloat16_kernel_may_not_be_farther_from_float32(liger: SimpleNamespace) -> None:
+    class Rounds(SiLUMul):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            return (SiLUMul.forward(ctx, a, b).float() * (1 + 2**-7)).to(a.dtype)
+
+    model = build_tiny_model("llama", dtype=torch.bfloat16)
+    assert "gated product" in used(model)
+    layer_kernels.restore_layers(find_parts(model))
+    liger.LigerSiLUMulFunction = Rounds
+    assert "gated product" not in used(model)
+
+
+def graph_counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let torch.compile return what it is given, and count the calls of that."""
+    called: list[Any] = []
+
+    def compiled(function: Any, **settings: Any) -> Any:
+        return lambda *args, **kwargs: called.append(function) or function(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    return called
+
+
+def test_norms_and_mlps_are_compiled_and_revert_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = graph_counts(monkeypatch)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    plan = convert(model, SPPOConfig(num_chunks=2, show_plan=False, compile=True))
+    step(model, ids)
+    compiled = [name for name, m in model.named_modules() if m._compiled_call_impl is not None]
+    assert len(compiled) == 3 * 2 + 2, "the final norm and one MLP have hooks"
+    assert not any("self_attn" in name for name in compiled)
+    assert "silu" not in calls, "one kernel or the other"
+    before = len(called)
+    assert before >= 2 * len(compiled)
+    revert(plan)
+    handle.remove()
+    step(model, ids)
+    assert len(called) == before
+    assert not any(m._compiled_call_impl for m in model.modules())
+
+
+def test_without_a_compiler_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: Any, **settings: Any) -> Any:
+        raise RuntimeError("no C++ compiler was found")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False, compile=True))
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler was found.*drop compile"):
+        model(input_ids=ids, labels=ids)
+    assert not any(m._compiled_call_impl for m in model.modules())
+
+
+def test_compiled_layers_keep_no_products_alone() -> None:
+    facts = DeviceFacts(kind="cuda", name="a card")
+    assert "matmuls" in read_choices(SPPOConfig(), facts).saved
+    assert read_choices(SPPOConfig(compile=True), facts).saved == ("whole", "inputs")
+    with pytest.raises(ConfigError, match="compile=True contradicts pp_size=2"):
+        SPPOConfig(compile=True, pp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductors_code_computes_the_same_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the float32 that a tiny Llama's norms compute in; its own code rounds in other places."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    model = build_tiny_model("llama", dtype=torch.float64).train()
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = step(model, ids)
+    for mode in MODES.values():
+        convert(model, SPPOConfig(chunk_lengths=(9, 1, 14), show_plan=False, compile=True, **mode))
+        ours = step(model, ids)
+        revert(model)
+        for value, exact in zip(ours, expected, strict=True):
+            assert (value - exact).norm() <= 3e-6 * exact.norm()

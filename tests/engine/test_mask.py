@@ -1,0 +1,62 @@
+"""Masks are understood by asking them; what is no causal mask, window or block is refused."""
+
+import pytest
+import torch
+from transformers import masking_utils as masks
+
+from sppo_hf import UnsupportedModelError
+from sppo_hf.engine.mask import MaskMeaning, mask_meaning
+from sppo_hf.testing.tiny_models import tiny_config
+
+
+def test_causal_has_no_window():
+    assert mask_meaning(mask_function=masks.causal_mask_function) == MaskMeaning(None)
+
+
+@pytest.mark.parametrize("window", [1, 2, 8, 4096, 131072])
+def test_window_is_read_off_the_mask(window):
+    function = masks.sliding_window_causal_mask_function(window)
+    assert mask_meaning(mask_function=function) == MaskMeaning(window)
+
+
+@pytest.mark.parametrize("tokens", [2, 7, 4096, 8192, 65536])
+def test_blocks_are_read_off_the_mask(tokens):
+    function = masks.chunked_causal_mask_function(tokens, torch.zeros(1, dtype=torch.long))
+    assert mask_meaning(mask_function=function) == MaskMeaning(None, local=tokens)
+
+
+def test_tables_of_image_blocks_without_images_are_not_asked_far_from_zero():
+    text = torch.full((2, 5), -1)
+    function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(text))
+    assert mask_meaning(mask_function=function) == MaskMeaning(None)
+
+
+def test_a_finished_mask_is_taken_as_it_is():
+    made = mask_meaning(mask_function=masks.sliding_window_causal_mask_function(8))
+    again = mask_meaning(mask_function=masks.causal_mask_function, attention_mask=made)
+    assert again is made
+
+
+@pytest.mark.parametrize("function", [
+    masks.bidirectional_mask_function,
+    masks.and_masks(
+        masks.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.long)),
+        masks.sliding_window_causal_mask_function(64),
+    ),
+    masks.or_masks(masks.causal_mask_function, lambda b, h, q, k: k == q + 1),
+    masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k % 2 == q % 2),
+    masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k != q),
+], ids=["bidirectional", "both", "looks ahead", "every other", "not itself"])  # fmt: skip
+def test_other_masks_are_refused_by_whoever_attends_with_them(function):
+    meaning = mask_meaning(mask_function=function, config=tiny_config("llama"))
+    assert isinstance(meaning.refusal, UnsupportedModelError)
+    assert "llama: its attention mask is neither causal" in str(meaning.refusal)
+
+
+def test_a_model_that_computes_with_its_mask_is_refused():
+    meaning = mask_meaning(mask_function=masks.causal_mask_function)
+    assert not hasattr(meaning, "to")
+    with pytest.raises(UnsupportedModelError, match="its own code reads its attention mask"):
+        _ = meaning[:, :, :, :5]
+    with pytest.raises(UnsupportedModelError, match="its own code reads its attention mask"):
+        _ = meaning.dtype

@@ -1,0 +1,123 @@
+"""Hooks on parameters and on the head's modules: what runs, how often, and what it makes of it.
+
+Every comparison of the harness runs with hooks on all parameters (`GradientHooks`). Here are the
+places where a parameter's gradient comes together from several parts.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from sppo_hf import SPPOConfig
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.parameter_hooks import any_hooks, hooks_set_aside
+from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.testing.exactness import GradientHooks, compare, run_batch
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+
+TILED = SPPOConfig(chunk_lengths=(9, 1, 13), loss_tile_tokens=7, show_plan=False)
+
+
+def _adapted():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with quiet_peft():
+        return peft.get_peft_model(build_tiny_model("llama"), lora)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_tiny_model("llama"),
+        lambda: build_tiny_model("llama-bias-tied"),
+        _adapted,
+    ],
+    ids=["own head", "tied", "modules_to_save"],
+)
+def test_small_tiles_run_hooks_once(build):
+    model = build()
+    report = compare(model, make_batch(rows=2), TILED)
+    assert report.exact, report
+    head = find_causal_lm(model).get_output_embeddings()
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert [n for n in trained if any(p is model.get_parameter(n) for p in head.parameters())]
+
+
+def test_hooks_may_be_set_before_and_after_conversion():
+    batch = make_batch(rows=2)
+    model = build_tiny_model("llama-bias-tied")
+    expected = run_batch(model, batch, hooks=True)
+    model = build_tiny_model("llama-bias-tied")
+    with GradientHooks(model) as before:
+        convert(model, TILED)
+        run_batch(model, batch)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.by_name[name])
+    assert before.calls == expected.hook_calls
+
+
+def test_the_harness_sees_hooks_that_run_twice(monkeypatch):
+    model, batch = build_tiny_model("llama"), make_batch(rows=2)
+    count = GradientHooks._count
+
+    def count_norms_twice(hooks, name, parameter):
+        for _ in range(1 + ("norm" in name)):
+            count(hooks, name, parameter)
+
+    monkeypatch.setattr(GradientHooks, "_count", count_norms_twice)
+    twice = run_batch(model, batch, hooks=True)
+    monkeypatch.undo()
+    report = compare(model, batch, TILED, reference=twice)
+    assert report.error <= report.tolerance
+    assert not report.exact
+    assert "norm.weight: its hooks ran another number of times" in str(report)
+
+
+def _clamp(module, grads, _):
+    return tuple(g.clamp(-1e-3, 1e-3) for g in grads)
+
+
+def _clamp_output(module, args, output):
+    if output.requires_grad:
+        output.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda head: head.register_full_backward_hook(_clamp),
+        lambda head: head.register_full_backward_pre_hook(lambda m, g: _clamp(m, g, None)),
+        lambda head: head.register_forward_hook(_clamp_output),
+    ],
+    ids=["backward", "backward pre", "forward, on the output"],
+)
+def test_hooks_on_the_heads_module_see_gradients_of_the_loss_itself(hook):
+    batch = make_batch(rows=2)
+    model = build_tiny_model("llama")
+    free = run_batch(copy.deepcopy(model), batch)
+    hook(model.lm_head)
+    report = compare(model, batch, TILED)
+    assert report.exact, report
+    hooked = run_batch(model, batch)
+    name = "model.norm.weight"
+    assert not torch.allclose(hooked.by_name[name], free.by_name[name])
+
+
+def test_hooks_come_back_and_may_change_meanwhile():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    seen = []
+    first = parameter.register_hook(lambda _: seen.append("first"))
+    assert any_hooks([parameter])
+    with hooks_set_aside([parameter]):
+        assert not any_hooks([parameter])
+        parameter.sum().backward()
+        parameter.register_hook(lambda _: seen.append("second"))
+    assert not seen
+    parameter.sum().backward()
+    assert seen == ["first", "second"]
+    first.remove()
+    parameter.sum().backward()
+    assert seen == ["first", "second", "second"]

@@ -1,0 +1,114 @@
+"""Plans are made once per batch shape, and anew when gradients turn out to accumulate."""
+
+import logging
+
+import pytest
+import torch
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import plan_cache as plans_module
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.offload_holder import OffloadHolder
+from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection
+from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.engine.structure import find_parts
+from sppo_hf.errors import BudgetError
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+
+
+class _Plans(StepObserver):
+    def __init__(self):
+        self.seen = []
+
+    def on_plan(self, plan, model_name):
+        self.seen.append(plan)
+
+
+def _step(model, *, tokens=20, rows=1):
+    model(**make_batch(tokens=tokens, rows=rows)).loss.backward()
+
+
+def _converted(model, **settings):
+    plans = _Plans()
+    settings = SPPOConfig(num_chunks=3, show_plan=False, **settings)
+    return convert(model.train(), settings, observer=plans), plans.seen
+
+
+def test_one_plan_per_shape():
+    model, seen = _converted(build_tiny_model("llama"))
+    for tokens in (20, 24, 20, 24):
+        _step(model, tokens=tokens)
+        model.zero_grad(set_to_none=True)
+    assert [plan.total_tokens for plan in seen] == [20, 24]
+    assert not any(plan.accumulates for plan in seen)
+
+
+def test_gradients_that_are_there_are_planned_for():
+    model, seen = _converted(build_tiny_model("llama"))
+    for _ in range(3):
+        _step(model)
+    assert [plan.accumulates for plan in seen] == [False, True], "once, however often"
+    once, twice = (plan.estimate.moments[-1].device["gradients"] for plan in seen)
+    # By layer, those of the layer whose backward runs are there twice.
+    assert seen[0].order == "by_layer"
+    assert once < twice < 2 * once
+    model.zero_grad(set_to_none=True)
+    _step(model)
+    assert len(seen) == 2, "the first batch of a later step fits what was planned"
+
+
+def test_few_gradients_change_no_plan():
+    model, seen = _converted(add_lora(build_tiny_model("llama", vocab_size=50_000)))
+    for _ in range(2):
+        _step(model)
+    (plan,) = seen
+    assert plan.estimate.moments[-1].device["gradients"] < 0.01 * plan.estimate.device.total
+
+
+def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.MonkeyPatch):
+    """Of several devices of a kind the model's need not be the current one."""
+    asked: list[torch.device] = []
+    facts = plans_module.device_facts
+
+    def noted(device: torch.device, config: SPPOConfig):
+        asked.append(device)
+        return facts(device, config)
+
+    monkeypatch.setattr(plans_module, "device_facts", noted)
+    config = SPPOConfig(num_chunks=3, show_plan=False)
+    book = PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config))
+    device = torch.device("cpu", 1)
+    plan = book.get(1, 20, device, StepObserver())
+    assert book.get(1, 20, device, StepObserver()) is plan
+    seconds = (1.0,) * 3
+    measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
+    correction_found = ProfileCorrection(plan, measured, Correction(backward=2.0))
+    monkeypatch.setattr(book._teacher, "corrections_found", lambda: iter([correction_found]))
+    book.correct(StepObserver())
+    assert asked == [device] * 2
+    assert book.get(1, 20, device, StepObserver()) is not plan
+    book.get(1, 20, torch.device("cpu", 2), StepObserver())
+    assert asked[2:] == [torch.device("cpu", 2)]
+
+
+def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatch, caplog):
+    asked = []
+
+    def reserve(self, host_bytes):
+        asked.append(host_bytes)
+        return host_bytes // 2 if len(asked) == 1 else None
+
+    monkeypatch.setattr(OffloadEngine, "reserve", reserve)
+    model, _seen = _converted(build_tiny_model("llama"), offload="full")
+    with (
+        caplog.at_level(logging.WARNING, logger="sppo_hf"),
+        pytest.raises(BudgetError, match="host"),
+    ):
+        _step(model)
+    # What is fixed by the settings cannot shrink, so the second plan says what is missing.
+    assert len(asked) == 1
+    assert asked[0] > 0
+    assert "the system gave" in caplog.text

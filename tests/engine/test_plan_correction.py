@@ -1,0 +1,138 @@
+"""Steps are measured without waiting for the device, and each plan is corrected once."""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from sppo_hf.engine import chunk_timer as stopwatch
+from sppo_hf.engine.chunk_timer import ChunkTimer
+from sppo_hf.engine.plan_cache import ProfileCorrector
+from sppo_hf.engine.step_timer import StepTimer
+from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.planning.plan import Plan
+from tests.planning.situations import slow_cost, small_shape
+from tests.planning.synthetic import mixed_plan
+from tests.planning.test_measured import as_measured, predicted
+
+
+@dataclass
+class _Watch:
+    """A finished step; `took` is None while the device is behind."""
+
+    plan: Plan
+    took: MeasuredStep | None
+
+    def measured(self) -> MeasuredStep | None:
+        return self.took
+
+
+def _plan() -> Plan:
+    cost = slow_cost(small_shape())
+    return replace(mixed_plan(6), prediction=predicted(cost), cost=cost)
+
+
+def _slower(plan: Plan) -> MeasuredStep:
+    """Backward takes three times as long as planned."""
+    assert plan.prediction is not None
+    as_planned = as_measured(plan.prediction)
+    return replace(as_planned, backward_seconds=tuple(3 * s for s in as_planned.backward_seconds))
+
+
+def _step(teacher: ProfileCorrector, plan: Plan, took: MeasuredStep | None) -> _Watch:
+    watch = _Watch(plan, took)
+    teacher.step_done(cast(StepTimer, watch))
+    return watch
+
+
+def test_the_second_step_teaches_and_no_other():
+    teacher, plan = ProfileCorrector(), _plan()
+    _step(teacher, plan, _slower(plan))
+    assert not list(teacher.corrections_found()), "the first step allocates and compiles"
+    _step(teacher, plan, _slower(plan))
+    (correction_found,) = teacher.corrections_found()
+    assert correction_found.plan is plan
+    assert correction_found.correction.backward / correction_found.correction.forward > 2
+    for _ in range(3):
+        _step(teacher, plan, _slower(plan))
+        assert not list(teacher.corrections_found()), "once"
+
+
+def test_a_device_that_is_behind_is_asked_again_and_not_waited_for():
+    teacher, plan = ProfileCorrector(), _plan()
+    _step(teacher, plan, None)
+    watch = _step(teacher, plan, None)
+    assert not list(teacher.corrections_found())
+    watch.took = _slower(plan)
+    assert len(list(teacher.corrections_found())) == 1
+
+
+def test_a_corrected_plan_is_not_corrected_again():
+    teacher, plan = ProfileCorrector(), _plan()
+    assert plan.cost is not None
+    plan = replace(plan, cost=replace(plan.cost, correction=Correction(backward=2.0)))
+    for _ in range(2):
+        _step(teacher, plan, _slower(plan))
+    assert not list(teacher.corrections_found())
+
+
+def test_plans_without_a_prediction_are_left_alone():
+    teacher = ProfileCorrector()
+    for _ in range(2):
+        _step(teacher, mixed_plan(6), None)
+    assert not list(teacher.corrections_found())
+
+
+class _Late:
+    """A mark on a device whose clock the test sets."""
+
+    now = 0.0
+    passed_until = 0.0
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+        self.at = _Late.now
+
+    def passed(self) -> bool:
+        return self.at <= _Late.passed_until
+
+    def seconds_until(self, later: Any) -> float:
+        return later.at - self.at
+
+
+def test_seconds_are_known_when_the_device_has_passed_the_last_mark(monkeypatch):
+    monkeypatch.setattr(stopwatch, "CudaMark", _Late)
+    watch = ChunkTimer("cuda")
+    for second, (phase, chunk) in enumerate(
+        [("forward", 0), ("forward", 1), ("end", 0), ("backward", 1), ("backward", 0), ("end", 0)]
+    ):
+        _Late.now = float(second**2)
+        watch.enter(phase, chunk)
+    _Late.passed_until = 16.0
+    assert not watch.ready()
+    with pytest.raises(AssertionError):
+        watch.seconds("forward", 2)
+    _Late.passed_until = 25.0
+    assert watch.seconds("forward", 2) == (1.0, 3.0)
+    assert watch.seconds("backward", 2) == (9.0, 7.0), "what lies between the phases is neither's"
+
+
+def test_marks_are_put_into_the_stream_of_the_models_device(monkeypatch):
+    """Whatever the current device is: autograd's thread has another than the main thread."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    watch = ChunkTimer(torch.device("cuda", 1))
+    watch.enter("forward", 0)
+    watch.enter("end")
+    assert recorded == ["stream of cuda:1"] * 2

@@ -1,0 +1,67 @@
+"""QLoRA: 4-bit base weights under LoRA adapters, where bitsandbytes is installed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sppo_hf import SPPOConfig
+from sppo_hf.engine.convert import convert
+from sppo_hf.planning.activation_modes import mode_of
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
+from tests.engine.forced_plans import force_modes
+
+bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+
+
+def _quantise(module, bits=4):
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            sizes = (child.in_features, child.out_features, child.bias is not None)
+            linear = (
+                bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+                if bits == 4
+                else bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
+            )
+            linear.load_state_dict(child.state_dict())
+            setattr(module, name, linear.to("cpu"))
+        else:
+            _quantise(child, bits)
+
+
+@pytest.mark.parametrize("settings", [
+    {"recompute": "full"}, {"recompute": "none"},
+    {"recompute": "none", "offload": "full", "min_offload_size": 1},
+])  # fmt: skip
+def test_adapters_get_the_gradients_of_the_unmodified_model(settings):
+    _assert_same_gradients(_quantised_model(), **settings)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_get_them_too_where_products_are_kept(monkeypatch, bits, tier):
+    force_modes(monkeypatch, lambda chunk, layer: mode_of("matmuls", tier))
+    _assert_same_gradients(_quantised_model(bits), min_offload_size=1)
+
+
+def _quantised_model(bits=4):
+    model = build_tiny_model("llama", dtype=torch.float32, hidden_size=64)
+    _quantise(model.model.layers, bits)
+    return add_lora(model).train()
+
+
+def _assert_same_gradients(model, **settings):
+    ids = torch.randint(0, 97, (2, 23), generator=torch.Generator().manual_seed(0))
+
+    def gradients(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(copy.deepcopy(model))
+    ours = gradients(convert(model, SPPOConfig(num_chunks=3, show_plan=False, **settings)))
+    assert expected
+    assert set(ours) == set(expected)
+    assert all("lora_" in name for name in ours)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,402 @@
+"""Frames in every mode: exact, sparing with bytes and with matrix products."""
+
+import copy
+import functools
+import gc
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from sppo_hf import SPPOConfig, SPPOError
+from sppo_hf.engine import recompute
+from sppo_hf.engine import selective as holders
+from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.structure import find_parts
+from sppo_hf.planning.activation_modes import ALL_MODES, FrameMode, mode_of
+from sppo_hf.testing.exactness import (
+    Gradients,
+    compare,
+    compare_drift,
+    run_batch,
+    run_reference,
+)
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.forced_plans import force_modes
+
+TOKENS = 23
+LAYERS = 3
+# The families whose layers differ most: norms, fused and biased projections, experts in a loop,
+# sinks, latent attention, keys of another layer, several residual streams.
+FAMILIES = [
+    *("llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"),
+    *("gemma4_text-shared-kv", "gemma3n_text"),
+]
+MODES = [mode for mode in ALL_MODES if mode.tier != "disk"]
+PRODUCTS = mode_of("matmuls", "device")
+
+
+def _config(**others: Any) -> SPPOConfig:
+    return SPPOConfig(
+        **{"chunk_lengths": (9, 1, 13), "min_offload_size": 1, "show_plan": False, **others}
+    )
+
+
+def _always(mode: FrameMode) -> Callable[[int, int], FrameMode]:
+    return lambda chunk, layer: mode
+
+
+class Case(NamedTuple):
+    """A model, a batch, and what the unmodified model makes of it."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    reference: Gradients
+
+
+@functools.lru_cache(maxsize=32)
+def _case(family: str, lora: bool, padding: tuple[int, ...]) -> Case:
+    model: nn.Module = build_tiny_model(family)
+    if lora:
+        with warnings.catch_warnings():
+            # PEFT warns of what it decides by itself, for GPT-2's layers and for experts.
+            warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", RuntimeWarning)
+            model = add_lora(build_tiny_model(family))
+    batch = make_batch(rows=2, tokens=TOKENS, padding=padding)
+    return Case(model, batch, run_reference(model, batch))
+
+
+# -- exactness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_products_are_exact(
+    monkeypatch: pytest.MonkeyPatch, family: str, lora: bool, tier: Any
+) -> None:
+    force_modes(monkeypatch, _always(mode_of("matmuls", tier)))
+    case = _case(family, lora, (0, 5))
+    report = compare(case.model, case.batch, _config(), reference=case.reference)
+    assert report.exact, str(report)
+    assert report.worst.scale > 0
+    assert report.attention_forwards == 3 * len(find_parts(case.model).layers)
+
+
+class Draw(NamedTuple):
+    """One example; printed as it is when it fails."""
+
+    family: str
+    lora: bool
+    chunk_lengths: tuple[int, ...]
+    modes: tuple[tuple[FrameMode, ...], ...]
+    padding: tuple[int, ...]
+
+
+@st.composite
+def draws(draw: st.DrawFn) -> Draw:
+    cuts = draw(st.sets(st.integers(1, TOKENS - 1), max_size=5))
+    edges = [0, *sorted(cuts), TOKENS]
+    lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
+    row = st.tuples(*[st.sampled_from(MODES)] * LAYERS)
+    return Draw(
+        family=draw(st.sampled_from(FAMILIES)),
+        lora=draw(st.booleans()),
+        chunk_lengths=lengths,
+        modes=tuple(draw(row) for _ in lengths),
+        padding=draw(st.sampled_from([(0, 5), (22, 1)])),
+    )
+
+
+def _assert_any_plan_is_exact(drawn: Draw) -> None:
+    case = _case(drawn.family, drawn.lora, drawn.padding)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        force_modes(monkeypatch, lambda chunk, layer: drawn.modes[chunk][layer % LAYERS])
+        config = _config(chunk_lengths=drawn.chunk_lengths)
+        report = compare(case.model, case.batch, config, reference=case.reference)
+    assert report.exact, str(report)
+
+
+@settings(max_examples=20)
+@given(drawn=draws())
+def test_any_mix_of_modes_is_exact(drawn: Draw) -> None:
+    _assert_any_plan_is_exact(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@settings(max_examples=50)
+@given(drawn=draws())
+def test_any_mix_of_modes_is_exact_many_times(drawn: Draw) -> None:
+    _assert_any_plan_is_exact(drawn)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_multiplied_together_are_exact(
+    monkeypatch: pytest.MonkeyPatch, family: str, implementation: str
+) -> None:
+    force_modes(monkeypatch, _always(PRODUCTS))
+    model = build_tiny_model(family, dtype=torch.float32)
+    model.set_experts_implementation(implementation)
+    report = compare(model, make_batch(tokens=TOKENS), _config())
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("saved", ["matmuls", "inputs"])
+def test_dropout_of_adapters_repeats(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    model = add_lora(build_tiny_model("llama"))
+    for module in model.modules():
+        for name, child in getattr(module, "lora_dropout", {}).items():
+            assert isinstance(child, nn.Identity)
+            module.lora_dropout[name] = nn.Dropout(0.4)  # type: ignore[index]
+    batch = make_batch(tokens=TOKENS)
+
+    def gradients(mode: FrameMode) -> dict[str, Tensor | None]:
+        with pytest.MonkeyPatch.context() as inner:
+            force_modes(inner, _always(mode))
+            copied = convert(copy.deepcopy(model), _config())
+            torch.manual_seed(11)
+            return dict(run_batch(copied, batch).by_name)
+
+    expected = gradients(mode_of("whole", "device"))
+    ours = gradients(mode_of(saved, "device"))
+    assert expected
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("saved", ["matmuls", "inputs"])
+def test_autocast_is_the_same_the_second_time(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    batch = make_batch(rows=2, tokens=TOKENS)
+
+    def gradients(mode: FrameMode) -> dict[str, Tensor | None]:
+        with pytest.MonkeyPatch.context() as inner:
+            force_modes(inner, _always(mode))
+            model = convert(build_tiny_model("qwen3", dtype=torch.float32), _config())
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+            return {name: p.grad for name, p in model.named_parameters()}
+
+    expected = gradients(mode_of("whole", "device"))
+    for name, gradient in gradients(mode_of(saved, "device")).items():
+        assert gradient is not None
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bfloat16_with_products_is_no_farther_from_float32(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    force_modes(monkeypatch, _always(PRODUCTS))
+    report = compare_drift(
+        build_tiny_model(family, dtype=torch.float32),
+        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(3)],
+        _config(chunk_lengths=(16, 17, 31)),
+    )
+    assert report.unmodified_drift > 1e-3
+    assert report.exact, str(report)
+
+
+# -- what is computed, and what is kept ----------------------------------------------------------
+
+
+class _Multiplications(TorchDispatchMode):
+    """Counts matrix products, those of attention's reference backend among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
+        return func(*args, **(kwargs or {}))
+
+
+def _products_in_backward(mode: FrameMode, family: str, *, lora: bool = False) -> int:
+    model: nn.Module = build_tiny_model(family, dtype=torch.float32, num_hidden_layers=2)
+    if lora:
+        model = add_lora(model, rank=2)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        force_modes(monkeypatch, _always(mode))
+        loss = convert(model, _config())(**make_batch(tokens=TOKENS)).loss
+        with _Multiplications() as multiplications:
+            loss.backward()
+    return multiplications.count
+
+
+@pytest.mark.parametrize(
+    ("family", "products", "needed"),
+    # Without keys and values; a fused projection has the queries in it.
+    [("llama", 6, 4), ("gpt2", 3, 3), ("phi3", 3, 3)],
+)
+def test_no_kept_product_is_computed_twice(family: str, products: int, needed: int) -> None:
+    whole = _products_in_backward(mode_of("whole", "device"), family)
+    frames = 2 * 3
+    for tier in ("device", "host"):
+        kept = mode_of("matmuls", tier)  # type: ignore[arg-type]
+        inputs = mode_of("inputs", tier)  # type: ignore[arg-type]
+        assert _products_in_backward(kept, family) == whole
+        # All but the last product of the layer while it is found out which nobody needs: in the
+        # last chunk of two layers, and in the one of a single token.
+        learning = 4
+        computed = learning * products + (frames - learning) * needed
+        assert _products_in_backward(inputs, family) == whole + computed
+
+
+def test_adapters_frozen_products_are_computed_once_where_nobody_needs_them() -> None:
+    """Base and both factors of seven modules: of k and v the base, and down's base are needless."""
+    whole = _products_in_backward(mode_of("whole", "device"), "llama", lora=True)
+    inputs = _products_in_backward(mode_of("inputs", "device"), "llama", lora=True)
+    # The forward stops before down's second factor. The first layer, whose input needs no gradient,
+    # learns apart; of a single token only one chunk comes.
+    learning, played = 7 * 3 - 1, 7 * 3 - 1 - 3
+    assert inputs == whole + 4 * learning + 2 * played
+
+
+def test_a_layer_that_changed_its_products_is_run_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found of a layer does not hold when it multiplies by other weights."""
+    force_modes(monkeypatch, _always(mode_of("inputs", "device")))
+    model = build_tiny_model("llama")
+    batch = make_batch(tokens=TOKENS)
+    ours = convert(copy.deepcopy(model), _config())
+    for narrower in (False, True):
+        for one in (ours, model) if narrower else ():
+            mlp = one.model.layers[1].mlp
+            for linear in (mlp.gate_proj, mlp.up_proj):
+                linear.weight = nn.Parameter(linear.weight.detach()[::2].clone())
+            mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach()[:, ::2].clone())
+            one.zero_grad()
+        gradients = run_batch(ours, batch).by_name
+        for name, expected in run_reference(model, batch, hooks=False).by_name.items():
+            torch.testing.assert_close(gradients[name], expected, rtol=1e-9, atol=1e-12)
+        found = recompute._needless(ours.model.layers[1]).values()
+        assert (None in found) == narrower
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["whole", "inputs"])
+def test_layers_with_compiled_parts(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    """Their second forward must be compiled as their first was."""
+    force_modes(monkeypatch, _always(mode_of(saved, "device")))
+    model = build_tiny_model("llama")
+    batch = make_batch(tokens=TOKENS)
+    expected = run_reference(model, batch, hooks=False)
+    for layer in model.model.layers:
+        norm = layer.input_layernorm
+        norm.forward = torch.compile(norm.forward, backend="aot_eager", dynamic=True)
+        layer.post_attention_layernorm.compile(backend="aot_eager", dynamic=True)
+    convert(model, _config())
+    for _ in range(2):
+        model.zero_grad()
+        ours = run_batch(model, batch)
+        for name, gradient in expected.by_name.items():
+            torch.testing.assert_close(ours.by_name[name], gradient, rtol=1e-9, atol=1e-12)
+    torch._dynamo.reset()
+
+
+class _Bytes:
+    """Counts the bytes that frames hold, by what they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_kind: dict[str, int] = {}
+        hold = RecomputedLayer._hold
+
+        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> holders.Holder:
+            name = kind.split()[0]
+            self.by_kind[name] = self.by_kind.get(name, 0) + tensor.nbytes
+            return hold(frame, kind, tensor)
+
+        monkeypatch.setattr(RecomputedLayer, "_hold", counted)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_products_of_a_llama_layer(monkeypatch: pytest.MonkeyPatch, tier: Any) -> None:
+    force_modes(monkeypatch, _always(mode_of("matmuls", tier)))
+    held = _Bytes(monkeypatch)
+    model = convert(build_tiny_model("llama", dtype=torch.float32, num_hidden_layers=2), _config())
+    model(**make_batch(tokens=TOKENS))
+    width, heads, inner = 32, 4, 48
+    per_token = {
+        "inputs": width,
+        "outputs": width,
+        "sums": heads,
+        # Queries, attention's projection, gate and up; keys and values serve attention only.
+        "product": width + width + 2 * inner,
+    }
+    expected = {name: 2 * TOKENS * 4 * size for name, size in per_token.items()}
+    expected["inputs"] += TOKENS * 4 * width  # the final norm's
+    assert held.by_kind == expected
+
+
+def test_offloaded_products_lie_between_skeleton_and_whole() -> None:
+    sent: dict[str, int] = {}
+    for saved in ("inputs", "matmuls", "whole"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            force_modes(monkeypatch, _always(mode_of(saved, "host")))  # type: ignore[arg-type]
+            model = convert(build_tiny_model("llama"), _config())
+            loss = model(**make_batch(tokens=TOKENS)).loss
+            engine = get_engine(model)
+            assert engine is not None
+            offload = engine.offload
+            sent[saved] = offload.stats().d2h_bytes
+            loss.backward()
+            offload.assert_drained()
+    assert sent["inputs"] < sent["matmuls"] < sent["whole"]
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_multiplies_differently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_modes(monkeypatch, _always(PRODUCTS))
+    model = convert(build_tiny_model("llama", dtype=torch.float32), _config())
+    loss = model(**make_batch(tokens=TOKENS)).loss
+    mlp = model.model.layers[1].mlp
+    monkeypatch.setattr(mlp, "forward", lambda x: mlp.down_proj(mlp.down_proj(mlp.gate_proj(x))))
+    with pytest.raises(SPPOError, match=r"layer 1, chunk 2: .*when recomputed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["self_attn.k_proj", "mlp.up_proj"])
+def test_a_forward_that_fails_leaves_no_mode_behind(
+    monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
+) -> None:
+    force_modes(monkeypatch, _always(PRODUCTS))
+    model = build_tiny_model("llama")
+    batch = make_batch(tokens=TOKENS)
+    expected = run_reference(model, batch, hooks=False)
+    convert(model, _config())
+
+    def fail(*_: object) -> None:
+        raise error
+
+    hook = model.model.layers[1].get_submodule(where).register_forward_hook(fail)
+    with pytest.raises(error):
+        model(**batch)
+    assert _get_current_dispatch_mode() is None
+    hook.remove()
+    again = run_batch(model, batch)
+    for name, gradient in expected.by_name.items():
+        torch.testing.assert_close(again.by_name[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_frames_of_layers_that_share_keys_are_freed_without_a_backward() -> None:
+    """A frame that held the keys themselves would hold, through their graph, itself."""
+    model = convert(build_tiny_model("gemma4_text-shared-kv"), _config(recompute="full"))
+    loss = model(**make_batch(tokens=TOKENS)).loss
+    assert any(type(x) is RecomputedLayer for x in gc.get_objects())
+    del loss
+    gc.collect()
+    assert not any(type(x) is RecomputedLayer for x in gc.get_objects())

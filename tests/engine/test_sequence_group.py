@@ -1,0 +1,65 @@
+"""How tokens and heads are divided among ranks; collectives: test_sequence_exactness.py."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo_hf.engine.sequence_group import (
+    check_heads,
+    key_heads,
+    own_random_numbers,
+    part_lengths,
+    part_of,
+)
+from sppo_hf.errors import ConfigError
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(2, 9))
+def test_parts_follow_each_other_and_are_even(start: int, tokens: int, size: int) -> None:
+    parts = [part_of(start, start + tokens, rank, size) for rank in range(size)]
+    assert parts[0][0] == start
+    assert parts[-1][1] == start + tokens
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
+    lengths = [end - begin for begin, end in parts]
+    assert lengths == part_lengths(tokens, size)
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
+def test_every_query_head_finds_its_key_head_on_its_rank(size: int, own: int, sharing: int) -> None:
+    heads = size * own
+    if heads % sharing:
+        return
+    keys = heads // sharing
+    found = key_heads(heads, keys, size) or list(range(keys))
+    per_rank, group = len(found) // size, heads // len(found)
+    for head in range(heads):
+        rank, inside = divmod(head, own)
+        assert found[rank * per_rank + inside // group] == head // sharing
+
+
+def test_heads_are_sent_once_where_ranks_divide_those_of_keys() -> None:
+    assert key_heads(8, 4, 2) is None
+    assert key_heads(8, 2, 4) == [0, 0, 1, 1]
+    assert key_heads(6, 2, 3) == [0, 0, 0, 1, 1, 1]
+
+
+def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do() -> None:
+    check_heads(12, 4, "a model")
+    with pytest.raises(ConfigError, match=r"sp_size=5 .* 12 .*Allowed: 1, 2, 3, 4, 6, 12\."):
+        check_heads(12, 5, "a model")
+
+
+def test_ranks_drop_other_tokens_and_are_alike_afterwards() -> None:
+    drawn, after = [], []
+    for rank in range(2):
+        torch.manual_seed(7)
+        with own_random_numbers(SimpleNamespace(rank=rank), torch.device("cpu")):  # type: ignore[arg-type]
+            drawn.append(torch.rand(4).tolist())
+        after.append(torch.rand(4).tolist())
+    assert drawn[0] != drawn[1]
+    assert after[0] == after[1]

@@ -1,0 +1,227 @@
+"""Stages cut out of a model: what stays, under which names, what is freed, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.stages import AbsentLayer, StageCut, StagedModel, check_cut
+from sppo_hf.engine.structure import find_causal_lm, find_parts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.pipeline.convert import choose_cut
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
+from tests.integrations.training import switch_checkpointing_on
+
+THREE = (range(0, 1), range(1, 3), range(3, 4))
+TIED = ("llama-bias-tied", "gemma2", "gpt2")
+FAMILIES = (
+    *("llama", "mistral", "gemma3_text", "granite", "cohere2", "gpt_neox", "phi3"),
+    *("qwen3_moe", "minicpm3", *TIED),
+)
+
+
+def build(family: str = "llama", *, lora: bool = False) -> nn.Module:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    mixed = family in ("gemma2", "gemma3_text", "cohere2")
+    model = build_tiny_model(family, num_hidden_layers=4, **(kinds if mixed else {}))
+    return add_lora(model) if lora else model
+
+
+def cut(model: nn.Module, *own: int, layers: tuple[range, ...] = THREE) -> StagedModel:
+    return StagedModel(find_parts(model), StageCut(layers, own))
+
+
+def names(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in find_causal_lm(model).named_parameters()}
+
+
+# What PEFT says of fused layers.
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set", "ignore:The following .*_pattern keys")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
+def test_stages_share_out_the_parameters_under_their_names(family: str, lora: bool) -> None:
+    whole = build(family, lora=lora)
+    tied = family in TIED or family in ("gemma3_text", "cohere2", "minicpm3")
+    held: dict[str, tuple[int, ...]] = {}
+    for stage in range(3):
+        model = build(family, lora=lora)
+        staged = cut(model, stage)
+        mine = names(model)
+        twice = mine.keys() & held.keys()
+        assert twice == (staged.shared_names if stage == 2 else set())
+        held |= mine
+        assert staged.shared_names <= mine.keys() or stage == 1
+        assert bool(staged.shared_names) == tied
+        assert type(find_causal_lm(model)) is type(find_causal_lm(whole))
+        layers = find_parts(model).layers
+        assert len(layers) == 4
+        for index, layer in enumerate(layers):
+            here = index in THREE[stage]
+            assert isinstance(layer, AbsentLayer) != here
+            assert any(True for _ in layer.parameters()) == here
+    assert held == names(whole)
+
+
+@pytest.mark.parametrize("family", TIED)
+def test_a_tied_embedding_stays_on_the_last_stage_as_well(family: str) -> None:
+    whole = build(family)
+    matrix = whole.get_input_embeddings().weight
+    (shared,) = (name for name, p in whole.named_parameters() if p is matrix)
+    for stage in (0, 1, 2):
+        model = build(family)
+        staged = cut(model, stage)
+        assert staged.shared_names == {shared}
+        assert (shared in names(model)) == (stage != 1)
+    assert model.get_output_embeddings().weight is model.get_parameter(shared)
+    assert torch.equal(model.get_parameter(shared), matrix)
+
+
+def test_both_ends_on_one_rank_and_all_stages() -> None:
+    model = build("llama-bias-tied")
+    cut(model, 0, 2)
+    absent = [isinstance(layer, AbsentLayer) for layer in find_parts(model).layers]
+    assert absent == [False, True, True, False]
+    assert {n.split(".")[1] for n in names(model)} == {"embed_tokens", "layers", "norm"}
+    model = build("llama-bias-tied")
+    before = names(model)
+    cut(model, 0, 1, 2)
+    assert names(model) == before
+
+
+def test_what_is_not_kept_is_freed() -> None:
+    model = build("llama-bias-tied")
+    parts = find_parts(model)
+    gone = [*parts.layers[0].parameters(), *parts.layers[3].parameters()]
+    gone += [*model.model.embed_tokens.parameters(), *model.model.norm.parameters()]
+    kept = [*parts.layers[1].parameters(), *parts.layers[2].parameters()]
+    lost, held = [weakref.ref(p) for p in gone], [weakref.ref(p) for p in kept]
+    staged = cut(model, 1)
+    del parts, gone, kept
+    gc.collect()
+    assert [ref() for ref in lost] == [None] * len(lost)
+    assert all(ref() is not None for ref in held)
+    assert staged.parts.causal_lm is model
+
+
+def test_absent_layers_say_what_models_read_off_layers() -> None:
+    model = build("gemma2")
+    for index, layer in enumerate(find_parts(model).layers):
+        layer.kind_of_attention = f"kind {index}"
+    cut(model, 1)
+    kinds = [layer.kind_of_attention for layer in find_parts(model).layers]
+    assert kinds == [f"kind {index}" for index in range(4)]
+    hidden = torch.randn(2, 3, 32)
+    assert find_parts(model).layers[0](hidden, "mask", position_ids=None) is hidden
+
+
+def test_layers_that_are_absent_are_not_recomputed() -> None:
+    model = build()
+    switch_checkpointing_on(model)
+    staged = cut(model, 0, 2)
+    for stage in (0, 2):
+        with staged.running(stage):
+            model.model(torch.zeros(1, 3, dtype=torch.long))
+    # Switched on again by a Trainer, in what is left.
+    switch_checkpointing_on(model)
+    hidden = torch.randn(1, 3, 32, requires_grad=True)
+    assert find_parts(model).layers[1](hidden) is hidden
+
+
+def test_absent_ends_do_nothing() -> None:
+    model = build()
+    cut(model, 1)
+    embedded = model.get_input_embeddings()(torch.zeros(2, 3, dtype=torch.long))
+    assert embedded.shape == (2, 3, 32)
+    assert embedded.dtype == torch.float64
+    assert not embedded.any()
+    hidden = torch.randn(2, 3, 32)
+    assert model.model.norm(hidden) is hidden
+    assert model.lm_head(hidden) is hidden
+
+
+def test_one_stage_runs_at_a_time() -> None:
+    model = build()
+    staged = cut(model, 0, 2)
+    whole = model.model.layers
+    ran: list[int] = []
+    for index in (0, 3):
+        whole[index].register_forward_hook(lambda *_, index=index: ran.append(index))
+    for stage, layer in ((0, 0), (2, 3)):
+        with staged.running(stage):
+            model.model(torch.zeros(1, 3, dtype=torch.long))
+            assert len(model.model.layers) == 4
+        assert ran == [layer]
+        ran.clear()
+        assert model.model.layers is whole
+    # Names and checkpoints are those of the whole, whatever happens while a stage runs.
+    with pytest.raises(ValueError, match="stop"), staged.running(0):
+        raise ValueError("stop")
+    assert model.model.layers is whole
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (range(0, 2), range(3, 4)),
+        (range(0, 2), range(2, 2), range(2, 4)),
+        (range(0, 2), range(2, 5)),
+        (range(2, 4), range(0, 2)),
+        (range(0, 3), range(2, 4)),
+    ],
+    ids=["gap", "empty", "too many layers", "order", "twice"],
+)
+def test_stages_that_are_no_cut_are_refused(layers: tuple[range, ...]) -> None:
+    model = build()
+    with pytest.raises(ConfigError, match=r"stages hold layers .* LlamaForCausalLM has 4.*Remedy"):
+        cut(model, 0, layers=layers)
+    assert not any(isinstance(layer, AbsentLayer) for layer in find_parts(model).layers)
+
+
+@pytest.mark.parametrize(("pp_size", "virtual"), [(5, 1), (3, 2)])
+def test_more_stages_than_layers_are_refused(pp_size: int, virtual: int) -> None:
+    schedule = "interleaved_seq1f1b" if virtual > 1 else "auto"
+    config = SPPOConfig(pp_size=pp_size, pp_virtual_stages=virtual, pp_schedule=schedule)
+    with pytest.raises(ConfigError) as caught:
+        choose_cut(find_parts(build()), config, 0)
+    said = str(caught.value)
+    assert f"pp_size={pp_size} x pp_virtual_stages={virtual} makes {pp_size * virtual}" in said
+    assert "4 layers" in said
+    assert "Remedy" in said
+
+
+def test_layers_of_stages_can_be_set() -> None:
+    parts = find_parts(build())
+    chosen = choose_cut(parts, SPPOConfig(pp_size=3, pp_layers=(2, 1, 1)), 1)
+    assert chosen.layers == (range(0, 2), range(2, 3), range(3, 4))
+    assert chosen.own == (1,)
+    with pytest.raises(ConfigError, match=r"pp_layers=\[1, 1\] are 2 layers, but .* has 4.*Remedy"):
+        choose_cut(parts, SPPOConfig(pp_size=2, pp_layers=(1, 1)), 0)
+
+
+def test_ranks_take_stages_in_turn() -> None:
+    config = SPPOConfig(pp_size=2, pp_virtual_stages=2, pp_schedule="interleaved_seq1f1b")
+    parts = find_parts(build())
+    for rank, own in ((0, (0, 2)), (1, (1, 3))):
+        chosen = choose_cut(parts, config, rank)
+        assert chosen.own == own
+        assert [layer for stage in chosen.layers for layer in stage] == [0, 1, 2, 3]
+        assert (chosen.has_first, chosen.has_last) == (rank == 0, rank == 1)
+        assert chosen.own_layers == frozenset(own)
+
+
+def test_a_model_whose_layers_give_on_several_hidden_states_is_refused() -> None:
+    model = build_tiny_model("gemma3n_text")
+    before = names(model)
+    parts = find_parts(model)
+    count = len(parts.layers)
+    halves = StageCut((range(2), range(2, count)), (0,))
+    with pytest.raises(UnsupportedModelError, match=r"altup_num_inputs.*pp_size=1"):
+        check_cut(parts, halves)
+    with pytest.raises(UnsupportedModelError):
+        StagedModel(parts, halves)
+    assert names(model) == before

@@ -1,0 +1,87 @@
+"""What is converted and what is refused, by a model's parts; planning gives the same reason."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.loaders import BUILD_ERRORS, loader_of
+from sppo_hf.engine.structure import find_parts
+from sppo_hf.planning import refusals
+from sppo_hf.planning.config_file import load_config
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
+
+NESTED = [
+    name
+    for name in ("dots3_note", "emu3", "llama4", "qwen3_5", "qwen3_5_moe", "phi4_multimodal")
+    if name in CONFIG_MAPPING_NAMES
+]
+"""Types of which AutoModelForCausalLM loads the text decoder alone, and one without a decoder."""
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # families warn at their first import
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_configs_of_plain_language_models_are_planned_as_they_train(
+    name: str, tmp_path: Path
+) -> None:
+    text = tiny_config(f"{name}_text" if f"{name}_text" in CONFIG_MAPPING_NAMES else name)
+    text = text.get_text_config(decoder=True)
+    fields = AutoConfig.for_model(name).to_dict()
+    if name != "phi4_multimodal":
+        fields["text_config"] = text.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
+    whole = AutoConfig.for_model(name)
+    with torch.device("meta"):
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(whole)]
+        model = model_class._from_config(text)
+    trained = _said(lambda: find_parts(model))
+    planned = _said(lambda: refusals.check_config(load_config(tmp_path)))
+    assert trained == planned
+
+
+@pytest.mark.slow
+def test_every_family_is_planned_as_it_trains(tmp_path: Path) -> None:
+    differ = {}
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = tiny_config(name)
+            config.save_pretrained(tmp_path)
+            with torch.device("meta"):
+                model = loader_of(config).from_config(config)
+        except (ConfigError, *BUILD_ERRORS):
+            continue  # of what cannot be built, nothing can be told
+        trained = _said(lambda: find_parts(model))  # noqa: B023 — called at once
+        planned = _said(lambda: refusals.check_config(load_config(tmp_path)))
+        if bool(trained) != bool(planned) and model.config.model_type not in FOUND_BY_TRYING:
+            differ[name] = (trained, planned)
+    assert not differ
+
+
+FOUND_BY_TRYING = ("diffllama", "longcat_flash", "doge")
+"""Refused by the first forward, which this does not run."""
+
+
+def _said(check: Callable[[], object]) -> str:
+    """Why `check` refuses, without names and remedies; empty where it does not."""
+    try:
+        check()
+    except UnsupportedModelError as error:
+        reason = str(error).partition(" cannot be trained ")[2]
+        return re.split(r"[;.(]", reason)[0].strip()
+    return ""
+
+
+def test_batches_with_images_are_refused_where_the_decoder_is_the_model() -> None:
+    model = convert(build_tiny_model("llama"), SPPOConfig(num_chunks=2, show_plan=False))
+    with pytest.raises(ConfigError, match="image_pixel_values holds images or sound"):
+        model(**make_batch(), image_pixel_values=torch.zeros(1, 3, 4, 4))

@@ -1,0 +1,209 @@
+"""Tiny models are tiny, random everywhere, reproducible, and keep the features of their family.
+
+What could not be tiny is refused before it is built, in every type of the installed Transformers.
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.testing import tiny_models as tiny
+from sppo_hf.testing.exactness import run_batch
+from sppo_hf.testing.tiny_models import (
+    LARGEST_BYTES,
+    VOCAB_SIZE,
+    add_lora,
+    build_tiny_model,
+    make_batch,
+    model_from_config,
+    shrink,
+    shrunk_config,
+    tiny_config,
+    weights_bytes,
+)
+
+# Gradients that are zero in exact arithmetic: without rotary, the key bias moves all scores alike.
+ALWAYS_ZERO = {"opt": "k_proj.bias", "biogpt": "k_proj.bias"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "granite", "gpt2", "opt", "olmo2"],
+)
+def test_every_parameter_matters(family: str) -> None:
+    model = build_tiny_model(family)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 100_000
+    gradients = run_batch(model, make_batch(rows=2))
+    expected_zero = ALWAYS_ZERO.get(family, "no such name")
+    for name, grad in gradients.by_name.items():
+        assert grad is not None, name
+        assert (grad.abs().max() > 1e-9) != name.endswith(expected_zero), name
+
+
+def test_the_seed_decides_and_the_global_state_is_left_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    one, again, other = (build_tiny_model("llama", seed=seed) for seed in (1, 1, 2))
+    make_batch(seed=3)
+    assert torch.equal(torch.rand(1), expected)
+    weights = [dict(m.named_parameters())["lm_head.weight"] for m in (one, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_two_dtypes_of_one_seed_are_the_same_model() -> None:
+    wide = build_tiny_model("llama").lm_head.weight
+    narrow = build_tiny_model("llama", dtype=torch.bfloat16).lm_head.weight
+    assert torch.equal(wide.to(torch.bfloat16), narrow)
+
+
+def test_attention_is_far_from_uniform() -> None:
+    model = build_tiny_model("llama").eval()
+    model.set_attn_implementation("eager")
+    batch = make_batch(tokens=24)
+    weights = model(input_ids=batch["input_ids"], output_attentions=True).attentions[0]
+    last_row = weights[0, :, -1]
+    assert last_row.max() > 3 / 24, "a uniform row would have 1/24 everywhere"
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("mistral", "sliding_window", 8),
+        ("gemma2", "attn_logit_softcapping", 1.5),
+        ("granite", "residual_multiplier", 0.4),
+        ("smollm3", "no_rope_layers", [1, 0, 1]),
+        ("deepseek_v3", "v_head_dim", 12),
+        ("gpt2", "attn_pdrop", 0.0),
+        ("gpt_oss", "layer_types", ["sliding_attention", "full_attention", "sliding_attention"]),
+    ],
+)
+def test_features_survive(family: str, field: str, value: object) -> None:
+    assert getattr(tiny_config(family), field) == value
+
+
+def test_a_real_configuration_is_shrunk_with_its_features() -> None:
+    original = AutoConfig.for_model(
+        "phi3",
+        sliding_window=2047,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0 + i / 48 for i in range(48)],
+            "long_factor": [1.0 + i for i in range(48)],
+            "original_max_position_embeddings": 4096,
+        },
+        max_position_embeddings=131072,
+    )
+    config = AutoConfig.for_model("phi3", **shrink(original))
+    assert config.num_hidden_layers == 3
+    assert config.sliding_window == 8
+    assert config.rope_parameters["long_factor"] == [1.0, 13.0, 25.0, 37.0]
+    model = model_from_config(config)
+    assert torch.isfinite(model(**make_batch()).loss)
+
+
+def test_layers_of_every_kind_survive() -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    original = AutoConfig.for_model("gemma3_text", num_hidden_layers=12, layer_types=types * 2)
+    assert shrink(original)["layer_types"] == [
+        *("full_attention", "sliding_attention", "full_attention")
+    ]
+
+
+def test_settings_of_single_layers_follow_their_layer() -> None:
+    config = shrunk_config(AutoConfig.for_model("gemma4_text"))
+    sizes = [config.per_layer_config[layer].head_dim for layer in range(3)]
+    assert config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
+    assert sizes == [16, 8, 16]
+    assert torch.isfinite(model_from_config(config)(**make_batch()).loss)
+
+
+def _outcome(model_type: str) -> int | str:
+    """What a tiny model of a type would take in bytes, counted without memory, or the refusal."""
+    try:
+        return weights_bytes(tiny_config(model_type))
+    except ConfigError as error:
+        return str(error)
+
+
+LARGE_ENCODERS = {"janus", "muse_glimmer", "muse_spark", "qwen2_5_omni", "vibevoice_asr"}
+"""Types whose encoders have sizes that are no settings; they are refused before they are built."""
+
+
+def _assert_tiny(outcomes: dict[str, int | str]) -> None:
+    large = {n: size for n, size in outcomes.items() if isinstance(size, int)}
+    assert {name for name, size in large.items() if size > LARGEST_BYTES} <= LARGE_ENCODERS
+    told = {name: text for name, text in outcomes.items() if isinstance(text, str)}
+    assert not [text for text in told.values() if "\n" in text], "one line each"
+
+
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+def test_types_with_configurations_inside_stay_tiny() -> None:
+    nested = [t for t in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if CONFIG_MAPPING[t].sub_configs]
+    outcomes = {name: _outcome(name) for name in nested}
+    _assert_tiny(outcomes)
+    built = {name for name, outcome in outcomes.items() if isinstance(outcome, int)}
+    expected = {"gemma3", "gemma4", "llama4", "phi4_multimodal", "qwen3_5", "dbrx"}
+    assert built >= expected & set(nested), "they are counted, not refused"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_type_with_configurations_inside_stays_tiny() -> None:
+    # Types without a causal language model are refused before anything of them is shrunk or built.
+    nested = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name].sub_configs]
+    assert len(nested) > 150
+    _assert_tiny({name: _outcome(name) for name in nested})
+
+
+def test_what_would_be_large_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "randomise", lambda _: pytest.fail("it was built"))
+    with pytest.raises(ConfigError, match=r"7\.45 TiB.*Allowed: 256 MiB.*vocab_size=16000000000"):
+        build_tiny_model("llama", vocab_size=16_000_000_000)
+    with pytest.raises(ConfigError, match="num_hidden_layers is 100000"):
+        build_tiny_model("llama", num_hidden_layers=100_000)
+
+
+def test_configurations_inside_are_shrunk_too() -> None:
+    config = tiny_config("phi4_multimodal")
+    assert config.vision_config.hidden_size == config.audio_config.hidden_size == 32
+    assert config.vision_config.num_hidden_layers == 3
+
+
+def test_multimodal_models_are_built_whole() -> None:
+    config = shrunk_config(AutoConfig.for_model("gemma3"))
+    assert config.model_type == "gemma3"
+    assert config.text_config.num_hidden_layers == 3
+    assert config.vision_config.hidden_size == 32
+    assert type(model_from_config(config)).__name__ == "Gemma3ForConditionalGeneration"
+
+
+def test_a_text_decoder_stands_for_what_has_no_language_model_as_a_whole() -> None:
+    assert shrunk_config(AutoConfig.for_model("minimax_m3_vl_text")).model_type.endswith("text")
+
+
+def test_unknown_families_are_named() -> None:
+    with pytest.raises(ConfigError, match="'no_such_family'"):
+        build_tiny_model("no_such_family")
+    with pytest.raises(ConfigError, match="'t5' has no causal language model"):
+        build_tiny_model("t5")
+
+
+def test_batches_are_padded_on_the_right_and_padding_has_no_label() -> None:
+    batch = make_batch(rows=2, tokens=9, padding=(0, 4))
+    assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4]
+    assert (batch["labels"][1, 5:] == -100).all()
+    assert batch["input_ids"].max() < VOCAB_SIZE
+
+
+def test_lora_trains_random_adapters_only() -> None:
+    model = add_lora(build_tiny_model("llama"))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert all(p.dtype == torch.float64 and p.abs().min() > 0 for p in trained.values())

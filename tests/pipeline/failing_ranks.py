@@ -1,0 +1,93 @@
+"""A job of test_failures.py: train by hand until one rank fails.
+
+Training runs through a pipeline, or with `sp_size` on shared sequences. In the third forward, in
+the backward of chunk 1, rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone
+finds no plan for the second batch, with "config" it has another number of chunks from the start.
+What is refused is tried once more and given up, so that a later failure (`then`) must be told in
+its own words.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.errors import BudgetError, PipelineError
+from sppo_hf.pipeline import convert as pipeline
+from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.sequence_parallel import convert_to_shared_sequences
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+
+
+class Saboteur(StepObserver):
+    """Fails in one unit."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.forwards = 0
+
+    def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
+        if direction == "forward" and chunk == 0:
+            self.forwards += 1
+        if self.forwards == 3 and direction == "backward" and chunk == 1:
+            (Path(self.job["folder"]) / "reached").touch()
+            if self.job["how"] == "hang":
+                time.sleep(600)
+            if self.job["how"] == "leave":
+                os._exit(0)
+            raise ValueError("sabotage")
+
+
+def main(job: dict[str, Any]) -> None:
+    """Train until something breaks."""
+    dist.init_process_group("gloo")
+    mine = dist.get_rank() == job["rank"]
+    sp_size = job.get("sp_size", 1)
+    config = SPPOConfig(
+        pp_size=job["pp_size"],
+        sp_size=sp_size,
+        num_chunks=5 if mine and job["how"] == "config" else 4,
+        pp_timeout_seconds=job["timeout"],
+    )
+    # A message between ranks that live times out by itself, so much later than a silent rank.
+    pipeline.GROUP_MARGIN_SECONDS = 3
+    model = build_tiny_model("llama", num_hidden_layers=4, dtype=torch.float32)
+    change = convert_to_stages if sp_size == 1 else convert_to_shared_sequences
+    change(model, config, observer=Saboteur(job) if mine else StepObserver())
+    engine = get_engine(model)
+    for step in range(50):
+        rows = 2 if dist.get_rank() < config.sharing_ranks else 3
+        batch = make_batch(rows=rows, tokens=23, seed=step)
+        if job["how"] == "refuse" and step == 1:
+            assert isinstance(engine, PipelineEngine)
+            _refuse_once(engine, model, batch, mine=mine, rank=job["rank"])
+        model(**batch).loss.backward()
+        model.zero_grad()
+    raise AssertionError("nothing failed")
+
+
+def _refuse_once(
+    engine: PipelineEngine, model: Any, batch: dict[str, Any], *, mine: bool, rank: int
+) -> None:
+    """Let one rank refuse a batch: all do, and the same batch runs afterwards."""
+    get = engine._stage_plans.get
+
+    def refuse(*_: Any, **others: Any) -> None:
+        raise BudgetError("no room")
+
+    if mine:
+        engine._stage_plans.get = refuse  # type: ignore[method-assign]
+    said = "no room" if mine else f"run by no rank, because rank {rank} refuses it: BudgetError: no"
+    with pytest.raises(BudgetError if mine else PipelineError, match=said):
+        model(**batch)
+    engine._stage_plans.get = get  # type: ignore[method-assign]

@@ -1,0 +1,247 @@
+"""A process that has imported everything and forks the ranks of one launch after another.
+
+A rank that is started by itself spends seconds on imports; a forked one begins at once. So a test
+may lose many launches:
+
+    ended = shared_nursery().launch("tests.pipeline.failing_ranks", job, ranks=3, folder=tmp_path)
+
+Each rank runs `main(job)` of the module, in `folder`, with what a launcher would set in its
+environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
+it. Processes that a launcher starts by itself: tests/test_run.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+
+WARM = ("accelerate", "peft", "transformers.trainer", "transformers.models.llama", "sppo_hf")
+"""Imported before the first fork; a launch's own module is before its fork."""
+
+
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the environment that a launcher would give to one rank; one rank needs none."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # A rank that dies of a signal says where it was.
+    env["PYTHONFAULTHANDLER"] = "1"
+    if ranks > 1:
+        env |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    return env
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of the ranks of a launch."""
+
+    codes: list[int | None]
+    """Exit status of each rank, negative for a signal; None if it had to be killed at the end."""
+    logs: list[str]
+    """All that each rank printed."""
+    seconds: float
+    """From the failure of one rank until the end of the last one of the others."""
+
+
+class Nursery:
+    """The process, from the side of the tests."""
+
+    def __init__(self) -> None:
+        """Start it, and wait for nothing."""
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())],
+            env=environment(0, 1, 0),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def launch(
+        self,
+        module: str,
+        job: dict[str, Any],
+        *,
+        ranks: int,
+        folder: Path,
+        limit: float = 60.0,
+        together: bool = False,
+        started: Callable[[list[int]], None] = lambda numbers: None,
+    ) -> Ended:
+        """Run a job on some ranks until all have ended.
+
+        Args:
+            module: Dotted name of the module whose `main` the ranks run.
+            job: For `main`, in JSON types; `folder` is added to it. A rank that fails on purpose
+                is named in it as `rank`, and writes the file `reached` in `folder` before it does.
+            ranks: How many.
+            folder: For logs and files, and where ranks run; is there.
+            limit: Seconds after the failure (or after the start) at which all are killed.
+            together: Whether all are killed as soon as one has failed.
+            started: Called with the numbers of the processes once they have been started.
+        """
+        port = free_port()
+        task = {
+            "module": module,
+            "job": {**job, "folder": str(folder)},
+            "environments": [environment(rank, ranks, port) for rank in range(ranks)],
+            "folder": str(folder),
+            "limit": limit,
+            "failing": job.get("rank"),
+            "together": together,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        started(self._answer())
+        answer = self._answer()
+        logs = [(folder / f"rank{rank}.log").read_text() for rank in range(ranks)]
+        return Ended(answer["codes"], logs, answer["seconds"])
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise AssertionError(f"the nursery has ended: {self._errors.read()[-4000:]}")
+        return json.loads(line)
+
+
+@functools.cache
+def shared_nursery() -> Nursery:
+    """The one of this process, started when it is first asked for."""
+    nursery = Nursery()
+    atexit.register(nursery.close)
+    return nursery
+
+
+def _fork_ranks(task: dict[str, Any]) -> list[int] | None:
+    """Numbers of the new processes; None in each of them."""
+    numbers = []
+    for rank, variables in enumerate(task["environments"]):
+        number = os.fork()
+        if number == 0:
+            os.environ.clear()
+            os.environ.update(variables)
+            os.chdir(task["folder"])
+            log = os.open(f"{task['folder']}/rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            return None
+        numbers.append(number)
+    return numbers
+
+
+def _wait_for(numbers: list[int], task: dict[str, Any]) -> dict[str, Any]:
+    """Wait until all but the rank that fails have ended, or the limit has come."""
+    codes: list[int | None] = [None] * len(numbers)
+    ended_at = [0.0] * len(numbers)
+    reached, failing = Path(task["folder"]) / "reached", task["failing"]
+    failed_at, started_at = 0.0, time.monotonic()
+    while True:
+        if not failed_at and reached.exists():
+            failed_at = time.monotonic()
+        for rank, number in enumerate(numbers):
+            if codes[rank] is None and (found := os.waitpid(number, os.WNOHANG))[0]:
+                codes[rank], ended_at[rank] = os.waitstatus_to_exitcode(found[1]), time.monotonic()
+        others = [rank for rank in range(len(numbers)) if rank != failing]
+        late = time.monotonic() - (failed_at or started_at) > task["limit"]
+        late |= task["together"] and any(codes)
+        if late or all(codes[rank] is not None for rank in others):
+            break
+        time.sleep(0.02)
+    # The rank that failed may be about to end, unless it is stopped.
+    deadline = time.monotonic() + 10.0
+    for rank, number in enumerate(numbers):
+        while codes[rank] is None:
+            if (found := os.waitpid(number, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(found[1])
+            elif late or time.monotonic() > deadline or _is_stopped(number):
+                os.kill(number, signal.SIGKILL)
+                os.waitpid(number, 0)
+                break
+            else:
+                time.sleep(0.02)
+    last = max(ended_at[rank] or time.monotonic() for rank in others)
+    return {"codes": codes, "seconds": last - (failed_at or started_at)}
+
+
+def _is_stopped(number: int) -> bool:
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _serve(answers: int) -> dict[str, Any] | None:
+    """Answer tasks; returns one where this process has become a rank."""
+
+    def answer(found: Any) -> None:
+        os.write(answers, f"{json.dumps(found)}\n".encode())
+
+    for line in sys.stdin:
+        task = json.loads(line)
+        with contextlib.suppress(ImportError):  # the ranks will say it
+            importlib.import_module(task["module"])
+        # What was imported stays: ranks that look for garbage need not look through it.
+        gc.freeze()
+        numbers = _fork_ranks(task)
+        if numbers is None:
+            os.close(answers)
+            return task
+        answer(numbers)
+        answer(_wait_for(numbers, task))
+    return None
+
+
+if __name__ == "__main__":
+    # Answers go where nothing that is imported prints.
+    channel = os.dup(1)
+    os.dup2(2, 1)
+    for name in WARM:
+        importlib.import_module(name)
+    mine = _serve(channel)
+    if mine is not None:
+        importlib.import_module(mine["module"]).main(mine["job"])

@@ -1,0 +1,332 @@
+"""Cases of the pipeline's exactness: models, batches, settings and micro-steps, as plain data.
+
+`pipeline_ranks.py` runs them. A case is a mapping with `name`, `family` and, where they differ from
+the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (of SPPOConfig),
+`frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of
+tokens that have any), `items` (whether every micro-step is told the labels of all), `hooks` (with
+replicas: whether parameters have hooks) and `steps`: one mapping per micro-step, with `scale`,
+`backward`, `evaluate`, `reduces` and `loss` ("mean" and "weighed" are made of log-probabilities
+that the model's head returns).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sppo_hf.engine.family_guard import PROVED
+from sppo_hf.testing.tiny_families import FAMILIES
+
+Case = dict[str, Any]
+
+TOKENS = 23
+UNEVEN = [1, 4, 2, 5, 3, 7, 1]
+MIXED = ["sliding_attention", "full_attention"]
+_TOKENS_OF_ENCODERS = {"image_token_id": 0, "video_token_id": 1, "audio_token_id": 2}
+
+
+def _case(name: str, family: str = "llama", **others: Any) -> Case:
+    return {"name": name, "family": family, **others}
+
+
+def _schedules(layers: int) -> list[Case]:
+    """Every schedule, over even and over uneven chunks."""
+    size = {"layers": layers}
+    return [
+        _case("gpipe", rows=3, settings={"pp_schedule": "gpipe", "num_chunks": 2}, **size),
+        _case("gpipe, uneven", settings={"pp_schedule": "gpipe", "chunk_lengths": UNEVEN}, **size),
+        _case("1f1b", rows=4, settings={"pp_schedule": "1f1b", "num_chunks": 3}, **size),
+        _case(
+            "1f1b, whole rows", rows=5, settings={"pp_schedule": "1f1b", "num_chunks": 1}, **size
+        ),
+        _case("seq1f1b", rows=3, settings={"pp_schedule": "seq1f1b", "num_chunks": 4}, **size),
+        _case("seq1f1b, uneven", rows=2, settings={"chunk_lengths": UNEVEN}, **size),
+        _case("zb", rows=3, settings={"pp_schedule": "zb_seq1f1b", "num_chunks": 3}, **size),
+        _case(
+            "zb, uneven",
+            rows=2,
+            settings={"pp_schedule": "zb_seq1f1b", "chunk_lengths": UNEVEN, "recompute": "full"},
+            **size,
+        ),
+    ]
+
+
+def _interleaved(ranks: int) -> list[Case]:
+    settings = {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}
+    layers = {"layers": 2 * ranks + 1}
+    return [
+        _case("interleaved", rows=3, settings={**settings, "num_chunks": 4}, **layers),
+        _case(
+            "interleaved, tied, uneven",
+            "llama-bias-tied",
+            rows=2,
+            settings={**settings, "chunk_lengths": UNEVEN},
+            **layers,
+        ),
+    ]
+
+
+def _batches(layers: int) -> list[Case]:
+    """Rows, padding, packing, tokens without labels, groups of rows."""
+    chunks = {"num_chunks": 4}
+    pairs = {"micro_batch_size": 2, "chunk_lengths": UNEVEN}
+    size = {"layers": layers}
+    return [
+        _case("one row", rows=1, settings=chunks, **size),
+        _case("five rows in pairs", rows=5, settings=pairs, **size),
+        _case("padding", rows=3, padding=[0, 9, 20], settings={"chunk_lengths": UNEVEN}, **size),
+        _case("padding all rows", rows=2, padding=[9, 12], settings=pairs, **size),
+        _case("packed", rows=2, packed=[9, 6, 8], settings=chunks, **size),
+        _case("labels in front", rows=2, labels=[0, 4], settings=chunks, **size),
+        _case("labels in the middle", rows=2, labels=[7, 11], settings=chunks, **size),
+        _case("labels behind", "llama-bias-tied", rows=2, labels=[20, 23], settings=chunks, **size),
+        _case(
+            "labels behind, zb",
+            rows=2,
+            labels=[20, 23],
+            settings={**chunks, "pp_schedule": "zb_seq1f1b"},
+            **size,
+        ),
+        _case("no labels", rows=2, labels=[0, 0], settings=chunks, **size),
+    ]
+
+
+def _families(layers: int) -> list[Case]:
+    """Tied embeddings, windows, multipliers, positions before the layers, experts."""
+    kinds = {"layer_types": [MIXED[index % 2] for index in range(layers)]}
+    chunks = {"num_chunks": 4}
+    zb = {**chunks, "pp_schedule": "zb_seq1f1b"}
+    size = {"layers": layers, "rows": 2}
+    return [
+        _case("tied", "llama-bias-tied", settings=chunks, **size),
+        _case("tied, zb", "llama-bias-tied", settings=zb, **size),
+        _case("tied, soft caps", "gemma2", settings=chunks, overrides=kinds, **size),
+        _case("two rotary tables", "gemma3_text", settings=chunks, overrides=kinds, **size),
+        _case("windows", "mistral", settings={"chunk_lengths": UNEVEN}, **size),
+        _case("multipliers", "granite", settings=chunks, **size),
+        _case("MLA and multipliers", "minicpm3", settings=zb, **size),
+        _case("learned positions", "gpt2", settings=chunks, **size),
+        _case("layers without positions", "cohere2", settings=zb, overrides=kinds, **size),
+        _case("experts", "qwen3_moe", settings=chunks, **size),
+        _case("experts, zb", "mixtral", settings=zb, **size),
+        _case("dynamic rope", "llama-dynamic-rope", settings=chunks, **size),
+        _case("frozen front", frozen=["layers.0.", "embed"], settings=chunks, **size),
+        _case("frozen front, zb", frozen=["layers.0.", "embed"], settings=zb, **size),
+        _case("frozen end", frozen=[f"layers.{layers - 1}.", "lm_head"], settings=chunks, **size),
+        _case("frozen tied", "llama-bias-tied", frozen=["embed"], settings=zb, **size),
+        _case("LoRA", lora=True, settings=chunks, **size),
+        _case("LoRA, zb", lora=True, settings=zb, **size),
+        _case("LoRA, tied", "llama-bias-tied", lora=True, settings=chunks, **size),
+    ]
+
+
+def _states() -> list[Case]:
+    """Recurrent and convolutional states, which stay on their rank; one family of each mixer."""
+    chunks = {"chunk_lengths": [1, 4, 2, 9, 7]}
+    zb = {**chunks, "pp_schedule": "zb_seq1f1b"}
+    recompute = {**chunks, "recompute": "full", "offload": "full", "min_offload_size": 1}
+    return [
+        _case("gated delta net", "qwen3_next", rows=2, settings=recompute),
+        _case("gated delta net, zb", "qwen3_next", rows=3, padding=[0, 9, 20], settings=zb),
+        _case("Mamba2", "bamba", rows=2, settings=chunks, steps=[{}, {"scale": 2.0}]),
+        _case("Mamba2, zb", "bamba", rows=2, settings={**zb, "recompute": "full"}),
+        _case("Mamba2 beside attention", "falcon_h1", rows=2, settings=recompute),
+        _case("Mamba2 alone", "mamba2", rows=2, settings=zb),
+        _case("convolutions", "lfm2", rows=2, labels=[20, 23], settings=recompute),
+        _case("convolutions, LoRA", "lfm2", lora=True, rows=2, settings=zb),
+        _case("layers of experts alone", "nemotron_h", rows=2, settings=chunks),
+    ]
+
+
+def _beside_hidden_states() -> list[Case]:
+    """Per-layer inputs, which the first stage makes, and keys that layers of other stages read."""
+    chunks = {"chunk_lengths": UNEVEN}
+    zb = {**chunks, "pp_schedule": "zb_seq1f1b"}
+    recompute = {**chunks, "recompute": "full", "offload": "full", "min_offload_size": 1}
+    away = {**chunks, "recompute": "none", "offload": "full", "offload_kv": "full"}
+    each = {**chunks, "pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}
+    family = "gemma4_text-shared-kv"
+    return [
+        _case("per-layer inputs", "gemma4_text", rows=2, settings=recompute),
+        # Later stages ask for embeddings of these tokens, and tiny vocabularies end before them.
+        _case("multimodal", "gemma4", rows=2, settings=chunks, overrides=_TOKENS_OF_ENCODERS),
+        _case("shared keys", family, rows=2, padding=[0, 9], settings=recompute),
+        _case("shared keys, offloaded", family, rows=2, settings={**away, "min_offload_size": 1}),
+        _case("shared keys, zb", family, rows=2, labels=[7, 11], settings=zb),
+        _case("shared keys, LoRA", family, lora=True, rows=2, settings=chunks),
+        _case("shared keys, evaluation", family, steps=[{}, {"evaluate": True}], settings=chunks),
+        _case("shared keys, one layer a stage", family, rows=4, settings=each),
+    ]
+
+
+def every_family() -> list[Case]:
+    """One case of each family that is proved exact on one device, but those that cannot be cut."""
+    uncut = {"gemma3n_text"}
+    # They ask for the embedding of an image token, which tiny ones do not have.
+    uncut |= {"gemma4", "gemma4_unified"}
+    uncut |= {"llama4", *(name for name in FAMILIES if name.endswith("router-loss"))}
+    schedules = ("seq1f1b", "zb_seq1f1b")
+    names = [n for n, f in FAMILIES.items() if f.model_type in PROVED and n not in uncut]
+    return [
+        _case(name, name, rows=2, settings={"num_chunks": 3, "pp_schedule": schedules[index % 2]})
+        for index, name in enumerate(names)
+    ]
+
+
+def _frames(layers: int) -> list[Case]:
+    """What becomes of saved tensors."""
+    size = {"layers": layers, "rows": 2}
+    plans: dict[str, Case] = {
+        "offload": {"offload": "full"},
+        "offload all": {"offload": "full", "offload_kv": "full", "recompute": "none"},
+        "keep": {"offload": "none", "recompute": "none"},
+        "recompute": {"offload": "none", "recompute": "full"},
+        "paper's rule": {"offload": "sppo", "hardware": "h100"},
+        "offload, zb": {"offload": "full", "recompute": "none", "pp_schedule": "zb_seq1f1b"},
+        "recompute, zb": {"offload": "full", "recompute": "full", "pp_schedule": "zb_seq1f1b"},
+        "selective": {"offload": "full", "recompute": "selective"},
+    }
+    padded = {"chunk_lengths": UNEVEN, "min_offload_size": 1, "offload": "full"}
+    return [
+        *(
+            _case(name, settings={"chunk_lengths": UNEVEN, "min_offload_size": 1, **plan}, **size)
+            for name, plan in plans.items()
+        ),
+        _case("offload, padding", padding=[9, 12], settings=padded, **size),
+        _case("simulated", settings={"num_chunks": "auto", "hardware": "h100"}, **size),
+    ]
+
+
+def _micro_steps(layers: int, *, family: str = "llama") -> list[Case]:
+    """What happens around `loss.backward()`."""
+    common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 3}}
+    lists: dict[str, list[Case]] = {
+        "accumulation": [{}, {}],
+        "scaled": [{"scale": 3.0}],
+        "changed scale": [{"scale": 2.0}, {"scale": 0.5}, {"scale": 0.5}],
+        "forgotten": [{}, {"backward": False}, {}],
+        "only forgotten": [{"backward": False}],
+        "evaluation between": [{}, {"evaluate": True}, {}],
+        "evaluation": [{"evaluate": True}],
+    }
+    cases = [
+        _case(name, family, steps=steps, items=name == "accumulation", **common)
+        for name, steps in lists.items()
+    ]
+    settings = {"num_chunks": 3, "pp_schedule": "zb_seq1f1b"}
+    zb = {**common, "settings": settings, "items": True}
+    return [*cases, _case("accumulation, zb", family, steps=[{"scale": 2.0}, {}], **zb)]
+
+
+def _replicas() -> list[Case]:
+    """Two pipelines: gradients averaged over them, once per optimizer step."""
+    common: Case = {"layers": 3, "rows": 2, "settings": {"num_chunks": 3}}
+    held = {"reduces": False}
+    return [
+        _case("plain", **common),
+        _case("tied", "llama-bias-tied", **common),
+        _case("averaged every time", steps=[{}], **common),
+        _case("accumulation", steps=[held, {}], items=True, **common),
+        _case("accumulation, tied", "llama-bias-tied", steps=[held, {}], **common),
+        _case("changed scale", steps=[{**held, "scale": 2.0}, {"scale": 0.5}], **common),
+        _case(
+            "changed scale, tied",
+            "llama-bias-tied",
+            steps=[{**held, "scale": 3.0}, {"scale": 0.5}],
+            **common,
+        ),
+        _case("scaled", steps=[{"scale": 3.0}], **common),
+        _case("forgotten", steps=[{"backward": False}, {}], **common),
+        _case("evaluation", steps=[{"evaluate": True}], **common),
+        _case("experts", "qwen3_moe", **common),
+        _case("LoRA", lora=True, **common),
+        _case("hooks, tied", "llama-bias-tied", steps=[held, {}], hooks=True, **common),
+    ]
+
+
+def _own_losses(layers: int, held: dict[str, bool]) -> list[Case]:
+    """Losses that the caller makes of log-probabilities; `held` marks all steps but the last."""
+    common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 4}}
+    lists: dict[str, list[Case]] = {
+        "mean": [{"loss": "mean"}],
+        "weighed": [{"loss": "weighed"}],
+        "one, then the other": [
+            {"loss": "mean", "scale": 3.0, **held},
+            {"loss": "weighed", **held},
+            {"loss": "weighed", "backward": False, **held},
+            {"loss": "weighed", "evaluate": True, **held},
+            {"loss": "mean", "scale": 0.5, **held},
+            {"loss": "mean"},
+        ],
+        "beside the model's own": [{**held}, {"loss": "mean", **held}, {"loss": "weighed"}],
+    }
+    other = {"pp_schedule": "zb_seq1f1b", "chunk_lengths": UNEVEN, "micro_batch_size": 2}
+    steps = lists["one, then the other"]
+    return [
+        *(_case(name, steps=steps, **common) for name, steps in lists.items()),
+        _case("tied", "llama-bias-tied", steps=steps, **common),
+        _case("zb", steps=steps, **{**common, "settings": other, "padding": [0, 9, 20], "rows": 3}),
+        _case("packed", steps=steps, packed=[9, 6, 8], **common),
+        _case("few labels", "gemma2", steps=steps, labels=[7, 11], **common),
+        _case("no labels", steps=lists["mean"] * 2, labels=[0, 0], **common),
+        _case("LoRA", lora=True, steps=steps, **common),
+    ]
+
+
+def _named(group: str, cases: list[Case]) -> list[Case]:
+    return [{**case, "name": f"{group}: {case['name']}"} for case in cases]
+
+
+def all_cases(pp_size: int, replicas: int) -> list[Case]:
+    """Everything for pipelines of `pp_size` ranks."""
+    layers = max(3, pp_size + 1)
+    cases = [
+        *_named("schedule", _schedules(layers)),
+        *_named("schedule", _interleaved(pp_size)),
+    ]
+    if replicas > 1:
+        cases += _named("own loss", _own_losses(layers, {"reduces": False}))
+        return [*cases, *_named("replicas", _replicas())]
+    # What differs between families is in the first, a middle and the last stage: three have it all.
+    cases += _named("family", _families(layers)[:: 1 if pp_size < 4 else 3])
+    if pp_size == 2:
+        cases += _named("own loss", _own_losses(layers, {}))
+        cases += _named("states", _states())
+        cases += _named("beside", _beside_hidden_states())
+        cases += _named("batch", _batches(layers))
+        cases += _named("frames", _frames(layers))
+        cases += _named("step", _micro_steps(layers))
+        return cases + _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
+    if pp_size == 3:
+        # Kept and offloaded states, in both kinds of backward.
+        mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
+        cases += _named("states", [case for case in _states() if case["name"] in mixers])
+        cases += _named("beside", _beside_hidden_states()[2:5])
+    return cases + _named("step", _micro_steps(layers))[:3]
+
+
+FAST = {
+    (2, 1): (
+        *("schedule: gpipe, uneven", "schedule: 1f1b", "schedule: seq1f1b", "schedule: zb, uneven"),
+        *("schedule: interleaved, tied, uneven", "family: tied, zb", "family: two rotary tables"),
+        *("family: learned positions", "family: experts, zb", "family: LoRA, zb"),
+        *("batch: five rows in pairs", "batch: padding", "batch: packed"),
+        *("batch: labels in the middle", "family: frozen front, zb"),
+        *("frames: selective", "frames: offload, padding", "frames: simulated"),
+        *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
+        *("own loss: tied", "own loss: zb", "own loss: few labels"),
+        *("states: gated delta net", "beside: shared keys"),
+    ),
+    (2, 2): (
+        *("replicas: tied", "replicas: accumulation", "replicas: changed scale"),
+        *("replicas: evaluation", "replicas: hooks, tied", "own loss: tied"),
+    ),
+}
+"""Names of those that run always, by (ranks of a pipeline, replicas)."""
+
+
+def fast_cases(pp_size: int, replicas: int) -> list[Case]:
+    """A cross through `all_cases`."""
+    wanted = FAST[pp_size, replicas]
+    cases = [case for case in all_cases(pp_size, replicas) if case["name"] in wanted]
+    assert len(cases) == len(wanted), "a name in FAST is no case"
+    return cases

@@ -1,0 +1,380 @@
+"""A job for each rank: tiny models as pipelines against one unmodified process.
+
+The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size`, and `out`; rank 0 writes
+what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers.modeling_outputs import ModelOutput
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import get_engine, revert
+from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.errors import SPPOError
+from sppo_hf.integrations.pipeline import total_norm
+from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.testing.exactness import (
+    GradientHooks,
+    Gradients,
+    parameter_errors,
+    reference_attention,
+)
+from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.pipeline.pipeline_cases import TOKENS, Case
+
+Named = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a model made of a case's micro-steps."""
+
+    losses: list[float]
+    grads: Named
+    calls: dict[str, tuple[int, int]]
+    """Of hooks on parameters, see `GradientHooks`."""
+
+
+@dataclass
+class TokenNumbers(ModelOutput):
+    """What a head that was put on the model returns for every label, `[B, T - 1]`."""
+
+    log_probs: Tensor | None = None
+    label_mask: Tensor | None = None
+
+
+def put_head_on(model: Any) -> None:
+    """Let the model return log-probabilities of labels when it is asked to, as TRL does."""
+    original = model.forward
+
+    def forward(
+        *args: Any, fused_lm_head: bool = False, shift_labels: Any = None, **kwargs: Any
+    ) -> Any:
+        if not fused_lm_head:
+            return original(*args, **kwargs)
+        labels, _ = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+        logits = original(*args, **kwargs).logits
+        if shift_labels is None:
+            logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        mask = shift_labels != -100
+        found = logits.log_softmax(-1).gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0]
+        return TokenNumbers(log_probs=found * mask, label_mask=mask)
+
+    model.forward = forward
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any], kind: str | None) -> Tensor:
+    """The loss of a micro-step: the model's, or one made of log-probabilities."""
+    if kind is None:
+        return model(**batch).loss
+    found = model(**batch, fused_lm_head=True)
+    log_probs, count = found.log_probs, found.label_mask.sum().clamp(min=1)
+    # The numbers in front keep losses away from zero, by which errors are divided.
+    if kind == "mean":
+        return 1.0 - log_probs.sum() / count
+    weights = torch.linspace(0.1, 2.0, log_probs.numel(), dtype=log_probs.dtype)
+    return 1.0 + (weights.view_as(log_probs) * log_probs.exp()).sum() / count
+
+
+def build(case: Case) -> nn.Module:
+    """The model of a case; the same on every rank."""
+    overrides = dict(case.get("overrides", {}))
+    if "layers" in case:
+        overrides["num_hidden_layers"] = case["layers"]
+    model = build_tiny_model(case["family"], **overrides)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in case.get("frozen", ())):
+            parameter.requires_grad_(False)
+    if any("loss" in step for step in steps_of(case)):
+        put_head_on(model)
+    return add_lora(model) if case.get("lora") else model
+
+
+def steps_of(case: Case) -> list[dict[str, Any]]:
+    """The micro-steps of a case."""
+    steps: list[dict[str, Any]] = case.get("steps", [{}])
+    return steps
+
+
+def batches_of(case: Case, replica: int) -> list[dict[str, Any]]:
+    """A batch per micro-step, other ones for each replica."""
+    rows, tokens = case.get("rows", 2), case.get("tokens", TOKENS)
+    batches: list[dict[str, Any]] = []
+    for index, _ in enumerate(steps_of(case)):
+        seed = 10 * replica + index
+        batch = make_batch(rows=rows, tokens=tokens, padding=case.get("padding", ()), seed=seed)
+        if "packed" in case:
+            positions = torch.cat([torch.arange(length) for length in case["packed"]])
+            batch["position_ids"] = positions.expand(rows, -1).clone()
+        if "labels" in case:
+            start, end = case["labels"]
+            batch["labels"][:, :start] = -100
+            batch["labels"][:, end:] = -100
+        batches.append(batch)
+    if case.get("items"):
+        items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for batch in batches:
+            batch["num_items_in_batch"] = items
+    return batches
+
+
+def hooks_of(model: nn.Module, case: Case, replicas: int) -> GradientHooks:
+    """Hooks on all trained parameters; with replicas only where the case asks for them.
+
+    With replicas they change what is reduced when, and see one replica's gradient.
+    """
+    hooks = GradientHooks(model, after_accumulation=replicas == 1)
+    return hooks if case.get("hooks", replicas == 1) else GradientHooks(nn.Module())
+
+
+def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
+    """Run a case's micro-steps; the same for the unmodified model and for a pipeline."""
+    engine = get_engine(model)
+    losses: list[float] = []
+    with float64_everywhere(model), hooks_of(model, case, replicas) as hooks:
+        for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
+            if isinstance(engine, PipelineEngine):
+                engine.reduces = lambda step=step: step.get("reduces", True)
+            if step.get("evaluate"):
+                model.eval()
+                with torch.no_grad():
+                    loss = loss_of(model, batch, step.get("loss"))
+                assert not loss.requires_grad
+                model.train()
+            else:
+                loss = loss_of(model, batch, step.get("loss"))
+                if step.get("backward", True):
+                    (loss * step.get("scale", 1.0)).backward()
+            losses.append(loss.item())
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return Ran(losses, grads, hooks.calls)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What unmodified models make of a case."""
+
+    losses: list[list[float]]
+    """By replica."""
+    grads: Named
+    """Averaged over replicas."""
+    calls: list[dict[str, tuple[int, int]]]
+    """Of hooks on parameters, by replica."""
+    tied: list[str]
+    """Trained parameters that embedding and head share."""
+
+
+def reference(case: Case, replicas: int) -> Reference:
+    """Run the unmodified model on each replica's batches."""
+    tied: list[str] = []
+    runs: list[Ran] = []
+    for replica in range(replicas):
+        model = build(case)
+        find_causal_lm(model).set_attn_implementation(reference_attention(model))
+        # With a cache Transformers does not look for documents in the positions.
+        find_causal_lm(model).config.use_cache = False
+        runs.append(run_steps(model, case, replica, replicas))
+        head = find_causal_lm(model).get_output_embeddings().weight
+        tied = [name for name in runs[0].grads if model.get_parameter(name) is head]
+        if find_causal_lm(model).get_input_embeddings().weight is not head:
+            tied = []
+    mean: Named = {}
+    for name in runs[0].grads:
+        grads = [run.grads[name] for run in runs]
+        present = [grad for grad in grads if grad is not None]
+        mean[name] = sum(present) / replicas if present else None  # type: ignore[assignment]
+    calls = [run.calls for run in runs]
+    return Reference([run.losses for run in runs], mean, calls, tied)
+
+
+def norm_of(grads: Named) -> float:
+    """The norm of all gradients."""
+    return math.sqrt(sum(g.square().sum().item() for g in grads.values() if g is not None))
+
+
+def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[str, Any]:
+    """What rank 0 finds out about a case from what all ranks have; `sharing` share a batch."""
+    replicas = len(everyone) // sharing
+    wanted = reference(case, replicas)
+    losses, theirs = wanted.losses, wanted.grads
+    loss_error = 0.0
+    for one in everyone:
+        for mine, other in zip(one["losses"], losses[one["dp_rank"]], strict=True):
+            both_nan = math.isnan(mine) and math.isnan(other)
+            error = 0.0 if both_nan else abs(mine - other) / abs(other)
+            loss_error = max(loss_error, math.inf if math.isnan(error) else error)
+    worst: tuple[float, str] = (0.0, "")
+    twice: set[str] = set()
+    miscounted: set[str] = set()
+    missing: set[str] = set()
+    for replica in range(replicas):
+        ranks = [one for one in everyone if one["dp_rank"] == replica]
+        ranks.sort(key=lambda one: one["sp_rank"])
+        whole: Named = {}
+        for one in ranks:
+            # A copy that two ranks hold is compared on both.
+            if one["sp_rank"] == 0:
+                twice |= whole.keys() & one["grads"].keys()
+            whole |= one["grads"]
+            miscounted |= {
+                name
+                for name, calls in one["calls"].items()
+                if theirs[name] is not None and calls != wanted.calls[replica][name]
+            }
+            some = {**theirs, **one["grads"]}
+            found = parameter_errors(Gradients(0.0, some), Gradients(0.0, theirs))[0]
+            worst = max(worst, (found.error, found.name))
+        missing |= whole.keys() ^ theirs.keys()
+    norm = norm_of(theirs)
+    return {
+        "name": case["name"],
+        "loss_error": loss_error,
+        "gradient_error": worst[0],
+        "worst": worst[1],
+        "norm_error": max(abs(one["norm"] - norm) / max(norm, 1e-300) for one in everyone),
+        "wrong_names": sorted(missing),
+        "hooks_miscounted": sorted(miscounted),
+        "held_twice": sorted(twice),
+        "tied": sorted(wanted.tied),
+        "gradients": sum(grad is not None for grad in theirs.values()),
+    }
+
+
+def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
+    """Run one case on this rank; rank 0 returns what came of it."""
+    settings = {"num_chunks": 4, **case.get("settings", {})}
+    if "chunk_lengths" in settings:
+        del settings["num_chunks"]
+    model = build(case)
+    config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, show_plan=False, **settings)
+    convert_to_stages(model, config)
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
+    ran = run_steps(model, case, engine.mesh.dp_rank, engine.mesh.dp_size)
+    mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls}
+    mine |= {"dp_rank": engine.mesh.dp_rank, "sp_rank": engine.mesh.sp_rank}
+    mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()
+    revert(model)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
+    return compare(case, everyone, config.sharing_ranks) if dist.get_rank() == 0 else None
+
+
+def order_of_actions(pp_size: int) -> dict[str, list[str]]:
+    """What the profiler saw, what the engine noted and what the schedule lists, of this rank."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = build_tiny_model("llama", num_hidden_layers=pp_size + 1)
+    chunks, rows, name = 3, 3, "zb_seq1f1b"
+    settings: dict[str, Any] = {"num_chunks": chunks, "pp_schedule": name, "show_plan": False}
+    convert_to_stages(model, SPPOConfig(pp_size=pp_size, **settings))
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
+    batch = make_batch(rows=rows, tokens=TOKENS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(**batch).loss.backward()
+    events = [e for e in profiler.events() or () if e.name.startswith("sppo/")]
+    events.sort(key=lambda event: event.time_range.start)
+    reduce = engine.mesh.dp_size > 1
+    schedule = lower(generate(name, Size(pp_size, rows, chunks)), reduce=reduce)
+    executed = [str(done.action) for done in engine.executed]
+    revert(model)
+    return {
+        "profiled": [event.name.removeprefix("sppo/") for event in events],
+        "executed": executed,
+        "listed": schedule.texts()[engine.mesh.pp_rank],
+    }
+
+
+def change_between(pp_size: int) -> str:
+    """What a backward says when a weight of each rank was changed in place after its forward."""
+    model = build_tiny_model("llama", num_hidden_layers=pp_size + 1)
+    convert_to_stages(model, SPPOConfig(pp_size=pp_size, num_chunks=2, show_plan=False))
+    loss = model(**make_batch(rows=2, tokens=TOKENS)).loss
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    try:
+        loss.backward()
+    except SPPOError as error:
+        return str(error)
+    finally:
+        revert(model)
+    return "nothing"
+
+
+def place(pp_size: int) -> dict[str, Any]:
+    """What the mesh says of this rank."""
+    mesh = shared_mesh(pp_size, torch.device("cpu"), 600)
+
+    def ranks(group: Any) -> list[int] | None:
+        return None if group is None else dist.get_process_group_ranks(group)
+
+    return {
+        "pp_rank": mesh.pp_rank,
+        "dp_rank": mesh.dp_rank,
+        "dp_size": mesh.dp_size,
+        "is_first": mesh.is_first,
+        "pipeline": ranks(mesh.pipeline),
+        "control": ranks(mesh.control),
+        "replicas": ranks(mesh.replicas),
+        "ends": ranks(mesh.ends),
+        "world_ranks": [mesh.world_rank(rank) for rank in range(pp_size)],
+        "links": {f"{a}>{b}": ranks(group) for (a, b), group in mesh.links.items()},
+        "distinct_links": len({id(group) for group in mesh.links.values()}),
+    }
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Everyone's, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run a job."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    began = time.perf_counter()
+    result: dict[str, Any] = {"cases": []}
+    for case in job["cases"]:
+        start = time.perf_counter()
+        try:
+            found = run_case(case, job["pp_size"], job.get("sp_size", 1))
+        except Exception as error:
+            error.add_note(f"in the case {case['name']!r}")
+            raise
+        if found is not None:
+            result["cases"].append({**found, "seconds": time.perf_counter() - start})
+    if "sp_size" not in job:
+        result["order"] = gathered(order_of_actions(job["pp_size"]))
+        result["changed"] = gathered(change_between(job["pp_size"]))
+        result["places"] = gathered(place(job["pp_size"]))
+    result["seconds"] = time.perf_counter() - began
+    if dist.get_rank() == 0:
+        Path(job["out"]).write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # See two_ranks.py of the integrations: nothing is left to shut down in order.
+    os._exit(0)

@@ -1,0 +1,173 @@
+"""A job for each rank: tiny models whose sequences ranks share, against one unmodified process.
+
+The job holds `cases` (as in `pipeline_cases`), `refused` (cases that are refused), `sp_size` and
+`out`; with `bytes`, what a forward leaves behind is measured. Rank 0 writes what was found.
+Gradients are averaged over all ranks, as DDP and FSDP2 do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.errors import SPPOError
+from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, convert_to_shared_sequences
+from sppo_hf.testing.exactness import Gradients, parameter_errors
+from sppo_hf.testing.tiny_models import make_batch
+from tests.pipeline.pipeline_cases import Case
+from tests.pipeline.pipeline_ranks import (
+    Named,
+    batches_of,
+    build,
+    gathered,
+    norm_of,
+    reference,
+    run_steps,
+)
+
+
+def averaged(grads: Named) -> tuple[Named, list[str]]:
+    """Gradients averaged over all ranks, and the names of those that some ranks have not."""
+    mean: Named = {}
+    uneven: list[str] = []
+    world = dist.get_world_size()
+    for name, grad in grads.items():
+        count = torch.tensor(int(grad is not None))
+        dist.all_reduce(count)
+        if count.item() not in (0, world):
+            uneven.append(name)
+        if grad is not None and count.item() == world:
+            dist.all_reduce(grad)
+            grad /= world
+        mean[name] = grad
+    return mean, uneven
+
+
+def run_case(case: Case, sp_size: int) -> dict[str, Any]:
+    """Run one case on this rank; what rank 0 returns has the comparison in it."""
+    settings = {"num_chunks": 4, **case.get("settings", {})}
+    if "chunk_lengths" in settings:
+        del settings["num_chunks"]
+    model = build(case)
+    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
+    engine = get_engine(model)
+    assert isinstance(engine, SequenceParallelEngine)
+    mesh = engine.mesh
+    ran = run_steps(model, case, mesh.dp_rank, mesh.dp_size)
+    grads, uneven = averaged(ran.grads)
+    revert(model)
+    mine = {
+        "losses": ran.losses,
+        "dp_rank": mesh.dp_rank,
+        "attention_forwards": engine.counters.get("attention_forwards", 0),
+        "attending_layers": len(engine.parts.attending_layers()),
+    }
+    everyone = gathered(mine)
+    if dist.get_rank() > 0:
+        return {}
+    wanted = reference(case, mesh.dp_size)
+    loss_error = 0.0
+    for one in everyone:
+        for here, there in zip(one["losses"], wanted.losses[one["dp_rank"]], strict=True):
+            same = here == there or (math.isnan(here) and math.isnan(there))
+            error = 0.0 if same else abs(here - there) / abs(there)
+            loss_error = max(loss_error, math.inf if math.isnan(error) else error)
+    worst = parameter_errors(Gradients(0.0, grads), Gradients(0.0, wanted.grads))[0]
+    return {
+        "name": case["name"],
+        "loss_error": loss_error,
+        "gradient_error": worst.error,
+        "worst": worst.name,
+        "norm_error": abs(norm_of(grads) - norm_of(wanted.grads))
+        / max(norm_of(wanted.grads), 1e-300),
+        "wrong_names": sorted(grads.keys() ^ wanted.grads.keys()),
+        "uneven": uneven,
+        "attention_forwards": [one["attention_forwards"] for one in everyone],
+        "attending_layers": everyone[0]["attending_layers"],
+        "gradients": sum(grad is not None for grad in wanted.grads.values()),
+    }
+
+
+def refusal(case: Case, sp_size: int) -> str:
+    """What conversion, or the first forward, says about a case that it refuses."""
+    try:
+        model = build(case)
+        convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False))
+        model(**batches_of(case, 0)[0])
+    except SPPOError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def kept_bytes(sp_size: int) -> dict[str, int]:
+    """Bytes that a forward leaves behind on this rank: saved by autograd, and keys and values."""
+    model = build({"name": "bytes", "family": "llama"})
+    plan: dict[str, Any] = {"num_chunks": 4, "recompute": "none", "offload": "none"}
+    config = SPPOConfig(sp_size=sp_size, show_plan=False, **plan)
+    if sp_size == 1:
+        convert(model, config)
+    else:
+        convert_to_shared_sequences(model, config)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+    kept = {"keys_and_values": 0}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    put = LayerKV.put
+
+    def count(self: LayerKV, chunk: int, *args: Any, **kwargs: Any) -> None:
+        put(self, chunk, *args, **kwargs)
+        kept["keys_and_values"] += sum(x.nbytes for x in self._keys[chunk])
+
+    LayerKV.put = count  # type: ignore[method-assign]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(**make_batch(rows=2, tokens=64))
+    finally:
+        LayerKV.put = put  # type: ignore[method-assign]
+        revert(model)
+    return {**kept, "saved": sum(storage.nbytes() for storage in storages.values())}
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run a job."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result: dict[str, Any] = {"cases": [], "refusals": {}}
+    for case in job["cases"]:
+        start = time.perf_counter()
+        try:
+            found = run_case(case, job["sp_size"])
+        except Exception as error:
+            error.add_note(f"in the case {case['name']!r}")
+            raise
+        result["cases"].append({**found, "seconds": time.perf_counter() - start})
+    for case in job.get("refused", ()):
+        result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
+    if job.get("bytes"):
+        result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]
+    if dist.get_rank() == 0:
+        Path(job["out"]).write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # See two_ranks.py of the integrations: nothing is left to shut down in order.
+    os._exit(0)

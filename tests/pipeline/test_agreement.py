@@ -1,0 +1,48 @@
+"""What two ranks compare before a step; ranks that differ in fact are in test_failures.py."""
+
+import pytest
+import torch
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import PipelineError
+from sppo_hf.pipeline import agreement
+from sppo_hf.pipeline.agreement import agree, settings_number
+from sppo_hf.pipeline.mesh import PipelineMesh
+
+MESH = PipelineMesh(
+    *(2, 1, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
+)
+
+
+def _other_rank_says(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    def all_gather(others: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        others[0].copy_(mine)
+        others[1].copy_(torch.tensor(numbers))
+
+    monkeypatch.setattr(agreement.dist, "all_gather", all_gather)
+
+
+def test_what_differs_is_named(monkeypatch):
+    _other_rank_says(monkeypatch, 2, 64)
+    agree(MESH, {"rows": 2, "tokens": 64})
+    _other_rank_says(monkeypatch, 2, 48)
+    with pytest.raises(PipelineError, match=r"tokens \(48 on rank 1, 64 on rank 0\)") as caught:
+        agree(MESH, {"rows": 2, "tokens": 64})
+    assert "rows" not in str(caught.value)
+
+
+def test_settings_that_must_be_shared_have_a_number():
+    numbers = {
+        settings_number(SPPOConfig(**changes))
+        for changes in (
+            {"pp_size": 2},
+            {"pp_size": 4},
+            {"pp_size": 2, "num_chunks": 4},
+            {"pp_size": 2, "chunk_lengths": (3, 4)},
+            {"pp_size": 2, "partition": "even"},
+            {"pp_size": 2, "pp_schedule": "gpipe"},
+        )
+    }
+    assert len(numbers) == 6
+    # A rank's memory is its own affair.
+    assert settings_number(SPPOConfig(device_memory="1GiB")) == settings_number(SPPOConfig())

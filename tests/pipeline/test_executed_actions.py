@@ -1,0 +1,86 @@
+"""What every rank of a pipeline did is what its program lists, copies included, in that order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from tests.integrations.launch import run_ranks
+
+pytestmark = pytest.mark.process
+
+ROWS, CHUNKS = 3, 4
+
+
+def _launch(runs: list[dict[str, Any]], ranks: int, folder: Path) -> dict[str, list[list[str]]]:
+    """By run, what each rank wrote."""
+    job = {"runs": runs, "pp_size": ranks, "out": str(folder)}
+    run_ranks("tests.pipeline.action_ranks", job, ranks, folder / "ranks")
+    return {
+        one["name"]: [
+            (folder / one["name"] / f"rank{rank}.actions").read_text().split()
+            for rank in range(ranks)
+        ]
+        for one in runs
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_executed_is_planned_with_offload(ranks: int, tmp_path: Path) -> None:
+    away = {"num_chunks": CHUNKS, "offload": "full"}
+    names = ["gpipe", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"]
+    runs: list[dict[str, Any]] = [
+        {"name": name, "settings": {**away, "pp_schedule": name, "recompute": recompute}}
+        for name, recompute in zip(names, ["none", "full", "none", "full"], strict=True)
+    ]
+    runs[-1]["settings"]["pp_virtual_stages"] = 2
+    runs[1]["evaluate"] = True
+    found = _launch(runs, ranks, tmp_path)
+    for one in runs:
+        name, virtual = one["name"], one["settings"].get("pp_virtual_stages", 1)
+        compute = generate(name, Size(ranks, ROWS, CHUNKS, virtual))
+        planned = lower(compute, leaves=lambda stage, unit: True)
+        assert found[name] == planned.texts(), name
+        kinds = [Action.parse(text).kind for rank in found[name] for text in rank]
+        assert kinds.count("D") == kinds.count("H") > ranks * CHUNKS
+        for rank in range(ranks):
+            text = (tmp_path / name / f"rank{rank}.trace.json").read_text()
+            events = json.loads(text)["traceEvents"]
+            spans = [event["name"] for event in events if event["ph"] == "X"]
+            assert sorted(spans) == sorted(found[name][rank])
+            assert {event["pid"] for event in events} == {rank}
+
+
+def test_what_is_open_is_decided_once_for_all_ranks(tmp_path: Path) -> None:
+    """With speeds: the step of all ranks is predicted, measured, and predicted anew."""
+    run = {"name": "open", "settings": {"hardware": "h100"}, "rows": 4, "steps": 4}
+    without = {"name": "no speeds", "settings": {}, "rows": 2}
+    found = _launch([run, without], 2, tmp_path)
+    told = [json.loads((tmp_path / "open" / f"told{rank}.json").read_text()) for rank in range(2)]
+    first = told[0]["plans"][0]
+    assert "simulated" in first["reason"]
+    assert (first["ranks"], first["micro_batches"]) == (2, 4)
+    for one in told:
+        assert all(one["plans"][0][k] == first[k] for k in first if k not in ("name", "text"))
+        seconds = one["planned"]
+        assert seconds == told[0]["planned"]
+        assert seconds[0] == seconds[1] == first["step_seconds"]
+        # A processor is slower than the profile that it was planned with.
+        assert seconds[3] == one["plans"][-1]["step_seconds"] > 1.5 * seconds[0]
+        (correction,) = one["corrections"]
+        assert correction["after"] == pytest.approx(correction["measured"], rel=0.5)
+    assert f"{first['schedule']} over 2 ranks" in first["text"]
+    assert "all stages and 4 micro-batches" in " ".join(first["text"].split())
+    chunks = 1 + max(Action.parse(text).unit for text in found["open"][0]) // 4
+    assert len(found["open"][0]) > 4 * chunks
+    bare = [json.loads((tmp_path / "no speeds" / f"told{r}.json").read_text()) for r in range(2)]
+    for one in bare:
+        assert one["plans"][0]["schedule"] == "seq1f1b"
+        assert "no speeds are known" in one["plans"][0]["reason"]
+        assert one["planned"] == [None]

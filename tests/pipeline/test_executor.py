@@ -1,0 +1,230 @@
+"""The executor: each action to its handler, in order; failures named; nothing left over."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sppo_hf.errors import PipelineError
+from sppo_hf.pipeline.executor import Executor
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.schedule import Schedule
+
+CHUNKS = 2
+SCALE = torch.tensor(0.5)
+
+
+class FakeUnits:
+    """Notes down what it is asked for; hidden states are numbers that say whose they are."""
+
+    def __init__(self, log: list[str], num_stages: int, *, left: bool = False) -> None:
+        self.log = log
+        self.last = num_stages - 1
+        self.left = left
+        self.dtype = torch.float32
+
+    def forward(
+        self, stage: int, micro_batch: int, chunk: int, received: Tensor | None
+    ) -> Tensor | None:
+        assert (received is None) == (stage == 0)
+        got = "" if received is None else f" of {received.item():g}"
+        self.log.append(f"forward {stage} {micro_batch}.{chunk}{got}")
+        number = 100.0 * stage + CHUNKS * micro_batch + chunk
+        return None if stage == self.last else torch.tensor(number, dtype=self.dtype)
+
+    def backward(
+        self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
+    ) -> Tensor | None:
+        assert scale is SCALE
+        assert (grad is None) == (stage == self.last)
+        got = "" if grad is None else f" of {grad.item():g}"
+        self.log.append(f"backward {stage} {micro_batch}.{chunk}{got}")
+        number = -100.0 * stage - CHUNKS * micro_batch - chunk
+        return None if stage == 0 else torch.tensor(number)
+
+    def weights(self, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"weights {stage} {micro_batch}.{chunk}")
+
+    def settle(self, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"settle {stage} {micro_batch}.{chunk}")
+
+    def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"prefetch {stage} {micro_batch}.{chunk}")
+
+    def finished(self) -> bool:
+        return not self.left
+
+
+class FakeTransport:
+    """Hands out what the other rank would have sent, and notes down what is sent."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.coming: dict[Any, Tensor] = {}
+        self.ended = False
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        self.log.append(f"send {tensor.item():g} to {target}")
+
+    def receive(self, key: Action, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> None:
+        assert shape == (1, key.unit + 1, 8)
+        assert dtype == torch.float32
+        self.log.append(f"receive {key} from {source}")
+        sender = key.stage - 1 if key.kind == "RECV_F" else key.stage + 1
+        sign = 1.0 if key.kind == "RECV_F" else -1.0
+        self.coming[key] = torch.tensor(sign * (100 * sender + key.unit))
+
+    def take(self, key: Action) -> Tensor:
+        return self.coming.pop(key)
+
+    def finish(self) -> None:
+        self.ended = True
+
+
+def make(
+    schedule: Schedule, rank: int, *, units: FakeUnits, transport: FakeTransport
+) -> tuple[Executor, list[Action]]:
+    told: list[Action] = []
+
+    def tell(action: Action, words: str) -> None:
+        number = len(told)
+        assert words.startswith(f"action {number} ({action}: ")
+        told.append(action)
+
+    executor = Executor(
+        schedule,
+        rank,
+        units,  # type: ignore[arg-type]
+        transport,  # type: ignore[arg-type]
+        shapes=lambda unit, stage: (1, unit + 1, 8),
+        dtype=torch.float32,
+        scale=SCALE,
+        reduce=lambda stage: units.log.append(f"reduce {stage}"),
+        on_action=tell,
+    )
+    return executor, told
+
+
+ENDS = {
+    "0F3": "forward 0 1.1",
+    "0B3": "backward 0 1.1 of -103",
+    "0I3": "backward 0 1.1 of -103",
+    "2F3": "forward 2 1.1 of 103",
+    "2B3": "backward 2 1.1",
+    "2I3": "backward 2 1.1",
+}
+MIDDLE = {
+    "1F3": "forward 1 1.1 of 3",
+    "1B3": "backward 1 1.1 of -203",
+    "1I3": "backward 1 1.1 of -203",
+    "1W3": "weights 1 1.1",
+    "1RECV_F3": "receive 1RECV_F3 from 0",
+    "1SEND_F3": "send 103 to 2",
+    "1RECV_B3": "receive 1RECV_B3 from 2",
+    "1SEND_B3": "send -103 to 0",
+    "1REDUCE_GRAD0": "reduce 1",
+    "1D2": "settle 1 1.0",
+    "1H2": "prefetch 1 1.0",
+}
+BETWEEN_LAST_AND_FIRST_RANK = {
+    "2SEND_F3": "send 203 to 0",
+    "3RECV_F3": "receive 3RECV_F3 from 2",
+    "3SEND_B3": "send -303 to 2",
+    "2RECV_B3": "receive 2RECV_B3 from 0",
+}
+"""What actions should lead to: of stages 0 to 2 on as many ranks, and of six stages on three."""
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_action_goes_to_its_handler_in_order(name: str, rank: int) -> None:
+    virtual = 2 if name == "interleaved_seq1f1b" else 1
+    compute = generate(name, Size(3, 3, CHUNKS, virtual))
+    schedule = lower(compute, leaves=lambda stage, unit: True, reduce=True)
+    log: list[str] = []
+    units, transport = FakeUnits(log, schedule.num_stages), FakeTransport(log)
+    executor, told = make(schedule, rank, units=units, transport=transport)
+    done = executor.run()
+    lines = {**MIDDLE, **(BETWEEN_LAST_AND_FIRST_RANK if virtual == 2 else ENDS)}
+    seen = {str(one.action): line for one, line in zip(done, log, strict=True)}
+    met = seen.keys() & lines.keys()
+    assert len(met) >= 2
+    assert {action: seen[action] for action in met} == {action: lines[action] for action in met}
+    assert told == [one.action for one in done] == list(schedule.ranks[rank])
+    assert transport.ended
+    assert not transport.coming
+    for one, after in itertools.pairwise(done):
+        assert one.start_seconds <= one.ready_seconds <= one.end_seconds <= after.start_seconds
+
+
+def test_a_wait_is_no_part_of_the_units_own_time() -> None:
+    class Late(FakeTransport):
+        def take(self, key: Action) -> Tensor:
+            time.sleep(0.02)
+            return super().take(key)
+
+    schedule = lower(generate("gpipe", Size(2, 1, CHUNKS)))
+    log: list[str] = []
+    executor, _ = make(schedule, 1, units=FakeUnits(log, 2), transport=Late(log))
+    for one in executor.run():
+        waited = one.ready_seconds - one.start_seconds
+        assert (waited >= 0.02) == (one.action.kind == "F")
+
+
+def test_an_action_that_fails_was_told_in_words() -> None:
+    class Broken(FakeUnits):
+        def backward(self, *place: Any, **others: Any) -> Tensor | None:
+            raise ValueError("a bad number")
+
+    schedule = lower(generate("seq1f1b", Size(2, 2, CHUNKS)))
+    executor, _ = make(schedule, 1, units=Broken([], 2), transport=FakeTransport([]))
+    said: list[str] = []
+    executor._on_action = lambda _, words: said.append(words)
+    with pytest.raises(ValueError, match="a bad number"):
+        executor.run()
+    step = len(said) - 1
+    expected = f"action {step} (1B1: backward of stage 1, micro-batch 0, chunk 1)"
+    assert said[-1] == expected
+
+
+def test_an_interrupt_is_passed_on_as_it_is() -> None:
+    class Stopped(FakeUnits):
+        def forward(self, *place: Any) -> Tensor | None:
+            raise KeyboardInterrupt
+
+    schedule = lower(generate("gpipe", Size(2, 1, CHUNKS)))
+    executor, _ = make(schedule, 0, units=Stopped([], 2), transport=FakeTransport([]))
+    with pytest.raises(KeyboardInterrupt):
+        executor.run()
+
+
+def test_work_left_over_is_an_error() -> None:
+    schedule = lower(generate("gpipe", Size(2, 1, CHUNKS)))
+    units = FakeUnits([], 2, left=True)
+    executor, _ = make(schedule, 0, units=units, transport=FakeTransport([]))
+    with pytest.raises(PipelineError, match="rank 0 of the pipeline has work left"):
+        executor.run()
+
+
+def test_hidden_states_that_nobody_sends_are_an_error() -> None:
+    whole = lower(generate("gpipe", Size(2, 1, CHUNKS)))
+    schedule = whole.keep(lambda action: str(action) != "0SEND_F1")
+    executor, _ = make(schedule, 0, units=FakeUnits([], 2), transport=FakeTransport([]))
+    with pytest.raises(PipelineError, match="has work left after its last action"):
+        executor.run()
+
+
+def test_hidden_states_of_another_dtype_are_refused() -> None:
+    schedule = lower(generate("gpipe", Size(2, 1, CHUNKS)))
+    units = FakeUnits([], 2)
+    units.dtype = torch.float64
+    executor, _ = make(schedule, 0, units=units, transport=FakeTransport([]))
+    with pytest.raises(PipelineError, match=r"stage 0 gives on .*float64, .*expects .*float32"):
+        executor.run()

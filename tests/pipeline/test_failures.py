@@ -1,0 +1,96 @@
+"""A rank that throws, hangs, leaves or refuses ends all that share its batches, with its reason.
+
+Ranks that are killed or stopped, in every phase of training: tests/attacks/ranks.py.
+"""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.nursery import Ended, shared_nursery
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+TIMEOUT_SECONDS = 6
+
+
+def run(how: str, rank: int, folder: Path, *, ranks: int, **sizes: int) -> Ended:
+    job = {"pp_size": 1, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS, **sizes}
+    module = "tests.pipeline.failing_ranks"
+    ended = shared_nursery().launch(module, job, ranks=ranks, folder=folder)
+    assert all(code not in (None, 0) for r, code in enumerate(ended.codes) if r != rank), ended
+    return ended
+
+
+def test_a_rank_that_throws_ends_all_with_its_error_step_and_action(tmp_path):
+    ended = run("throw", 1, tmp_path, pp_size=3, ranks=3)
+    assert ended.seconds < TIMEOUT_SECONDS
+    for rank, log in enumerate(ended.logs):
+        assert "rank 1 failed in forward pass 3, action " in log
+        assert "(1B1: backward of stage 1, micro-batch 0, chunk 1): ValueError: sabotage" in log
+        assert ("RankLostError" in log) == (rank != 1)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_of_two_replicas_that_leaves_without_a_word_is_lost(tmp_path, rank):
+    ended = run("leave", rank, tmp_path, pp_size=2, ranks=4)
+    assert ended.seconds < TIMEOUT_SECONDS
+    for log in ended.logs[:rank] + ended.logs[rank + 1 :]:
+        assert f"RankLostError: lost rank {rank}, last seen " in log
+        assert all(f"lost rank {r}" not in log for r in range(4) if r != rank)
+        assert not re.search(r"rank \d failed", log)
+
+
+def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
+    # It still shows signs of life, so its neighbours' messages are what times out.
+    ended = run("hang", 1, tmp_path, pp_size=3, ranks=3)
+    assert ended.seconds < TIMEOUT_SECONDS + 20
+    assert "sppo_hf: rank 1 ends because" in ended.logs[1]
+    for log in ended.logs:
+        assert "no rank has reported an error" in log
+        assert "rank 1 is in forward pass 3, action" in log or log is ended.logs[1]
+
+
+def test_ranks_that_disagree_say_so(tmp_path):
+    ended = run("config", 1, tmp_path, pp_size=3, ranks=3)
+    assert all("about to run different steps" in log for log in ended.logs)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_one_rank_refuses_all_do_and_it_leaves_no_trace(tmp_path, rank):
+    ended = run("refuse", rank, tmp_path, pp_size=2, ranks=4)
+    assert ended.codes.count(1) + ended.codes.count(-signal.SIGTERM) == 4
+    for log in ended.logs:
+        assert f"rank {rank} failed in forward pass 4, action " in log
+        assert "ValueError: sabotage" in log
+        assert "no room" not in log
+
+
+def test_a_rank_that_throws_ends_all_that_share_its_sequence(tmp_path):
+    ended = run("throw", 1, tmp_path, sp_size=2, ranks=2)
+    assert ended.seconds < TIMEOUT_SECONDS
+    words = "RankLostError: rank 1 failed in backward pass 3: ValueError: sabotage"
+    assert words in ended.logs[0]
+    assert "ValueError: sabotage" in ended.logs[1]
+
+
+def test_a_rank_that_shares_a_sequence_and_leaves_is_lost(tmp_path):
+    ended = run("leave", 1, tmp_path, sp_size=2, ranks=4)
+    # The other replica, which needs nobody here, is told by its watchdog.
+    assert ended.seconds < 2 * TIMEOUT_SECONDS
+    # Last heard of a moment before, by whichever rank was the first to notice.
+    assert "RankLostError: lost rank 1, last seen " in ended.logs[0]
+
+
+def test_a_rank_that_hangs_ends_all_that_share_its_sequence(tmp_path):
+    ended = run("hang", 1, tmp_path, sp_size=2, ranks=2)
+    assert ended.seconds < TIMEOUT_SECONDS + 20
+    assert "no rank has reported an error" in ended.logs[0]
+    assert "rank 1 is in backward pass 3" in ended.logs[0]
+
+
+def test_ranks_that_share_a_sequence_and_disagree_say_so(tmp_path):
+    ended = run("config", 1, tmp_path, sp_size=2, ranks=2)
+    assert all("about to run different steps" in log for log in ended.logs)

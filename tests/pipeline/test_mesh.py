@@ -1,0 +1,114 @@
+"""Which worlds are allowed; the groups themselves are checked over gloo ranks.
+
+See `assert_places` in test_pipeline_exactness.py for those.
+"""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from sppo_hf.errors import ConfigError
+from sppo_hf.pipeline.convert import shared_mesh
+from sppo_hf.pipeline.mesh import PipelineMesh, check_world, link_options
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.stage_plans import BatchPlans
+
+
+@pytest.mark.parametrize(("pp_size", "world"), [(1, 1), (2, 2), (2, 8), (4, 4), (3, 9)])
+def test_multiples_are_allowed(pp_size: int, world: int) -> None:
+    check_world(pp_size, world)
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "world", "remedy"), [(2, 1, 2), (2, 3, 2), (4, 6, 4), (3, 8, 6), (8, 4, 8)]
+)
+def test_others_are_refused_with_the_nearest_number(pp_size: int, world: int, remedy: int) -> None:
+    was = "process was" if world == 1 else "processes were"
+    with pytest.raises(ConfigError) as caught:
+        check_world(pp_size, world)
+    said = str(caught.value)
+    assert f"pp_size={pp_size}, but {world} {was} started" in said
+    assert f"--num_processes {remedy}," in said
+    with pytest.raises(ConfigError, match=rf"sp_size={pp_size}, but .*--num_processes {remedy},"):
+        check_world(1, world, pp_size)
+
+
+def test_one_process_without_a_launch_is_told_how_to_start() -> None:
+    with pytest.raises(ConfigError, match=r"pp_size=2 needs 2 processes.*--num_processes 2"):
+        shared_mesh(2, torch.device("cpu"), 600)
+
+
+def test_ranks_of_a_pipeline_are_neighbours() -> None:
+    names = ("pipeline", "control", "storage", "replicas", "replicas_control", "ends")
+    groups = dict.fromkeys(names)
+    cpu = torch.device("cpu")
+    mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=cpu, links={}, **groups)
+    assert [mesh.world_rank(rank) for rank in range(3)] == [3, 4, 5]
+    assert not mesh.is_first
+
+
+def test_ranks_that_share_a_sequence_are_neighbours() -> None:
+    names = ("pipeline", "control", "storage", "replicas", "replicas_control", "ends")
+    groups = dict.fromkeys(names)
+    place = {"pp_rank": 0, "dp_rank": 1, "sp_rank": 1}
+    sizes = {"pp_size": 2, "dp_size": 2, "sp_size": 3}
+    mesh = PipelineMesh(**sizes, **place, device=torch.device("cpu"), links={}, **groups)
+    assert (mesh.rank, list(mesh.sharing_ranks)) == (7, [6, 7, 8, 9, 10, 11])
+    assert [mesh.world_rank(rank) for rank in range(2)] == [7, 10]
+
+
+def test_messages_may_wait_for_a_step_that_takes_longer_than_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, float] = {}
+
+    def note(timeout: timedelta, group: str) -> None:
+        given[group] = timeout.total_seconds()
+
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", note)
+    groups = {"pipeline": "p", "control": "c", "storage": "s", "ends": None}
+    groups |= {"replicas": None, "replicas_control": None}
+    cpu = torch.device("cpu")
+    mesh = PipelineMesh(
+        pp_size=2, dp_size=1, pp_rank=0, dp_rank=0, device=cpu, links={(0, 1): "l"}, **groups
+    )
+    step = SimpleNamespace(step_seconds=100.0)
+    plans = [SimpleNamespace(prediction=prediction) for prediction in (step, step, None)]
+
+    def allow(engine: Any, stages: int, micro_batches: int) -> None:
+        by_stage: Any = dict(enumerate(plans[:stages]))
+        batch = BatchPlans(((0, 1),), torch.float32, by_stage, micro_batches)
+        PipelineEngine._allow_step(engine, batch)
+
+    engine = SimpleNamespace(mesh=mesh, _allowed_seconds=615.0)
+    allow(engine, 1, 1)
+    assert not given, "two ranks that each need 100 seconds are done within the setting"
+    allow(engine, 3, 2)
+    assert given == dict.fromkeys(("p", "c", "l"), 2 * 2 * 2 * 200.0)
+    allow(engine, 1, 2)
+    assert given["p"] == 1600, "a limit that was allowed is not taken back"
+
+
+def test_a_link_may_occupy_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, timeout = torch.device("cuda", 0), timedelta(seconds=90)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert link_options(gpu, timeout) is None
+
+    class Options:
+        """NCCL's, as far as they are set; a build for CPUs has none."""
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(max_ctas=-(2**31))
+            self._timeout = timedelta(minutes=10)
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    options = link_options(gpu, timeout)
+    assert options.config.max_ctas == 4
+    assert options._timeout == timeout, "torch warns of two that differ"
+    assert link_options(gpu, timeout) is not options, "each group writes into its own"
+    assert link_options(torch.device("cpu"), timeout) is None

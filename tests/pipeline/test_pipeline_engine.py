@@ -1,0 +1,115 @@
+"""What a pipeline refuses before anything is sent; what it runs: test_pipeline_exactness.py."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.structure import find_parts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.pipeline.convert import staged_model
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine, _micro_batches
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+
+
+class Watched:
+    """Fails a test whose call gets as far as to the other ranks."""
+
+    def explaining(self, what: str) -> None:
+        raise AssertionError(f"went on to run: {what}")
+
+
+def make(**settings: Any) -> Any:
+    config = SPPOConfig(pp_size=2, show_plan=False, **settings)
+    model = build_tiny_model("llama")
+    mesh = SimpleNamespace(
+        pp_size=2,
+        sp_size=1,
+        pp_rank=0,
+        dp_size=1,
+        dp_rank=0,
+        ends=None,
+        replicas=None,
+        replicas_control=None,
+    )
+    make_engine = functools.partial(
+        PipelineEngine,
+        staged=staged_model(find_parts(model), config, 0),
+        mesh=mesh,  # type: ignore[arg-type]
+        watchdog=Watched(),  # type: ignore[arg-type]
+    )
+    return convert(model, config, make_engine=make_engine)
+
+
+def test_calls_without_labels() -> None:
+    model, batch = make(), make_batch()
+    del batch["labels"]
+    with pytest.raises(
+        ConfigError, match=r"2 stages \(pp_size\).*without labels.*Remedy"
+    ) as caught:
+        model(**batch)
+    assert "generate()" in str(caught.value)
+    with pytest.raises(ConfigError, match="without labels"), torch.no_grad():
+        model(**batch)
+
+
+def test_logits() -> None:
+    with pytest.raises(ConfigError, match=r"return_logits=True.*drop return_logits"):
+        make(return_logits=True)(**make_batch())
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_embeddings_that_need_a_gradient(leaf: bool) -> None:
+    batch = make_batch()
+    embeds = torch.randn(*batch.pop("input_ids").shape, 32, dtype=torch.float64)
+    embeds.requires_grad_()
+    inputs = embeds if leaf else 2 * embeds
+    model = make()
+    with pytest.raises(ConfigError, match=r"inputs_embeds that need a gradient.*pp_size=1"):
+        model(inputs_embeds=inputs, **batch)
+    for allowed in (torch.enable_grad, torch.no_grad):
+        given = inputs.detach() if allowed is torch.enable_grad else inputs
+        with allowed(), pytest.raises(AssertionError, match="went on to run"):
+            model(inputs_embeds=given, **batch)
+
+
+def test_other_losses() -> None:
+    model = make()
+    model.loss_function = lambda *args, **kwargs: None
+    with pytest.raises(UnsupportedModelError, match=r"outside the standard one.*pp_size=1"):
+        model(**make_batch())
+
+
+def test_what_is_untrainable_matters_in_training_alone() -> None:
+    model = make()
+    model.config.attention_dropout = 0.1
+    with pytest.raises(UnsupportedModelError, match=r"attention_dropout=0\.1"):
+        model(**make_batch())
+    with torch.no_grad(), pytest.raises(AssertionError, match="to run: in evaluation pass 1"):
+        model(**make_batch())
+
+
+def test_what_is_fine_goes_on() -> None:
+    with pytest.raises(AssertionError, match="went on to run: in forward pass 1"):
+        make()(**make_batch())
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"),
+    [
+        (3, None, [(0, 1), (1, 2), (2, 3)]),
+        (5, 2, [(0, 2), (2, 4), (4, 5)]),
+        (2, 8, [(0, 2)]),
+        (1, None, [(0, 1)]),
+    ],
+)
+def test_rows_are_the_micro_batches(
+    rows: int, size: int | None, expected: list[tuple[int, int]]
+) -> None:
+    assert _micro_batches(rows, SPPOConfig(pp_size=2, micro_batch_size=size)) == expected

@@ -1,0 +1,226 @@
+"""Sequences that gloo ranks share are exact: losses, every gradient by name, the norm of all.
+
+Invariants 1 to 3 of the design. All cases of one size run in one launch; a case's reference is the
+unmodified model in rank 0's process, in float64.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sppo_hf.engine.family_guard import PROVED
+from sppo_hf.testing.tiny_families import FAMILIES
+from tests.integrations.launch import run_ranks
+from tests.pipeline.pipeline_cases import UNEVEN, Case
+from tests.pipeline.test_pipeline_exactness import assert_exact
+
+pytestmark = pytest.mark.process
+
+TOLERANCE = 1e-9
+
+KEEP = {"recompute": "none", "offload": "none"}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
+
+
+def case_of(name: str, family: str = "llama", **others: Any) -> Case:
+    # Hooks on parameters would see a rank's part of a gradient, as under DDP.
+    return {"name": name, "family": family, "rows": 2, "hooks": False, **others}
+
+
+BATCHES = [
+    case_of("even", settings={"num_chunks": 4, **KEEP}),
+    case_of("uneven, one-token tail", settings={"chunk_lengths": UNEVEN, **KEEP}),
+    case_of("fewer tokens than ranks", tokens=3, settings={"num_chunks": 3}),
+    case_of("padding", padding=[0, 9, 20], rows=3, settings={"chunk_lengths": UNEVEN}),
+    case_of("packed", packed=[9, 6, 8]),
+    case_of("labels in one token", labels=[11, 13]),
+    case_of("labels in the tail", labels=[22, 23], settings={"chunk_lengths": UNEVEN}),
+    case_of("no labels", labels=[0, 0]),
+    case_of("micro-batches", rows=3, settings={"num_chunks": 3, "micro_batch_size": 2}),
+    case_of("accumulation", items=True, steps=[{}, {"scale": 2.0}, {"evaluate": True}]),
+    case_of("a loss of the caller's", steps=[{"loss": "weighed"}, {}], packed=[9, 6, 8]),
+]
+PLANS = [
+    case_of(f"{recompute}, {offload}, {kv}", settings={"chunk_lengths": UNEVEN, **plan})
+    for recompute in ("none", "full")
+    for offload, kv in (("none", "full"), ("full", "none"), ("full", "full"))
+    for plan in [
+        {"recompute": recompute, "offload": offload, "offload_kv": kv, "min_offload_size": 1}
+    ]
+] + [
+    case_of("a solved plan", settings={"hardware": "h100", "num_chunks": 4}),
+    case_of("the paper's rule", settings={"hardware": "h100", "num_chunks": 4, "offload": "sppo"}),
+]
+MODELS = [
+    case_of("LoRA", lora=True),
+    case_of("frozen front", frozen=["layers.0.", "embed"]),
+    case_of("tied", "llama-bias-tied"),
+    case_of("windows and sinks", "gpt_oss", settings={"num_chunks": 4, "recompute": "full"}),
+    case_of("soft caps, tied", "gemma2"),
+    case_of("MLA, experts", "deepseek_v3"),
+    case_of("experts", "qwen3_moe", settings={"num_chunks": 4, "recompute": "full"}),
+    case_of("a loss of the routers", "mixtral-router-loss", padding=[0, 9]),
+    case_of("shared keys", "gemma3n_text"),
+]
+ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
+IN_PIPELINES = [
+    case_of("one-token tail, late weights", settings={"chunk_lengths": UNEVEN, **ZB}),
+    case_of("tied, padding", "llama-bias-tied", padding=[0, 9, 20], rows=3),
+    case_of("accumulation", steps=[HELD, {"scale": 2.0}, {"evaluate": True}], items=True),
+    case_of("packed", packed=[9, 6, 8], settings={"num_chunks": 4, "recompute": "full"}),
+    case_of("LoRA", lora=True, settings={"num_chunks": 3, **ZB}),
+    case_of(
+        "several stages a rank",
+        layers=5,
+        settings={"num_chunks": 4, "pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2},
+    ),
+    case_of(
+        "all leaves",
+        settings={
+            "chunk_lengths": UNEVEN,
+            "min_offload_size": 1,
+            "offload": "full",
+            "offload_kv": "full",
+            "recompute": "full",
+        },
+    ),
+    case_of("a solved plan", settings={"num_chunks": 4, "hardware": "h100"}),
+    case_of("changed scale", steps=[{**HELD, "scale": 2.0}, {"scale": 0.5}]),
+    case_of("experts, late weights", "mixtral", settings={"num_chunks": 4, **ZB}),
+    case_of("windows and sinks", "gpt_oss"),
+    case_of("MLA, experts", "deepseek_v3"),
+    case_of("few labels, soft caps", "gemma2", labels=[11, 13]),
+    *(
+        case_of(
+            f"losses of the caller's: {name}",
+            settings={"chunk_lengths": UNEVEN},
+            steps=[
+                {"loss": "mean", "scale": 3.0, **HELD},
+                {"loss": "weighed", **HELD},
+                {"loss": "weighed", "evaluate": True, **HELD},
+                {"loss": "mean", "scale": 0.5, **HELD},
+                {"loss": "mean"},
+            ],
+            **batch,
+        )
+        for name, batch in {"packed": {"packed": [9, 6, 8]}, "LoRA": {"lora": True}}.items()
+    ),
+]
+
+FAST = (
+    *("uneven, one-token tail", "padding", "packed", "labels in one token", "accumulation"),
+    *("a loss of the caller's", "full, full, full", "a solved plan", "LoRA", "windows and sinks"),
+)
+"""Names of those that run always on two ranks."""
+
+
+def launch(
+    cases: list[Case], folder: Path, *, sp_size: int, ranks: int, **others: Any
+) -> dict[str, Any]:
+    out = folder / "result.json"
+    job = {"cases": cases, "sp_size": sp_size, "out": str(out), **others}
+    run_ranks("tests.pipeline.sequence_ranks", job, ranks, folder, timeout_seconds=400)
+    result: dict[str, Any] = json.loads(out.read_text())
+    found = result["cases"]
+    assert [one["name"] for one in found] == [case["name"] for case in cases]
+    wrong = [
+        one
+        for one in found
+        if max(one["loss_error"], one["gradient_error"], one["norm_error"]) > TOLERANCE
+        or one["wrong_names"]
+        or one["uneven"]
+        or not one["gradients"]
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+    return result
+
+
+def launch_pipelines(cases: list[Case], folder: Path, *, ranks: int) -> None:
+    out = folder / "result.json"
+    job = {"cases": cases, "pp_size": 2, "sp_size": 2, "out": str(out)}
+    run_ranks("tests.pipeline.pipeline_ranks", job, ranks, folder, timeout_seconds=400)
+    assert_exact(json.loads(out.read_text()), cases)
+
+
+def assert_attended_once(result: dict[str, Any], cases: list[Case]) -> None:
+    """Attention ran forward once per layer, chunk and group of rows, on every rank."""
+    for one, case in zip(result["cases"], cases, strict=True):
+        settings = case.get("settings", {"num_chunks": 4})
+        lengths = settings.get("chunk_lengths", [])
+        chunks = len(lengths) or settings["num_chunks"]
+        if "padding" in case or "labels" in case or "micro_batch_size" in settings:
+            continue
+        wanted = one["attending_layers"] * chunks * len(case.get("steps", [{}]))
+        assert one["attention_forwards"] == [wanted] * len(one["attention_forwards"]), one
+
+
+def test_two_ranks_are_exact(tmp_path: Path) -> None:
+    named = {case["name"]: case for case in (*BATCHES, *PLANS, *MODELS)}
+    cases = [named[name] for name in FAST]
+    result = launch(cases, tmp_path, sp_size=2, ranks=2, bytes=True)
+    assert_attended_once(result, cases)
+    one, two = result["bytes"]
+    # Exactly half: 64 tokens, their chunks and all heads are even.
+    assert two["keys_and_values"] * 2 == one["keys_and_values"] > 0
+    # Half, and attention's output in both layouts; the tiny Llama has 2 query heads for each of
+    # keys, so that is as large as keys and values. Labels and a few numbers are of all tokens.
+    wanted = one["saved"] / 2 + two["keys_and_values"]
+    assert wanted <= two["saved"] < 1.001 * wanted, (one, two)
+
+
+def test_heads_that_three_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+    # Of two heads of keys, three ranks have one, both, and the other.
+    cases = [
+        case_of("six query heads, two of keys", overrides=SIX_HEADS),
+        case_of("recomputed", overrides=SIX_HEADS, settings={"num_chunks": 3, "recompute": "full"}),
+    ]
+    refused = (case_of("four heads"), case_of("recurrent", "qwen3_next"))
+    result = launch(cases, tmp_path, sp_size=3, ranks=3, refused=refused)
+    assert_attended_once(result, cases)
+    for said in result["refusals"]["four heads"]:
+        assert "sp_size=3 does not divide the 4 attention heads" in said
+        assert "Allowed: 1, 2, 4." in said
+    for said in result["refusals"]["recurrent"]:
+        assert "recurrent or convolutional" in said
+        assert "sp_size=1" in said
+
+
+def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
+    cases = [BATCHES[1], case_of("LoRA", lora=True, steps=[{}, {}]), MODELS[4]]
+    launch(cases, tmp_path, sp_size=2, ranks=4)
+
+
+def test_a_pipeline_of_stages_that_share_sequences_is_exact(tmp_path: Path) -> None:
+    launch_pipelines(IN_PIPELINES[:3], tmp_path, ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) -> None:
+    launch_pipelines(IN_PIPELINES[3:], tmp_path / "four", ranks=4)
+    launch_pipelines(IN_PIPELINES[:3], tmp_path / "eight", ranks=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) -> None:
+    cases = [*BATCHES, *PLANS, *MODELS]
+    rest = [case for case in cases if case["name"] not in FAST]
+    assert_attended_once(launch(rest, tmp_path / "two", sp_size=2, ranks=2), rest)
+    # Two heads of keys: each is on two of four ranks.
+    assert_attended_once(launch(cases, tmp_path / "four", sp_size=4, ranks=4), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_every_family_is_exact(tmp_path: Path) -> None:
+    names = [name for name, family in FAMILIES.items() if family.model_type in PROVED]
+    assert len(names) > 60
+    plans = [{"recompute": r, "offload": o} for r in ("none", "full") for o in ("none", "full")]
+    cases = [
+        case_of(name, name, settings={"num_chunks": 3, **plans[index % 4]})
+        for index, name in enumerate(names)
+    ]
+    launch(cases, tmp_path, sp_size=2, ranks=2)

@@ -1,0 +1,422 @@
+"""The watchdog: who is silent, gone, failed or left in order, and what is said of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sppo_hf.errors import RankLostError
+from sppo_hf.pipeline import watchdog as module
+from sppo_hf.pipeline.watchdog import (
+    Note,
+    Process,
+    Watchdog,
+    is_broken_connection,
+    state_of,
+    this_process,
+)
+
+TIMEOUT = 0.4
+BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+ELSEWHERE = Process("another machine", 1, 1)
+
+
+class FakeStore:
+    """What a launch's key-value store does, in this process; may break, or not answer."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self.gone = False
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def _look(self) -> None:
+        self.answers.wait()
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        self._look()
+        self.held[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._look()
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._look()
+        return all(key in self.held for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._look()
+        with self.lock:
+            if self.held.get(key, b"") == expected.encode():
+                self.held[key] = desired.encode()
+            return self.held[key]
+
+    def note(self, rank: int) -> Note:
+        return Note.read(self.held[f"sppo/alive/{rank}"])
+
+
+class Launch:
+    """Watchdogs of some ranks that share a store, and what ended whom."""
+
+    def __init__(self) -> None:
+        self.store = FakeStore()
+        self.ended: dict[int, str] = {}
+        self.dogs: list[Watchdog] = []
+
+    def start(
+        self, rank: int, ranks: int = 2, *, timeout: float = TIMEOUT, holder: int | None = None
+    ) -> Watchdog:
+        def end(message: str) -> None:
+            self.ended[rank] = message
+
+        store: Any = self.store
+        others = range(ranks)
+        dog = Watchdog(rank, others, timeout_seconds=timeout, store=store, holder=holder, end=end)
+        self.dogs.append(dog)
+        return dog
+
+    def pretend(self, rank: int, doing: str, process: Process = ELSEWHERE, **fields: Any) -> None:
+        """Let a rank have written a note, once."""
+        note = Note(7, doing, 3, process, **fields)
+        self.store.set(f"sppo/alive/{rank}", json.dumps(dataclasses.asdict(note)))
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_TELL_SECONDS", 0.5)
+    made = Launch()
+    yield made
+    made.store.answers.set()
+    for dog in made.dogs:
+        dog.close()
+    alive = [t.name for t in threading.enumerate() if t.name.startswith("sppo-watchdog")]
+    assert not alive
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[int, Process]]:
+    """A process of this machine: its number, and how ranks know it."""
+    with subprocess.Popen(["sleep", "60"]) as running:
+        started = int(Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        yield running.pid, Process(this_process().machine, running.pid, started)
+        running.kill()
+
+
+def eventually(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# -- what is seen of other ranks -----------------------------------------------------------------
+
+
+def test_ranks_that_live_are_left_alone(launch: Launch) -> None:
+    # Slow machines hold threads up, so signs of life must be far closer than the timeout.
+    first, _ = launch.start(0, timeout=2.0), launch.start(1, timeout=2.0)
+    first.in_step("in step 3")
+    first.doing("action 2 (0F0)")
+    assert eventually(lambda: launch.store.note(0).doing == "in step 3, action 2 (0F0)")
+    time.sleep(3.0)
+    assert not launch.ended
+
+
+def test_a_silent_rank_ends_the_others_by_what_it_last_did(launch: Launch) -> None:
+    launch.start(0)
+    launch.pretend(1, "in step 3, action 5 (1B3)")
+    assert eventually(lambda: 0 in launch.ended)
+    assert launch.ended[0].startswith(
+        "sppo_hf: rank 0 ends because lost rank 1, last seen in step 3, action 5 (1B3): it has "
+        "given no sign of life for"
+    )
+    assert "(pp_timeout_seconds: 0.4)" in launch.ended[0]
+
+
+def test_a_rank_that_has_not_begun_is_waited_for(launch: Launch) -> None:
+    launch.start(0)
+    time.sleep(3 * TIMEOUT)
+    assert not launch.ended
+
+
+def test_a_rank_that_left_in_order_is_not_missed(launch: Launch) -> None:
+    launch.start(0)
+    other = launch.start(1)
+    assert eventually(lambda: "sppo/alive/1" in launch.store.held)
+    other.close()
+    other.close()
+    time.sleep(3 * TIMEOUT)
+    assert launch.store.note(1).left
+    assert not launch.ended
+
+
+def test_a_process_that_is_gone_is_missed_at_once(
+    launch: Launch, child: tuple[int, Process]
+) -> None:
+    dog = launch.start(0, timeout=60)
+    dog._pause = dog._tick = 0.02
+    launch.pretend(1, "in step 3", child[1])
+    time.sleep(0.5)
+    assert not launch.ended
+    os.kill(child[0], signal.SIGKILL)
+    with dog.explaining():
+        assert eventually(lambda: 0 in launch.ended)
+    said = launch.ended[0]
+    assert "because lost rank 1, last seen in step 3: its process ended without an error" in said
+    # Those on other machines hear it.
+    assert json.loads(launch.store.get("sppo/failed"))["of"] == 1
+
+
+def test_a_process_that_ends_after_training_ends_nobody(
+    launch: Launch, child: tuple[int, Process]
+) -> None:
+    dog = launch.start(0)
+    launch.pretend(1, module.AFTER_TRAINING, child[1])
+    assert eventually(lambda: 1 in dog._others)
+    os.kill(child[0], signal.SIGKILL)
+    time.sleep(3 * TIMEOUT)
+    assert not launch.ended
+
+
+def test_a_process_is_found_by_number_and_start(child: tuple[int, Process]) -> None:
+    number, process = child
+    own = this_process()
+    assert state_of(own, own) == "runs"
+    assert state_of(process, own) == "runs"
+    assert state_of(dataclasses.replace(process, started=process.started - 1), own) == "gone"
+    assert state_of(dataclasses.replace(process, machine="another"), own) is None
+    assert state_of(process, dataclasses.replace(own, machine="")) is None
+    os.kill(number, signal.SIGSTOP)
+    assert eventually(lambda: state_of(process, own) == "stopped")
+    os.kill(number, signal.SIGKILL)
+    assert eventually(lambda: state_of(process, own) == "gone")
+
+
+# -- whose fault it is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (BROKEN, True),
+        (module.dist.DistStoreError("wait timeout after 10000ms"), True),
+        (module.dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("backend gloo is not for this"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_errors_of_connections_are_told_from_others(error: BaseException, broken: bool) -> None:
+    assert is_broken_connection(error) is broken
+    wrapped = KeyError("x")
+    wrapped.__cause__ = error
+    assert is_broken_connection(wrapped) is broken
+
+
+def test_a_failure_is_told_to_the_others(launch: Launch) -> None:
+    first, second = launch.start(0, timeout=60), launch.start(1, timeout=60)
+    # They look only so often; here at once.
+    first._tick = second._tick = 0.02
+    second.in_step("in step 3")
+    second.doing("action 9 (1F2)")
+    second.report(ValueError("a bad number"))
+    first.doing("in forward pass 3")
+    found = first.explain(BROKEN)
+    assert isinstance(found, RankLostError)
+    assert str(found) == (
+        "rank 1 failed in step 3, action 9 (1F2): ValueError: a bad number (rank 0 cannot go on; "
+        "it was in forward pass 3)"
+    )
+
+
+def test_the_first_to_fail_is_the_one_to_blame(launch: Launch) -> None:
+    first, second = launch.start(0), launch.start(1)
+    second.report(ValueError("the cause"))
+    first.report(ValueError("the consequence"))
+    assert json.loads(launch.store.get("sppo/failed"))["words"].endswith("the cause")
+
+
+def test_ones_own_error_is_raised_as_it_is(launch: Launch) -> None:
+    dog = launch.start(1)
+    error = ValueError("a bad number")
+    assert dog.explain(error) is error
+    dog.report(error)
+    assert dog.explain(BROKEN) is BROKEN
+
+
+def test_a_broken_connection_is_never_ones_own_failure(
+    launch: Launch, child: tuple[int, Process]
+) -> None:
+    # Rank 1 of three is killed; the two others notice each other's end first.
+    first, last = launch.start(0, 3, timeout=4), launch.start(2, 3, timeout=4)
+    launch.pretend(1, "in step 3", child[1])
+    assert eventually(lambda: 1 in first._others and 1 in last._others)
+    os.kill(child[0], signal.SIGKILL)
+    for dog in (last, first):
+        with pytest.raises(RankLostError, match=r"^lost rank 1, last seen in step 3: "):
+            with dog.explaining("clipping gradients"):
+                raise BROKEN
+
+
+def test_where_no_rank_has_failed_nobody_is_blamed(launch: Launch) -> None:
+    first, second = launch.start(0, 3, timeout=1.0), launch.start(1, 3, timeout=1.0)
+    second.doing("reading a batch")
+    first.doing("in forward pass 2")
+    assert eventually(lambda: launch.store.note(1).doing == "reading a batch")
+    said = str(first.explain(BROKEN))
+    assert said.startswith("rank 0 lost its connection to other ranks in forward pass 2, or got no")
+    assert "rank 1 is reading a batch for 0 seconds; nothing was heard yet of rank 2" in said
+    assert "Connection closed by peer" in said
+    assert json.loads(launch.store.get("sppo/failed"))["of"] is None
+
+
+def test_a_rank_that_left_is_named_where_it_is_needed(launch: Launch) -> None:
+    first, second = launch.start(0), launch.start(1)
+    second.in_step("in step 3")
+    second.close()
+    said = str(first.explain(BROKEN))
+    assert said.startswith("lost rank 1, last seen in step 3: its process ended without an error")
+
+
+def test_a_rank_that_left_before_it_began_is_missed_where_it_is_needed(launch: Launch) -> None:
+    first, second = launch.start(0), launch.start(1)
+    second.close()
+    time.sleep(3 * TIMEOUT)
+    assert not launch.ended
+    with first.explaining("forming groups of ranks"):
+        assert eventually(lambda: 0 in launch.ended)
+    said = launch.ended[0]
+    assert "because lost rank 1, last seen before training: its process ended without" in said
+
+
+def test_sys_exit_in_training_is_told(launch: Launch) -> None:
+    first, second = launch.start(0), launch.start(1)
+    second.in_step("in step 3")
+    with pytest.raises(SystemExit), second.explaining("logging"):
+        raise SystemExit(3)
+    second.close()
+    assert str(first.explain(BROKEN)).startswith("rank 1 ended in step 3, logging by sys.exit(3)")
+
+
+def test_who_is_stuck_is_ended_by_anothers_failure(launch: Launch) -> None:
+    launch.start(0)
+    second = launch.start(1)
+    second.doing("in forward pass 3")
+    second.report(ValueError("a bad number"))
+    assert eventually(lambda: 0 in launch.ended)
+    assert "because rank 1 failed in forward pass 3: ValueError: a bad number" in launch.ended[0]
+    # Its own exception is on its way there.
+    time.sleep(TIMEOUT)
+    assert 1 not in launch.ended
+
+
+def test_a_rank_that_needs_nobody_has_time_to_end(launch: Launch) -> None:
+    first, second = launch.start(0, timeout=3), launch.start(1, timeout=3)
+    second.report(ValueError("a bad number"))
+    assert eventually(lambda: first._failure is not None)
+    time.sleep(1.0)
+    assert not launch.ended
+    with first.explaining():
+        assert eventually(lambda: 0 in launch.ended, seconds=1.5)
+
+
+def test_a_rank_that_was_held_up_says_so(launch: Launch) -> None:
+    dog = launch.start(1)
+    dog._held_up, dog._held_until = 9.0, time.monotonic()
+    dog.doing("in forward pass 3")
+    said = str(dog.explain(BROKEN))
+    assert "rank 1 itself was stopped, or held up, for 9 seconds in forward pass 3" in said
+
+
+def test_what_passes_through_stays_the_place(launch: Launch) -> None:
+    dog = launch.start(0)
+    dog.in_step("in step 2")
+    with dog.explaining("clipping gradients"):
+        assert dog.activity == "in step 2, clipping gradients"
+    assert dog.activity == "in step 2"
+    with pytest.raises(KeyError), dog.explaining("logging"):
+        raise KeyError("x")
+    assert dog.words_for(KeyError("x")) == "rank 0 failed in step 2, logging: KeyError: 'x'"
+
+
+# -- the store -----------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_gone_ends_the_rank(launch: Launch) -> None:
+    launch.start(0)
+    launch.store.gone = True
+    assert eventually(lambda: 0 in launch.ended)
+    assert "the process that holds the launch's store is gone (Connection" in launch.ended[0]
+
+
+def test_a_store_that_comes_back_in_time_does_not(launch: Launch) -> None:
+    launch.start(0, timeout=4.0)
+    launch.store.gone = True
+    time.sleep(0.6)
+    launch.store.gone = False
+    time.sleep(2.0)
+    assert not launch.ended
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_store_without_an_answer_is_its_holders_loss(launch: Launch, gone: bool) -> None:
+    dog = launch.start(1, 3, holder=0)
+    launch.pretend(0, "in step 2")
+    launch.pretend(2, "in step 2")
+    assert eventually(lambda: {0, 2} <= set(dog._others))
+    if gone:
+        launch.store.gone = True
+    else:
+        launch.store.answers.clear()
+    assert eventually(lambda: 1 in launch.ended)
+    assert "because lost rank 0, last seen in step 2: " in launch.ended[1]
+
+
+def test_the_holder_of_the_store_stays_until_others_have_heard(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TELL_SECONDS", 10.0)
+    first, second = launch.start(0, timeout=8, holder=0), launch.start(1, timeout=8, holder=0)
+    assert eventually(lambda: 1 in first._others and 0 in second._others)
+    first.report(ValueError("a bad number"))
+    first.close()
+    assert second._failure is not None
+    assert second._failure.words.endswith("a bad number")
+
+
+def test_reporting_to_a_store_that_is_gone_only_warns(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dog = launch.start(0, timeout=60)
+    launch.store.gone = True
+    with caplog.at_level("WARNING", logger=module.__name__):
+        dog.report(ValueError("a bad number"))
+    assert "other ranks are not told" in caplog.text
+    assert "a bad number" in caplog.text
+    dog.close()
+
+
+def test_a_rank_that_left_is_ended_by_nobody(launch: Launch) -> None:
+    dog = launch.start(0)
+    dog.close()
+    failure = {"of": 1, "by": 1, "words": "rank 1 failed"}
+    launch.store.set("sppo/failed", json.dumps(failure))
+    time.sleep(3 * TIMEOUT)
+    assert not launch.ended

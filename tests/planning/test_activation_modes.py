@@ -1,0 +1,42 @@
+"""Modes have names, and equal answers are one object."""
+
+import pytest
+
+from sppo_hf.planning.activation_modes import (
+    ALL_MODES,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    FrameMode,
+    mode_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        (KEEP, "keep"),
+        (OFFLOAD, "offload"),
+        (RECOMPUTE, "recompute"),
+        (RECOMPUTE_OFFLOAD, "recompute+offload"),
+        (mode_of("matmuls", "device"), "recompute elementwise"),
+        (mode_of("inputs", "disk"), "recompute+disk"),
+        (mode_of("whole", "disk"), "disk"),
+    ],
+)
+def test_text(mode: FrameMode, text: str) -> None:
+    assert str(mode) == text
+
+
+def test_mode_of_returns_the_shared_constant() -> None:
+    assert len({str(mode) for mode in ALL_MODES}) == 9
+    for mode in ALL_MODES:
+        assert mode_of(mode.saved, mode.tier) is mode
+
+
+def test_what_a_mode_means() -> None:
+    assert [m.recompute for m in (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)] == [0, 0, 1, 1]
+    assert [m.offload for m in (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)] == [0, 1, 0, 1]
+    assert mode_of("matmuls", "disk").recompute
+    assert mode_of("matmuls", "disk").offload

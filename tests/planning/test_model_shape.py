@@ -1,0 +1,81 @@
+"""What a shape adds to its layers; `tests/engine/test_trace_profile.py` has the layers."""
+
+import pytest
+
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_shape import Resting
+from tests.planning.shapes import llama_config, shape_of, tiny_shape
+
+
+def test_backward_is_twice_the_forward_when_all_is_trained() -> None:
+    shape = tiny_shape()
+    assert shape.backward_linear_flops_per_token(1) == 2 * shape.linear_flops_per_token(1)
+    assert shape.backward_linear_flops_per_token() == 2 * shape.linear_flops_per_token()
+
+
+def test_lora_of_llama_8b() -> None:
+    frozen = shape_of(llama_config())
+    shape = shape_of(llama_config(), lora=LoraShape(rank=16))
+    # q, o: 4096 + 4096; k, v: 4096 + 1024; gate, up, down: 4096 + 14336.
+    adapters = 16 * (2 * 8192 + 2 * 5120 + 3 * 18_432)
+    assert shape.trainable_parameters == 32 * adapters == 41_943_040
+    assert shape.total_parameters == frozen.total_parameters + 32 * adapters
+    assert shape.gradient_bytes == 32 * adapters * 4
+    assert shape.weight_bytes == frozen.weight_bytes + 32 * adapters * 4
+    head = frozen.head_flops_per_token
+    layers = 31 * shape.backward_linear_flops_per_token(1)
+    layers += shape.backward_linear_flops_per_token(0)
+    # The head is frozen: only the gradient of its input.
+    assert shape.backward_linear_flops_per_token() == layers + head
+    assert shape.alike == (0, *[1] * 31)
+
+
+def test_llama_8b() -> None:
+    shape = shape_of(llama_config())
+    assert shape.total_parameters == 8_030_261_248
+    assert shape.weight_bytes == 2 * shape.total_parameters
+    assert shape.kv_bytes_per_token() == 32 * 2 * 8 * 128 * 2
+    assert shape.dkv_bytes_per_token(0) == 2 * shape.kv_bytes_per_token(0)
+    assert shape.attention_flops_per_key() == 32 * 4 * 4096
+    assert shape.linear_flops_per_token() == pytest.approx(2 * 7.5e9, rel=0.01)
+    assert shape.alike == (0,) * 32
+
+
+def test_trainable_share_and_measured_bytes() -> None:
+    shape = shape_of(
+        llama_config(),
+        dtype_bytes=2,
+        total_parameters=1000,
+        trainable_parameters=10,
+        weight_bytes=600,
+        gradient_bytes=40,
+    )
+    assert shape.trainable_fraction == 0.01
+    assert (shape.weight_bytes, shape.gradient_bytes) == (600, 40)
+    assert tiny_shape().trainable_fraction == 1.0
+
+
+def test_float64_keeps_float64_accumulators() -> None:
+    shape = shape_of(llama_config(), dtype_bytes=8)
+    assert shape.dkv_bytes_per_token(0) == shape.kv_bytes_per_token(0)
+
+
+@pytest.mark.parametrize("lora", [None, 16])
+def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
+    whole = shape_of(llama_config(), lora=None if lora is None else LoraShape(rank=lora))
+    layer = whole.layers[0].total_weights * 2
+    rests = whole.resting_on_host(weights=True, optimizer=lora is None)
+    assert rests.resting is not None
+    assert whole.weight_bytes - rests.weight_bytes == (len(whole.layers) - 2) * layer
+    assert rests.resting_on_host(weights=True, optimizer=True) is rests
+    if lora is None:
+        assert rests.gradient_bytes == 2 * layer
+        assert rests.resting == Resting(
+            weight_bytes=whole.gradient_bytes,
+            gradient_bytes=whole.gradient_bytes,
+            optimizer_parameters=whole.trainable_parameters,
+        )
+    else:
+        assert rests.gradient_bytes == whole.gradient_bytes
+        assert rests.resting.weight_bytes == len(whole.layers) * layer
+    assert whole.resting_on_host(weights=False, optimizer=False) is whole

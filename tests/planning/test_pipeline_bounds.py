@@ -1,0 +1,182 @@
+"""Plans of a stage: chunks from the whole model alone, its own layers, its share of the memory."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.activation_modes import KEEP, mode_of
+from sppo_hf.planning.chunk_bounds import Bounds, chunk_bounds
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.lowering import StepProgram
+from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.pipeline_bounds import (
+    asked_by_unit,
+    pipeline_bounds,
+    rank_shape,
+    shared_budgets,
+    stage_shape,
+)
+from tests.planning.shapes import tiny_shape
+
+SHAPE = tiny_shape(num_hidden_layers=4)
+
+
+def bounds(
+    tokens: int = 4096,
+    *,
+    stages: int = 2,
+    micro_batches: int = 1,
+    on: str = "cpu",
+    **settings: object,
+) -> Bounds:
+    config = SPPOConfig(pp_size=stages, **settings)  # type: ignore[arg-type]
+    return pipeline_bounds(
+        config, SHAPE, tokens, stages=stages, micro_batches=micro_batches, device_kind=on
+    )
+
+
+def lengths(made: Bounds) -> list[int]:
+    return [end - start for start, end in made]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_chunks": 3}, {"chunk_lengths": (4000, 96)}, {"chunk_tokens": 1500}, {"num_chunks": 1}],
+)
+@pytest.mark.parametrize("micro_batches", [1, 16])
+def test_what_settings_say_about_chunks_is_done(
+    settings: dict[str, object], micro_batches: int
+) -> None:
+    plain = SPPOConfig(**settings)  # type: ignore[arg-type]
+    wanted = chunk_bounds(plain, SHAPE, 4096, device_kind="cpu", stages=4)
+    assert bounds(stages=4, micro_batches=micro_batches, **settings) == wanted
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "least"), [(2, 1, 8), (4, 1, 16), (4, 4, 4)])
+def test_without_a_word_a_pipeline_has_four_units_per_stage(
+    stages: int, micro_batches: int, least: int
+) -> None:
+    made = bounds(stages=stages, micro_batches=micro_batches)
+    alone = chunk_bounds(SPPOConfig(), SHAPE, 4096, device_kind="cpu")
+    assert len(made) == max(least, len(alone))
+    assert made[0][0] == 0
+    assert made[-1][1] == 4096
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(made))
+
+
+def test_many_micro_batches_need_no_more_chunks_than_one_device() -> None:
+    alone = chunk_bounds(SPPOConfig(partition="flops"), SHAPE, 4096, device_kind="cpu")
+    assert bounds(micro_batches=64) == alone
+
+
+@pytest.mark.parametrize(
+    ("on", "tokens", "most"), [("cpu", 64, 4), ("cuda", 8192, 4), ("cpu", 5, 1)]
+)
+def test_chunks_do_not_get_too_short_for_kernels(on: str, tokens: int, most: int) -> None:
+    assert len(bounds(tokens, stages=8, on=on)) == most
+
+
+def test_partitions_keep_their_form() -> None:
+    even = lengths(bounds(stages=4, partition="even"))
+    assert max(even) - min(even) <= 1
+    by_work = lengths(bounds(4096, stages=4))
+    assert len(by_work) == 16
+    assert by_work[0] > by_work[-1], "later chunks attend to more, so they are shorter"
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="chunk_lengths"):
+        bounds(100, chunk_lengths=(50, 49))
+
+
+def test_a_stage_has_its_layers_and_the_last_the_head() -> None:
+    shape = tiny_shape(num_hidden_layers=4, vocab_size=10)
+    first = stage_shape(shape, range(0, 3), last=False)
+    last = stage_shape(shape, range(3, 4), last=True)
+    assert first.layers + last.layers == shape.layers
+    assert (len(first.layers), len(last.layers)) == (3, 1)
+    assert (first.vocab_size, last.vocab_size) == (1, 10)
+    assert first.hidden_size == last.hidden_size == shape.hidden_size
+
+
+def test_weights_are_there_once_and_the_rest_is_shared() -> None:
+    budgets = Budgets(device=1000, host=600, disk=50)
+    shared = shared_budgets(budgets, standing_bytes=400, alive=3.0)
+    assert shared == Budgets(device=600, host=200, disk=17)
+    # What does not hold the weights does not hold a share either; the planner says so.
+    assert shared_budgets(budgets, standing_bytes=1200, alive=3.0).device == 1000
+
+
+def test_no_budget_is_no_share_and_less_than_one_is_one() -> None:
+    none = Budgets(device=None, host=None)
+    assert shared_budgets(none, standing_bytes=400, alive=3.0) == none
+    budgets = Budgets(device=1000, host=600)
+    assert shared_budgets(budgets, standing_bytes=400, alive=0.25) == budgets
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**12), st.integers(0, 10**12), st.floats(1.0, 64.0))
+def test_shares_together_fit(device: int, host: int, standing: int, alive: float) -> None:
+    shared = shared_budgets(Budgets(device=device, host=host), standing_bytes=standing, alive=alive)
+    assert shared.device is not None
+    assert shared.host is not None
+    assert shared.device <= device
+    used = max(0, shared.device - standing) * alive
+    assert used <= max(0, device - standing) + alive
+    assert shared.host * alive <= host + alive
+
+
+def test_a_stage_asks_for_whole_units_one_ahead() -> None:
+    """Four chunks of three layers: entering a chunk finds it and the one used next on their way."""
+    cuts = tuple((at * 64, (at + 1) * 64) for at in range(4))
+    shape = tiny_shape(num_hidden_layers=3)
+    away = mode_of("whole", "host")
+    rows = ((KEEP,) * 3, *((away, away, KEEP),) * 3)
+    decisions = Decisions(
+        batch_rows=1, bounds=cuts, layer_modes=rows, training=True, tile_tokens=64
+    )
+    made = asked_by_unit(decisions, shape, "cuda")
+    program = StepProgram(made, shape, "cuda")
+    # In backward the last chunk comes first; layers count from the top.
+    assert program.asked.tolist() == [6] * 3 + [9] * 3 + [12] * 6
+    assert made.max_pending_d2h_bytes == program.away_bytes[1].sum()
+    assert (
+        program.estimate.device.total >= StepProgram(decisions, shape, "cuda").estimate.device.total
+    )
+    kept = replace(decisions, layer_modes=((KEEP,) * 3,) * 4)
+    assert asked_by_unit(kept, shape, "cuda") is kept
+
+
+def test_the_first_of_a_stage_to_read_keys_of_another_stage_stores_them() -> None:
+    layer = SHAPE.layers[0]
+    local, reads = replace(layer, window=16), replace(layer, borrows_keys=True)
+    local_reads = replace(local, borrows_keys=True)
+    shape = replace(SHAPE, layers=(local, layer, local_reads, reads, local_reads, reads))
+    kept = [
+        [layer.borrows_keys for layer in stage_shape(shape, layers, last=False).layers]
+        for layers in (range(3), range(3, 6))
+    ]
+    assert kept == [[False, False, True], [False, False, True]]
+
+
+def test_a_rank_that_shares_sequences_has_its_share_of_what_tokens_take():
+    whole = tiny_shape(num_attention_heads=4, num_key_value_heads=2)
+    layer, shared = whole.layers[0], rank_shape(whole, 2)
+    one = shared.layers[0]
+    assert 2 * one.inputs_bytes == layer.inputs_bytes
+    assert 2 * shared.kv_bytes_per_token() == whole.kv_bytes_per_token()
+    assert 2 * shared.attention_flops_per_key() == whole.attention_flops_per_key()
+    outputs = layer.attention_output_elements * whole.dtype_bytes
+    assert 2 * one.whole_bytes == layer.whole_bytes + outputs, "attention's output is saved twice"
+    assert (shared.weight_bytes, one.total_weights) == (whole.weight_bytes, layer.total_weights)
+
+
+def test_a_head_of_keys_that_several_ranks_need_is_on_each_of_them():
+    whole = tiny_shape(num_attention_heads=8, num_key_value_heads=2)
+    shared = rank_shape(whole, 4)
+    assert (shared.layers[0].num_heads, shared.layers[0].num_kv_heads) == (2, 1)
+    assert 2 * shared.kv_bytes_per_token() == whole.kv_bytes_per_token()

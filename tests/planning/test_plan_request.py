@@ -1,0 +1,202 @@
+"""Answers: they fit their budgets, agree with each other, and "auto" is no slower than any rule."""
+
+import time
+from typing import Any
+
+import pytest
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.planning import search
+from sppo_hf.planning.activation_modes import TIERS
+from sppo_hf.planning.plan_request import (
+    PolicyResult,
+    compare_policies,
+    plan_for,
+    question_for,
+    request_plan,
+    timeline_of,
+)
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.solve import fits, over_budget
+from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
+from tests.planning.shapes import by_hand, llama_config
+
+LENGTHS = (8192, 32_768, 65_536)
+
+
+def policies(total_tokens: int) -> tuple[PolicyResult, ...]:
+    asked, made = answer(total_tokens).question, answer(total_tokens).plan
+    assert made is not None
+    return compare_policies(asked, made)
+
+
+@pytest.mark.parametrize("total_tokens", LENGTHS)
+def test_what_fits_is_within_every_budget(total_tokens: int) -> None:
+    found = answer(total_tokens)
+    assert found.plan is not None
+    assert found.first_limit is None
+    assert found.max_seq_len >= total_tokens
+    assert found.estimate == found.plan.estimate
+    assert fits(found.estimate, found.budgets)
+    assert found.budgets.device == 40 * GIB
+    assert found.budgets.host == 64 * GIB
+    assert found.budgets.disk == 0
+
+
+def test_what_does_not_fit_says_which_limit_breaks_first_and_by_how_much() -> None:
+    found = request_plan(question(TOO_LONG_TOKENS))
+    assert found.plan is None
+    limit = found.first_limit
+    assert limit == next(over_budget(found.estimate, found.budgets))
+    assert limit.missing_bytes > 0
+    assert 0 < found.max_seq_len < TOO_LONG_TOKENS
+    # With just as much more of that tier, the tier is enough for the same plan.
+    budget = found.budgets.of(limit.tier)
+    assert budget is not None
+    assert found.estimate.peak(limit.tier).tier(limit.tier).total == budget + limit.missing_bytes
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    longest = answer(8192).max_seq_len
+    assert request_plan(question(longest, num_chunks="auto")).fits
+    assert not request_plan(question(longest + 16_384)).fits
+
+
+def test_a_disk_lets_rows_be_longer() -> None:
+    assert request_plan(question(8192, disk=True)).max_seq_len > 1.2 * answer(8192).max_seq_len
+
+
+@pytest.mark.parametrize("total_tokens", LENGTHS)
+def test_auto_is_first_among_the_policies(total_tokens: int) -> None:
+    results = policies(total_tokens)
+    assert results[0].policy == "auto"
+    assert {result.policy for result in results} == {"auto", "none", "full", "sppo"}
+    fitting = [r for r in results if r.first_limit is None]
+    assert list(results[: len(fitting)]) == fitting, "what does not fit comes last"
+    seconds = [result.step_seconds for result in fitting]
+    assert None not in seconds
+    assert seconds == sorted(seconds, key=lambda s: s or 0.0)
+    for result in results[len(fitting) :]:
+        assert result.step_seconds is result.tokens_per_second is None
+        assert not fits(result.estimate, answer(total_tokens).budgets)
+
+
+def test_fixed_policies_do_what_they_say() -> None:
+    for policy, offloaded in (("none", 0), ("full", 1)):
+        made = plan_for(question(8192, offload=policy, recompute="none"))
+        modes = {mode for row in made.layer_modes for mode in row}
+        assert {int(mode.offload) for mode in modes} == {offloaded}
+        assert not any(mode.recompute for mode in modes)
+    made = plan_for(question(32_768, offload="sppo", recompute="none", num_chunks=4))
+    assert not any(mode.offload for mode in made.layer_modes[-1]), "the last chunk stays"
+
+
+def test_a_fixed_policy_has_its_own_longest_row() -> None:
+    kept = request_plan(question(8192, offload="none", recompute="none"))
+    assert kept.max_seq_len < answer(8192).max_seq_len
+    fixed = request_plan(question(8192, num_chunks=1))
+    assert fixed.max_seq_len < answer(8192).max_seq_len, "one chunk has to hold it all"
+
+
+def test_fixed_chunks_that_are_more_than_short_rows_have_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "_LENGTH_STEP_TOKENS", 16)
+    monkeypatch.setattr(search, "_LONGEST_TOKENS", 64)
+    assert request_plan(question(64, num_chunks=20)).max_seq_len == 64
+    with pytest.raises(ConfigError, match="num_chunks=90"):
+        request_plan(question(64, num_chunks=90))
+
+
+def test_the_timeline_holds_the_bytes_of_the_plan() -> None:
+    found = answer(32_768)
+    assert found.plan is not None
+    assert found.plan.prediction is not None
+    timeline = timeline_of(found.plan)
+    assert timeline.end_seconds == pytest.approx(found.plan.prediction.step_seconds)
+    for tier in TIERS[:2]:
+        predicted = found.estimate.peak(tier).tier(tier).total
+        held = timeline.peak(tier).num_bytes if tier in timeline.tiers else 0
+        assert held <= predicted * 1.05 + GIB
+
+
+def test_what_the_engine_refuses_is_refused_before_anything_is_planned() -> None:
+    asked = question(1024)
+    assert asked.device.profile is not None
+    with pytest.raises(UnsupportedModelError, match="recurrent"):
+        question_for(
+            llama_config(model_type="mamba"),
+            asked.config,
+            profile=asked.device.profile,
+            total_tokens=1024,
+            trace=by_hand,
+        )
+
+
+@pytest.mark.timeout(30)
+def test_short_chunks_do_not_make_the_search_for_the_longest_row_long() -> None:
+    """Millions of chunks are not walked; where they are merged, the answer hardly changes."""
+    rule = {"recompute": "full", "offload": "none"}
+    short = request_plan(question(256, chunk_tokens=8, **rule)).max_seq_len
+    longer = request_plan(question(256, chunk_tokens=64, **rule)).max_seq_len
+    assert short > 8 * 1024, "so chunks were merged"
+    assert short == pytest.approx(longer, rel=0.02)
+
+
+def test_accumulated_gradients_are_counted() -> None:
+    shape_changes = {"total_tokens": 8192, "dtype_name": "bfloat16"}
+    once, more = (
+        request_plan(
+            question_for(
+                llama_config(num_hidden_layers=2),
+                SPPOConfig(device_memory="80GiB", order="by_chunk"),
+                profile=load_profile("h100"),
+                accumulates=accumulates,
+                trace=by_hand,
+                **shape_changes,
+            )
+        )
+        for accumulates in (False, True)
+    )
+    assert once.plan is not None
+    assert more.plan is not None
+    last = [answer.estimate.moments[-1].device["gradients"] for answer in (once, more)]
+    assert last[1] == 2 * last[0] > 0
+    assert more.max_seq_len < once.max_seq_len
+
+
+def test_a_length_that_nobody_has_is_answered_at_once() -> None:
+    start = time.process_time()
+    found = request_plan(question(2**31 - 1))
+    assert not found.fits
+    assert found.max_seq_len == request_plan(question(TOO_LONG_TOKENS)).max_seq_len
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("total_tokens", "settings", "most"),
+    [
+        (2**20, {"num_chunks": 10**6}, 512),
+        (2**20, {"chunk_tokens": 1}, 512),
+        (2**25, {"offload": "full", "recompute": "full"}, 1024),
+    ],
+)
+def test_more_chunks_than_can_be_planned_are_refused_with_a_number_that_can_be(
+    total_tokens: int, settings: dict[str, Any], most: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"minutes to plan.*set num_chunks.* to {most:,} or"):
+        request_plan(question(total_tokens, **settings))
+
+
+def test_a_machine_without_limits_is_not_searched_for_one() -> None:
+    asked = question_for(
+        llama_config(),
+        SPPOConfig(),
+        profile=load_profile("cpu"),
+        total_tokens=4096,
+        trace=by_hand,
+    )
+    start = time.process_time()
+    assert request_plan(asked).max_seq_len > 10**8
+    assert time.process_time() - start < 5
