@@ -5,13 +5,12 @@ decoder layers (and on rotary modules that need the sequence's length). Class, p
 config and checkpoint stay as they are. Nothing about it is global: other models in the process are
 not touched.
 
-Rotary tables whose frequencies depend on the length of the whole sequence.
-
-"dynamic" and "longrope" choose their frequencies by the largest position they are shown, so a chunk
-shown alone would get the short table. While a sequence runs, hooks on those rotary modules append
-the sequence's last position to every call and cut its row off the result: the module's own code
-then chooses, for every chunk, exactly what it would have chosen for the whole. All other kinds
-(default, linear, yarn, llama3 ...) depend on each position alone and are left as they are.
+[Note: rotary tables that know the length] "dynamic" and "longrope" choose their frequencies by the
+largest position they are shown, so a chunk shown alone would get the short table. While a sequence
+runs, hooks on those rotary modules append the sequence's last position to every call and cut its
+row off the result: the module's own code then chooses, for every chunk, exactly what it would have
+chosen for the whole. All other kinds (default, linear, yarn, llama3 ...) depend on each position
+alone and are left as they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which of Transformers' automatic classes makes a language model of a configuration, if any.
 
-Making adapters without a warning that is none of the user's doing.
+And adapters on it, made without a warning that is none of the user's doing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The plans of one model: made when a batch shape first comes, remembered, corrected once.
 
 Gathers what the torch-free planner needs (the model's shape, the device's facts, the attention
-backend) and keeps the offload engine as large as the plans want it. Runs nothing.
-
-What the first steps of a plan teach: the speeds it should have been made with.
-
-Collects the watches of finished steps and, when the device has come that far, turns one of them
-into a correction. Knows nothing of how plans are made.
+backend) and keeps the offload engine as large as the plans want it. When the device has come to the
+end of a plan's first steps, their measured times become a correction of the speeds that the plan
+was made with. Runs nothing.
 """
 
 from __future__ import annotations

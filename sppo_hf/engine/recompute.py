@@ -1,9 +1,9 @@
 """A frame that is recomputed in backward, without running attention again.
 
-The frame of one (layer, chunk) keeps a *layer's inputs*: the layer's input, attention's output and
-its log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time
-backward asks for any of it, the layer runs once more, with attention answered from the layer's
-inputs, and is stopped as soon as the last saved tensor has been seen (so its last matrix product
+The frame of one (layer, chunk) keeps the layer's *inputs*: its input, attention's output and its
+log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time
+backward asks for any of it, the layer runs once more, with attention answered from what
+is kept, and is stopped as soon as the last saved tensor has been seen (so its last matrix product
 does not run again either, nor any other that no saved tensor depends on). A frame may keep the
 outputs of the layer's *products* too (see `selective`), so that only elementwise work is done
 again. What is kept stays on the device or travels through the offload engine.

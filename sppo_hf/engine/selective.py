@@ -39,9 +39,6 @@ writes into what lasts longer than itself, keeps all. What was found holds for l
 same and multiply in the same order between the same saved tensors; this is checked product by
 product, and where it is not so the layer runs once more, with all of its products.
 
-Where a recomputed frame's tensors wait for backward: on the device, or away from it.
-
-Knows nothing of layers: a holder has one tensor, which is taken once.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ token costs. So nothing here is known of a family. A layer whose code looks at v
 the experts that were chosen) runs on the CPU instead, on zeros.
 
 What is counted is what `sppo_hf.engine.recompute` does with a layer: all that autograd saves
-("whole"); or the layer's input and attention's results (the layer's inputs); or these and the
+("whole"); or the layer's input and attention's results ("inputs"); or these and the
 products that a `SelectiveRecorder` holds. Which products need not run again a `NeedlessRecorder`
 finds. Scans of recurrent layers are those of Transformers' torch code, from states of zeros;
 kernels save less. Not covered: what is elementwise costs no FLOPs, and what does not grow with the

@@ -4,9 +4,8 @@ An existing instance is turned into an `SPPOAccelerator` by assigning its class,
 global patch nor a Trainer subclass is needed. This file knows nothing of the Trainer except that it
 switches activation checkpointing on in the model, which the engine must own alone.
 
-`save_state` and `load_state` of an Accelerator in a pipeline run.
-
-Models and optimizers are written and read by `sppo_hf.pipeline`; schedulers, samplers, counters and
+In `save_state` and `load_state` of a pipeline run,
+models and optimizers are written and read by `sppo_hf.pipeline`; schedulers, samplers, counters and
 registered objects stay Accelerate's business. Of these, Accelerate unpickles the registered objects
 (`register_for_checkpointing`), which may run code; nothing else does.
 """

@@ -4,10 +4,8 @@ The plugin installs it by itself: the Trainer reads `transformers.trainer.DEFAUL
 it has made its Accelerator, so a callback that is put there while the Accelerator is made reaches
 exactly that Trainer, if it is taken out again in time. This file sees that it is.
 
-StepMeter: sums what the engine reports between two log entries and makes numbers of it.
-
-Pure arithmetic on StepRecords and seconds that are given to it; it knows nothing of the Trainer,
-clocks or devices.
+`StepMeter` sums what the engine reports between two log entries and makes numbers of it: pure
+arithmetic on StepRecords and seconds that are given to it.
 
 [Note: what the numbers mean]
 Tokens are those that the model was given, padding included. Model FLOPs are what one forward and

@@ -17,12 +17,7 @@ speed only.
 
 Threads write and read these regions, and the compute stream orders nothing for a thread. So a
 region here is free when the host has *seen* all its copies end, while for one of the host tier it
-is enough that compute stands behind them.
-
-Staging regions on their way back to their pool: free once nothing touches them any more.
-
-Knows nothing of storages. Threads know no streams, so a region that a thread may get next is free
-only when the host has *seen* its copies end: rule 7 of [Note: offload lifetimes].
+is enough that compute stands behind them: rule 7 of [Note: offload lifetimes].
 """
 
 from __future__ import annotations

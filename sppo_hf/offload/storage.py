@@ -1,16 +1,9 @@
-"""One moved span of bytes: where they are on the device, the host and the disk, and who owns them.
+"""One storage that is moved: which of its bytes, where they are, and who owns them.
 
-Plain state; only `engine` and `staging` change it. Why nothing here is counted by hand:
-[Note: offload lifetimes].
-
-Runs of bytes of a storage: which of them a tensor reaches, and which move for it.
-
-Knows nothing of copies or of where the bytes go.
-
-Which storages have been moved: so that a storage saved by several frames moves once.
-
-Knows nothing of copies. Storages are known by identity; a weak reference to each keeps its identity
-from being given to another as long as a move of it is known.
+A storage's tensors may reach parts of it only, so what moves is ranges of bytes; a storage saved by
+several layers moves once, so moved storages are known by identity (a weak reference to each keeps
+its identity from being given to another meanwhile). Plain state; only `engine` and `staging` change
+it. Why nothing here is counted by hand: [Note: offload lifetimes].
 """
 
 from __future__ import annotations

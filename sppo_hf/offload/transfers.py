@@ -3,10 +3,8 @@
 The engine's inner half: it is called under the engine's lock, looks at storages and not at handles,
 and leaves to the engine what callers are promised. Why there is no race: [Note: offload lifetimes].
 
-What is on its way out of the device, oldest first: which sources may be freed, and when.
-
-Knows nothing of handles or pools. One lane copies in order, so what compute waits for, and what the
-host sees done, is always a prefix of this queue. Rules 2 and 3 of [Note: offload lifetimes].
+What is on its way out waits in a queue, oldest first. One stream copies in order, so what compute
+waits for, and what the host sees done, is always a prefix of this queue: rules 2 and 3 of the note.
 """
 
 from __future__ import annotations

@@ -3,17 +3,14 @@
 Each rank of the first replica writes the tensors it holds as safetensors shards, named and laid out
 as `save_pretrained` would (experts that are fused in memory but saved one by one, weights without
 their ties), and the first rank adds index and configuration. Reading is by name, so it does not
-matter how many ranks have written.
+matter how many ranks have written. PEFT adapters are small: the first rank gathers them and PEFT
+writes its one file.
 
 Knows stages and files; the mark of a complete folder is made by `checkpoint.saving` around it.
 
 [Note: weights are moved into place]
 Shards are written beside their place, in a folder of the same file system, and moved when all are
 there. Until then the folder's former weights are whole.
-
-PEFT adapters of a cut model: saved by PEFT itself, with all stages' tensors, and read back.
-
-Adapters are small, so the first rank gathers them and writes one file, as PEFT has it.
 """
 
 from __future__ import annotations

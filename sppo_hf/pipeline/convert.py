@@ -1,15 +1,12 @@
-"""Making a pipeline of a model: stages chosen, cut, and an engine that runs them.
+"""Making a pipeline of a model: stages chosen, loaded, cut, and an engine that runs them.
 
 The entry of this room for those who attach SPPO to something; see `pipeline_engine` for a step.
 
-Loading stages from disk: a rank reads the tensors of its own stages and no others.
-
-Transformers builds a model without memory, then reads from the checkpoint what the model has a
-place for. So the model is cut between the two, and all that Transformers does to weights on their
-way (names changed, experts joined, dtypes, tied weights, quantisation) is done to a stage's, too.
-
-Knows nothing of ranks: which stages are loaded is asked of the caller. Leaves training, and moving
-the model to a device, to others.
+A rank reads the tensors of its own stages from disk and no others. Transformers builds a model
+without memory, then reads from the checkpoint what the model has a place for. So the model is cut
+between the two, and all that Transformers does to weights on their way (names changed, experts
+joined, dtypes, tied weights, quantisation) is done to a stage's, too. Training mode, and moving the
+model to a device, are left to others.
 
 [Note: mapped or read] Transformers maps files into memory, which costs nothing where a tensor stays
 as the file has it: its pages are the file's. Where dtypes are changed or experts are joined, the

@@ -4,11 +4,7 @@ It stands where `Engine` stands for one device. A call with labels runs forwards
 all units of the batch over the ranks of the pipeline, and returns the loss on every rank;
 `loss.backward()` then hands out the gradients (see `gradients`). Rows of the batch are the
 micro-batches. A call that asks for numbers per token instead, for a loss of the caller's, is the
-business of `token_outputs`.
-
-What a model that is cut into stages cannot be called for; the same on every rank.
-
-Marks of one step of a pipeline, made into units and a record for observers.
+business of `token_outputs`. What a cut model cannot be called for is refused alike on every rank.
 """
 
 from __future__ import annotations

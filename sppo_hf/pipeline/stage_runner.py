@@ -6,15 +6,11 @@ as gradients of keys and values demand; between micro-batches and stages any ord
 
 Nothing here knows ranks, messages or schedules: tensors come in and go out.
 
-Backward in two halves: gradients of inputs at once, those of weights when they are asked for.
-
-Zero-bubble schedules fill waiting time with weight gradients (arXiv 2401.10241). While a
-`WeightGradients` is entered, every `linear` on a trained parameter becomes an autograd node whose
-backward computes the gradient of its input and notes down what the weight's needs. Everything else
-that trains (norms, biases of other operations, experts' grouped products) gets its gradient in the
-first half, which is exact as well and costs little.
-
-Knows nothing of chunks or schedules.
+[Note: backward in two halves] Zero-bubble schedules fill waiting time with weight gradients
+(arXiv 2401.10241). While a `WeightGradients` is entered, every `linear` on a trained parameter
+becomes an autograd node whose backward computes the gradient of its input and notes down what the
+weight's needs. Everything else that trains (norms, biases of other operations, experts' grouped
+products) gets its gradient in the first half, which is exact as well and costs little.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Plans for several devices: stages, replicas, chunks, cut, schedule and what is kept of frames.
 
 Candidates are simulated, the most promising first; what does not fit on any one rank is rejected.
-Frames and K/V follow one rule on all stages: this searches layouts, the solver for one device
-searches frames. Knows nothing of how a layout is run.
-
-LowerBounds: what a layout takes at least, in seconds and bytes, found without simulating it.
-
-A search over layouts orders them by it and leaves out what cannot fit. Terms are those of
-PipelineCost, with stages taken as equal where that makes them smaller. Knows nothing of budgets.
+Order and rejection go by `LowerBounds`: the seconds and bytes that a layout takes at least, found
+without simulating it, with the terms of PipelineCost and stages taken as equal where that makes
+them smaller. Frames and K/V follow one rule on all stages: this searches layouts, the solver for
+one device searches frames. Knows nothing of how a layout is run.
 """
 
 from __future__ import annotations

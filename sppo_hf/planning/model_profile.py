@@ -99,14 +99,14 @@ class LayerProfile:
     """Matrix products of backward that give the gradient of a trained weight."""
 
     inputs_recompute_flops: int
-    """Matrix products that run again in backward if only the layer's inputs was kept: the thin
+    """Matrix products that run again in backward if only a layer's inputs were kept: the thin
     ones, and those that a saved value depends on (`engine/selective.py`, "needless products")."""
 
     matmuls_recompute_flops: int
     """Those that run again if the thick products were kept: the thin ones."""
 
     inputs_bytes: int
-    """Layer input, attention output, log-sum-exp."""
+    """A layer's inputs: layer input, attention output, log-sum-exp."""
 
     matmuls_bytes: int
     """The layer's inputs and the outputs of thick products that backward needs."""

@@ -1,11 +1,9 @@
 """The Plan: every decision about one batch shape, made before it runs, with its reasons.
 
 `make_plan` turns settings, a model's shape and a device's facts into chunk bounds, a mode per
-(layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit. It knows
-nothing of torch or of how anything is carried out. A Plan is a value: the engine, the tables and
-the tests read the same.
-
-What a plan has to say about limits: which budget breaks, by how many bytes, and what helps.
+(layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit, saying which
+budget breaks, by how many bytes, and what helps. It knows nothing of torch or of how anything is
+carried out. A Plan is a value: the engine, the tables and the tests read the same.
 """
 
 from __future__ import annotations

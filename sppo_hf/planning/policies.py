@@ -3,12 +3,10 @@
 Each may save frames whole or reduced. Also how counts of layers become modes of layers, which rules
 and solver share.
 
-The paper's offload rule, as formulas on plain numbers.
-
-SPPO (arXiv 2503.10377), sequence-aware offloading: chunk i's activations are A_i bytes, the copy of
-chunk i - 1 overlaps the compute of chunk i, and the bytes moved per chunk are held constant at the
-threshold M_th = (bytes per second to the host) x (seconds of one balanced chunk). K and V stay on
-the device; what is not offloaded is kept. Knows nothing of models, layers or devices.
+The paper's rule (SPPO, arXiv 2503.10377, sequence-aware offloading) is here as formulas on plain
+numbers: chunk i's activations are A_i bytes, the copy of chunk i - 1 overlaps the compute of chunk
+i, and the bytes moved per chunk are held constant at the threshold M_th = (bytes per second to the
+host) x (seconds of one balanced chunk). K and V stay on the device; what is not offloaded is kept.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Finding and keeping hardware profiles: shipped ones, calibrated ones, and estimates for the rest.
 
 Calibrated profiles lie as JSON under the Hugging Face cache, one file per device name and versions.
-Shipped ones are data of the package, `planning/profiles/`, from public figures. Knows nothing of
-how a profile is measured, and nothing of torch: who asks says what versions are running.
-
-Rough hardware profiles for devices that were neither calibrated nor are shipped.
-
-Orders of magnitude, so that a plan exists at all; `sppo calibrate` replaces them. Each says of
-itself that it is an estimate, and on what it rests.
+Shipped ones are data of the package, `planning/profiles/`, from public figures. For any other
+device there are orders of magnitude, so that a plan exists at all until `sppo calibrate` replaces
+them; each says of itself that it is an estimate, and on what it rests. Knows nothing of how a
+profile is measured, and nothing of torch: who asks says what versions are running.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ mode; counts are rounded to whole ones, the estimate is checked against every bu
 simulator has the last word. The fixed policies are candidates like any other, so the answer is
 never worse, in its own simulation, than any of them that fits.
 
-The least that a batch must hold: whether it fits at all, and what breaks first if not.
-
-Asks only for bytes, never for seconds. Also what may be chosen from (`Choices`), and the bytes of
-the look-ahead, which every plan has to hold beside its frames.
+Before any search stands the least that a batch must hold (`min_memory`): whether it fits at all,
+and what breaks first if not, with the bytes of the look-ahead that every plan holds beside its
+frames.
 """
 
 from __future__ import annotations
@@ -489,8 +488,8 @@ def _mode_sets(
 ) -> Iterator[tuple[tuple[FrameMode, ...], tuple[KVMode, ...]]]:
     """Allowed modes of frames and, by layer, of K/V, with less and less that leaves the device.
 
-    What leaves needs room for its look-ahead. That of whole frames is ten times a layer's inputs's,
-    and that of a layer's K/V grows with the sequence.
+    What leaves needs room for its look-ahead. That of whole frames is ten times that of a layer's
+    inputs, and that of a layer's K/V grows with the sequence.
     """
     stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _leaves(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):

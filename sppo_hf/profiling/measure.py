@@ -1,18 +1,13 @@
-"""Speeds of copies between device and host: each way alone, and both ways at once.
+"""How fast this machine computes, copies, and reads and writes its disk.
 
-On CUDA from and into pinned memory, each way on a stream of its own. On a CPU these are plain
-copies from memory to memory, the second way in a thread of its own. Knows nothing of profiles.
+Each function times one kind of work and returns rates in the sense of `HardwareProfile`:
 
-Speed of the disk under a folder, past the page cache, which would answer for it otherwise.
-
-Writes one large file in aligned blocks and reads it back, with O_DIRECT where the file system has
-it; else it writes through the cache, flushes, and drops the file's pages before reading. Knows
-nothing of the disk tier that will use the folder, nor of torch.
-
-Speeds of computing: matrix products, attention, elementwise work, and launching itself.
-
-Each function times one kind of work and returns rates in the sense of `HardwareProfile`. Knows
-nothing of profiles, copies or progress.
+- matrix products, attention, elementwise work, and launching itself;
+- copies between device and host, each way alone and both at once: on CUDA from and into pinned
+  memory on streams of their own, on a CPU from memory to memory, the second way in a thread;
+- the disk under a folder, past the page cache, which would answer for it otherwise: one large file
+  in aligned blocks with O_DIRECT where the file system has it, else through the cache with a flush
+  and the file's pages dropped before reading.
 """
 
 from __future__ import annotations

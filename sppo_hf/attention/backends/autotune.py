@@ -15,15 +15,9 @@ of the dtype (each was compared with the reference), as two data-parallel ranks 
 do anyway; replicas stay equal, since all apply the same summed gradients. Chunk bounds do not
 depend on the backend. What a user who wants the same bits everywhere sets is a backend's name.
 
-Seconds of work on a device, and a place to run it where the caller's state does not reach.
-
-DependencyGraph for the device on purpose; no part of a training step. Knows nothing of what it
-times.
-
-A chunk of queries against the keys before it, of random numbers: what backends are timed on.
-
-Says how much work it is and how many bytes, and makes its tensors. Knows nothing of clocks, and
-leaves the user's random numbers alone.
+Each is timed on a chunk of random queries against the keys before it, in a place that the caller's
+state does not reach, its random numbers included; waiting for the device on purpose, which no part
+of a training step does.
 
 Shapes: B batch (always 1), N query heads, K key/value heads, C query tokens, T key tokens, H head
 size.
