@@ -4,12 +4,14 @@ In chunks by both orders: all layers of a chunk first, and all chunks of a layer
 
     python recipes/benchmarks/cpu_memory.py --repeats 3 --check
     python recipes/benchmarks/cpu_memory.py --model hybrid
+    python recipes/benchmarks/cpu_memory.py --model mha --tokens 16384 --only sppo "sppo by layer"
 
-SmolLM2-135M-Instruct (or "hybrid", a Qwen3.5-shaped model with random weights), float32, all
-weights trainable, 4,096 tokens of real source code, no optimizer step. Every measurement is a
-process of its own, so that no contender inherits another's memory; contenders take turns, so that a
-machine that slows down slows all of them down. Memory is the operating system's peak of the
-process, above what it was with the model loaded.
+SmolLM2-135M-Instruct (or, with random weights, "hybrid", a Qwen3.5-shaped model, or "mha",
+SmolLM2's shape with as many K/V heads as query heads), float32, all weights trainable, 4,096 tokens
+of real source code, no optimizer step. Every measurement is a process of its own, so that no
+contender inherits another's memory; contenders take turns, so that a machine that slows down slows
+all of them down. Memory is the operating system's peak of the process, above what it was with the
+model loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own modules
 
 import torch
-from measuring import HYBRID, load, real_tokens
+from measuring import MHA, SHAPES, load, real_tokens
 from report import forget_peak, host_bytes, peak_host_bytes
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +45,8 @@ MAX_MEMORY_RATIO = 0.35
 MAX_TIME_RATIO = 1.15
 MAX_BY_LAYER_MEMORY_RATIO = {4096: 0.85, 16_384: 0.7}
 """By number of tokens: the most memory by layer, of that by chunk."""
+MAX_BY_LAYER_MEMORY_RATIO_MHA = 0.6
+"""The same at 16,384 tokens of a model with as many K/V heads as query heads."""
 CHUNK_TOKENS = 512
 
 Order = Literal["by_chunk", "by_layer"]
@@ -128,7 +132,7 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
     return best
 
 
-def missed_targets(best: dict[str, dict[str, float]], tokens: int) -> list[str]:
+def missed_targets(best: dict[str, dict[str, float]], tokens: int, model: str) -> list[str]:
     """What the chunked model promises and did not keep, in sentences."""
     missed = []
     if {"sppo", "sppo by layer"} <= best.keys() and tokens in MAX_BY_LAYER_MEMORY_RATIO:
@@ -136,6 +140,8 @@ def missed_targets(best: dict[str, dict[str, float]], tokens: int) -> list[str]:
             best[name]["peak_bytes_above_loaded"] for name in ("sppo by layer", "sppo")
         )
         ratio, most = by_layer / by_chunk, MAX_BY_LAYER_MEMORY_RATIO[tokens]
+        if model == MHA and tokens == 16_384:
+            most = MAX_BY_LAYER_MEMORY_RATIO_MHA
         if ratio > most:
             missed.append(f"memory by layer is {ratio:.3f} of that by chunk, not <= {most}")
     if not {"sppo", "plain", "checkpointing"} <= best.keys():
@@ -177,7 +183,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help='hub id, folder or "hybrid"')
+    parser.add_argument("--model", default=DEFAULT_MODEL, help='hub id, folder, "hybrid" or "mha"')
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=2)
@@ -188,7 +194,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit status 1 if a target is missed")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    options.model = HYBRID if options.model == "hybrid" else options.model
+    options.model = SHAPES.get(options.model, options.model)
     return options
 
 
@@ -201,7 +207,7 @@ def main(argv: list[str]) -> int:
     runs = run_all(options)
     best = summarise(runs)
     show(best, options)
-    missed = missed_targets(best, options.tokens)
+    missed = missed_targets(best, options.tokens, options.model)
     content: dict[str, Any] = {"settings": vars(options), "best": best, "runs": runs}
     content["load_average"] = os.getloadavg()
     if options.json:

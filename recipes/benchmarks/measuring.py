@@ -47,6 +47,12 @@ HYBRID = str(Path(__file__).with_name("qwen3_5_100m"))
 """A Qwen3.5-shaped model of 95 million parameters: nine layers of Gated DeltaNet, three of
 attention; 64 of 128 dimensions a head. A configuration alone."""
 
+MHA = str(Path(__file__).with_name("llama_148m_mha"))
+"""SmolLM2-135M's shape with as many K/V heads as query heads (nine). A configuration alone."""
+
+SHAPES = {"hybrid": HYBRID, "mha": MHA}
+"""By the names that the benchmarks' `--model` takes for them."""
+
 
 def load(name: str) -> nn.Module:
     """A model for training in float32, with random weights where a folder has none."""
