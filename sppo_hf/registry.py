@@ -112,3 +112,6 @@ SCHEDULES: Registry[Any] = Registry("register_schedule", "schedule/generate.py")
 
 OFFLOAD_POLICIES: Registry[Any] = Registry("register_policy", "planning/policies.py")
 """Rules that say which saved activations leave; `planning/policies.py` has the decorator."""
+
+TIERS: Registry[Any] = Registry("register_tier", "planning/tiers.py")
+"""Where bytes wait, nearest first; `planning/tiers.py` has the decorator."""

@@ -120,7 +120,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "predicted_bytes_above_loaded": together - standing,
         "predicted_causes": dict(device.items()),
         "moment": estimate.moment,
-        "disk_bytes": estimate.disk.total,
+        "disk_bytes": estimate.of("disk").total,
         "num_chunks": notes.plan.num_chunks,
     }
 

@@ -109,7 +109,7 @@ def _as_row(result: PolicyResult | Plan) -> dict[str, Any]:
         "tokens_per_second": speed,
         "device_bytes": result.estimate.device.total,
         "host_bytes": result.estimate.host.total,
-        "disk_bytes": result.estimate.disk.total,
+        "disk_bytes": result.estimate.of("disk").total,
         "lacks": None if limit is None else [limit.tier, limit.missing_bytes],
     }
 

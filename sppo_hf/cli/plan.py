@@ -22,7 +22,6 @@ from sppo_hf.cli.plan_cluster import (
 )
 from sppo_hf.cli.plan_write import Launch, actions_of_layout, launch_of_layout, launch_of_plan
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.activation_modes import TIERS
 from sppo_hf.planning.plan_request import (
     PlanResult,
     PolicyResult,
@@ -31,6 +30,7 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
+from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.answer_tables import plan_tables
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.plan_figure import draw_plan

@@ -78,9 +78,10 @@ from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.weights import HostWeights
-from sppo_hf.planning.activation_modes import AWAY_TIERS, AwayTier, FrameMode
+from sppo_hf.planning.activation_modes import FrameMode
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import TIERS, AwayTier, away_tiers
 from sppo_hf.schedule.actions import Action, Kind
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
@@ -181,7 +182,7 @@ class ChunkRunner:
         self._offload = offload
         # Without links the caller says when the frames of a chunk are to come.
         away = any(mode.offload for row in plan.layer_modes for mode in row)
-        away = plan.training and (away or any(mode in AWAY_TIERS for mode in plan.kv_modes))
+        away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
         self._stream = kv_stream(
             plan, offload, rows=rows, max_pending_d2h_bytes=plan.max_pending_d2h_bytes
         )
@@ -781,7 +782,7 @@ class _LayerLog:
         if moved:
             self._away.add((chunk, layer))
             self._log.note(self._action("D", chunk, layer))
-            if self._plan.mode(layer, chunk).tier == "disk":
+            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
                 self._log.note(self._action("S", chunk, layer))
         if left:
             self._log.note(self._action("O", chunk, layer, 0))
@@ -799,7 +800,7 @@ class _LayerLog:
         if chunk == self._plan.num_chunks:
             self.keys_moved(layer, back=True)
         elif (chunk, layer) in self._away:
-            if self._plan.mode(layer, chunk).tier == "disk":
+            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
                 self._log.note(self._action("L", chunk, layer))
             self._log.note(self._action("H", chunk, layer))
 

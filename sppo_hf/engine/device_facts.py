@@ -16,6 +16,7 @@ from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_folder import refuse_unusable
 from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.offload.staging import Staging
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
@@ -242,7 +243,7 @@ def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> 
     if config.offload_dir is not None:
         disk = DiskStore(
             config.offload_dir,
-            budget_bytes=plan.budgets.disk,
+            budget_bytes=plan.budgets.of(Staging.name),
             checksum=config.offload_checksum,
             max_queued_bytes=plan.staging_bytes,
         )

@@ -15,8 +15,8 @@ from sppo_hf.attention.transfer import KVTransfer
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
-from sppo_hf.planning.activation_modes import AwayTier
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import AwayTier
 
 LABEL = "keys, values or their gradients"
 

@@ -58,7 +58,7 @@ from sppo_hf.engine.matmul_operations import Operation, operation, storage_key, 
 from sppo_hf.engine.versions import version_of
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
-from sppo_hf.planning.activation_modes import AwayTier
+from sppo_hf.planning.tiers import AwayTier
 
 __all__ = [
     "Changed",

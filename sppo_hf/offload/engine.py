@@ -26,7 +26,7 @@ from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.tiers import HostTier, Tier
 from sppo_hf.offload.transfers import TransferManager
-from sppo_hf.planning.activation_modes import AwayTier
+from sppo_hf.planning.tiers import AwayTier
 
 
 class OffloadEngine:

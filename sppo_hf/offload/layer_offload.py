@@ -24,7 +24,7 @@ from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.weights import HostWeights, WeightView
-from sppo_hf.planning.activation_modes import Tier
+from sppo_hf.planning.tiers import Tier
 
 
 class _Saved(NamedTuple):

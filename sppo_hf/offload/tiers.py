@@ -16,7 +16,7 @@ from typing import ClassVar
 from sppo_hf.errors import BudgetError
 from sppo_hf.offload.pool import HostPool, Region
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
-from sppo_hf.planning.activation_modes import AwayTier
+from sppo_hf.planning.tiers import AwayTier
 
 Land = Callable[[OffloadedStorage], None]
 """Starts the copy to the device of a storage whose bytes are on the host; then calls `landed`."""

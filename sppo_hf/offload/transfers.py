@@ -26,7 +26,7 @@ from sppo_hf.offload.storage import (
     bytes_of,
 )
 from sppo_hf.offload.tiers import HostTier, Tier, allocate
-from sppo_hf.planning.activation_modes import AwayTier
+from sppo_hf.planning.tiers import AwayTier
 
 
 class PendingCopies:

@@ -6,8 +6,12 @@ plan and carried out by the engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Literal, overload
+
+from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier
 
 Saved = Literal["whole", "matmuls", "inputs"]
 """How much of a frame is saved.
@@ -28,12 +32,6 @@ SAVED_BY_RECOMPUTE: dict[str, Saved] = {
 RECOMPUTE_BY_SAVED: dict[Saved, str] = {saved: word for word, saved in SAVED_BY_RECOMPUTE.items()}
 """The same the other way round: what tables and settings call it."""
 
-Tier = Literal["device", "host", "disk"]
-"""Where bytes wait: beside the compute, in host memory, or in files below `offload_dir`."""
-
-AwayTier = Literal["host", "disk"]
-"""A tier that bytes leave the device for."""
-
 
 @dataclass(frozen=True, slots=True)
 class FrameMode:
@@ -53,12 +51,12 @@ class FrameMode:
     @property
     def offload(self) -> bool:
         """Whether what is saved leaves the device."""
-        return self.tier != "device"
+        return self.tier != DEVICE
 
     def __str__(self) -> str:
-        if self.tier == "device":
+        if self.tier == DEVICE:
             return _RECOMPUTED[self.saved] or "keep"
-        where = "offload" if self.tier == "host" else "disk"
+        where = "offload" if self.tier == HOST else self.tier
         return "+".join(part for part in (_RECOMPUTED[self.saved], where) if part)
 
 
@@ -69,21 +67,39 @@ _RECOMPUTED: dict[Saved, str] = {
 }
 
 SAVED: tuple[Saved, ...] = ("whole", "matmuls", "inputs")
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-AWAY_TIERS: tuple[AwayTier, ...] = ("host", "disk")
-"""Tiers that a frame leaves the device for, nearest first."""
-
-ALL_MODES = tuple(FrameMode(saved, tier) for tier in TIERS for saved in SAVED)
-
-_MODES = {(mode.saved, mode.tier): mode for mode in ALL_MODES}
 
 
+class _AllModes(Sequence[FrameMode]):
+    """All modes of the tiers that there are, tier by tier."""
+
+    def __len__(self) -> int:
+        return len(TIERS) * len(SAVED)
+
+    @overload
+    def __getitem__(self, index: int) -> FrameMode: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[FrameMode]: ...
+    def __getitem__(self, index: int | slice) -> FrameMode | Sequence[FrameMode]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
+        tier, saved = divmod(range(len(self))[index], len(SAVED))
+        return mode_of(SAVED[saved], tuple(TIERS)[tier])
+
+
+ALL_MODES = _AllModes()
+
+
+@cache
 def mode_of(saved: Saved, tier: Tier) -> FrameMode:
-    """Returns the shared constant for the two answers, so that plans hold nine objects at most."""
-    return _MODES[saved, tier]
+    """Returns the shared constant for the two answers, so that plans hold few objects.
+
+    Raises:
+        KeyError: there is no such tier.
+    """
+    return FrameMode(saved, TIERS[tier].name)
 
 
-KEEP = mode_of("whole", "device")
-OFFLOAD = mode_of("whole", "host")
-RECOMPUTE = mode_of("inputs", "device")
-RECOMPUTE_OFFLOAD = mode_of("inputs", "host")
+KEEP = mode_of("whole", DEVICE)
+OFFLOAD = mode_of("whole", HOST)
+RECOMPUTE = mode_of("inputs", DEVICE)
+RECOMPUTE_OFFLOAD = mode_of("inputs", HOST)

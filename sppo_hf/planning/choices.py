@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sppo_hf.config import SPPOConfig, parse_bytes
-from sppo_hf.planning.activation_modes import SAVED, SAVED_BY_RECOMPUTE, Saved, Tier
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.activation_modes import SAVED, SAVED_BY_RECOMPUTE, Saved
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.solve import Choices
+from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +53,11 @@ def read_budgets(config: SPPOConfig, facts: DeviceFacts) -> Budgets:
 
     Where nothing is said, an allocator that cuts memory into blocks is left room for its holes.
     """
-
-    def of(value: int | float | str | None, field: str, total: int | None) -> int | None:
-        return total if value is None else parse_bytes(value, field=field, total_bytes=total)
-
-    disk: int | None = 0
-    if config.offload_dir is not None:
-        disk = of(config.disk_memory, "disk_memory", facts.disk_memory_bytes)
-    device = of(config.device_memory, "device_memory", facts.device_memory_bytes)
+    budgets = {name: tier.capacity_bytes(config, facts) for name, tier in TIERS.items()}
+    device = budgets[DEVICE]
     if device is not None and leaves_holes(config, facts):
-        device -= int(HOLES * device)
-    return Budgets(
-        device=device,
-        host=of(config.host_memory, "host_memory", facts.host_memory_bytes),
-        disk=disk,
-    )
+        budgets[DEVICE] = device - int(HOLES * device)
+    return Budgets(**budgets)
 
 
 def leaves_holes(config: SPPOConfig, facts: DeviceFacts) -> bool:
@@ -80,12 +71,7 @@ def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
     What a machine merely has is warned about: weights may be sharded over devices in a way that is
     not visible here, and an estimate may be wrong.
     """
-    named: dict[Tier, object] = {
-        "device": config.device_memory,
-        "host": config.host_memory,
-        "disk": config.disk_memory,
-    }
-    return frozenset(tier for tier, value in named.items() if value is not None)
+    return frozenset(name for name, tier in TIERS.items() if tier.named(config) is not None)
 
 
 def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
@@ -97,16 +83,16 @@ def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
         # What sees products is a dispatch mode, beside which compiled code does not run.
         saved = tuple(one for one in saved if one != "matmuls")
     away = away_tiers(config, facts)
-    tiers: tuple[Tier, ...] = ("device", *away)
+    tiers: tuple[Tier, ...] = (DEVICE, *away)
     if config.offload == "none":
-        tiers = ("device",)
+        tiers = (DEVICE,)
     elif config.offload == "full":
-        tiers = away or ("host",)
-    kv_tiers: tuple[Tier, ...] = ("device", *away)
+        tiers = away or (HOST,)
+    kv_tiers: tuple[Tier, ...] = (DEVICE, *away)
     if config.offload_kv == "none":
-        kv_tiers = ("device",)
+        kv_tiers = (DEVICE,)
     elif config.offload_kv == "full":
-        kv_tiers = away or ("host",)
+        kv_tiers = away or (HOST,)
     return Choices(saved=saved, tiers=tiers, kv_tiers=kv_tiers)
 
 
@@ -136,7 +122,7 @@ def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
 def away_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
     """Returns the tiers that are away from the device, nearest first.
 
-    On a CPU host memory is the device's own, so only a disk is away.
+    On a CPU host memory is the device's own, so only what is behind it is away.
     """
-    disk: tuple[Tier, ...] = ("disk",) if config.offload_dir is not None else ()
-    return disk if facts.kind == "cpu" else ("host", *disk)
+    there = (name for name, tier in TIERS.items() if tier.is_there(config, facts.kind))
+    return tuple(name for name in there if name != DEVICE)

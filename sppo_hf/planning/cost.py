@@ -22,13 +22,10 @@ from sppo_hf.planning.flops import visible_pairs
 from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.tiers import TIERS, Tier
 
 ATTENTION_BACKWARD_FLOPS = 2.5
 """Attention's backward in forwards: five matrix products where forward has two."""
-
-# A SATA-like guess for a disk that nobody has measured; `sppo calibrate --offload-dir` does.
-UNKNOWN_DISK_WRITE = 0.5e9
-UNKNOWN_DISK_READ = 0.5e9
 
 # Every byte that autograd saves was written once and read once in forward; backward reads it and
 # reads and writes a gradient of the same size.
@@ -306,13 +303,13 @@ class ModelCost:
         rate = self.profile.both_h2d_bytes_per_second if both else self.profile.h2d_bytes_per_second
         return num_bytes / rate * self.correction.h2d
 
-    def disk_write_seconds(self, num_bytes: float) -> float:
-        """Writing to offload_dir."""
-        return num_bytes / (self.profile.disk_write_bytes_per_second or UNKNOWN_DISK_WRITE)
+    def store_seconds(self, tier: Tier, num_bytes: float) -> float:
+        """Storing what is in host memory on a tier behind it."""
+        return num_bytes / TIERS[tier].store_rate(self.profile)
 
-    def disk_read_seconds(self, num_bytes: float) -> float:
-        """Reading from offload_dir."""
-        return num_bytes / (self.profile.disk_read_bytes_per_second or UNKNOWN_DISK_READ)
+    def load_seconds(self, tier: Tier, num_bytes: float) -> float:
+        """Loading it into host memory."""
+        return num_bytes / TIERS[tier].load_rate(self.profile)
 
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)

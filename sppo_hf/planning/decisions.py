@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sppo_hf.planning.activation_modes import TIERS, FrameMode, Tier
+from sppo_hf.planning.activation_modes import FrameMode
 from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.tiers import TIERS, Tier
 
 Order = Literal["by_chunk", "by_layer"]
 """How the grid of layers and chunks is walked: all layers of a chunk first, as a pipeline must, or
 all chunks of a layer first."""
 
-KVMode = Literal["device", "host", "disk", "recompute"]
-"""By layer: where a layer's keys and values wait between its forward and its backward, or that they
-are made again from the layer's inputs."""
+KVMode = str
+"""By layer: the tier where a layer's keys and values wait between its forward and its backward, or
+"recompute": they are made again from the layer's inputs."""
 
 LayerModes = tuple[tuple[FrameMode, ...], ...]
 """`layer_modes[chunk][layer]`."""
@@ -130,4 +131,4 @@ class Decisions:
     def farthest_keys(self) -> Tier:
         """The farthest tier on which any keys and values wait."""
         used = {self.kv_tier, *self.kv_modes}
-        return next(tier for tier in TIERS[::-1] if tier in used)
+        return next(tier for tier in reversed(TIERS) if tier in used)

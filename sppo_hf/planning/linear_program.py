@@ -19,19 +19,20 @@ Knows nothing of budgets' origin, of rounding or of simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo_hf.planning.activation_modes import SAVED, TIERS, FrameMode, Tier
+from sppo_hf.planning.activation_modes import SAVED, FrameMode
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import MOVED, mode_free_levels
 from sppo_hf.planning.memory import CONTEXT_BYTES, FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, Bytes
+from sppo_hf.planning.tiers import Tier, away_tiers, tiers_behind_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,14 @@ class LinearProgram:
         self._each = sum(ways)
         self._x = slots * self._each
         # Behind the counts: one column per slot and purpose.
+        self._away = away_tiers()
+        self._behind = tiers_behind_host()
+        written, stored, read = (
+            [f"{what} {tier}" for tier in self._behind] for what in ("written", "stored", "read")
+        )
         names = (
-            *("forward", "backward", "kept", "host", "disk"),
-            *("out", "written", "sums", "stored", "coming", "back", "read"),
+            *("forward", "backward", "kept", *self._away),
+            *("out", *written, "sums", *stored, "coming", "back", *read),
         )
         self._column = {name: self._x + i * slots for i, name in enumerate(names)}
         self._width = self._x + len(names) * slots
@@ -228,7 +234,7 @@ class LinearProgram:
         moved = np.zeros(self._x)
         most = 0.0
         for slot in self._all:
-            for column, size in self._terms(slot, _AWAY):
+            for column, size in self._terms(slot, self._away):
                 moved[column] = size
         for at, group in enumerate(self._groups):
             first, ways = self._first[at], len(group.tiers)
@@ -258,7 +264,7 @@ class LinearProgram:
         return self._column[name] + slot
 
     def _terms(
-        self, slot: int, tiers: frozenset[str], groups: Sequence[int] | None = None
+        self, slot: int, tiers: Container[str], groups: Sequence[int] | None = None
     ) -> list[tuple[int, float]]:
         """Bytes of a slot's frames and keys on some tiers, in GiB for the solver's sake.
 
@@ -275,7 +281,7 @@ class LinearProgram:
                     terms.append((self._at(slot, at, way), float(group.sizes[way, slot])))
         return terms
 
-    def _key_terms(self, slot: int, tiers: frozenset[str]) -> list[tuple[int, float]]:
+    def _key_terms(self, slot: int, tiers: Container[str]) -> list[tuple[int, float]]:
         """Those of keys and values alone; none where the slot is a chunk, or before the first."""
         return self._terms(slot, tiers, self._keys) if slot >= 0 else []
 
@@ -296,7 +302,7 @@ class LinearProgram:
                 terms = [(self._at(slot, at, way), 1.0) for way in range(len(group.tiers))]
                 self._equal.add(terms, group.number)
 
-    def _sum_up(self, name: str, tiers: frozenset[str]) -> None:
+    def _sum_up(self, name: str, tiers: Container[str]) -> None:
         """Makes column `name` of each slot the GiB of all up to it on some tiers."""
         for slot in self._all:
             terms = self._terms(slot, tiers)
@@ -322,7 +328,7 @@ class LinearProgram:
             ahead, heads, begin, end = self._ends(slot)
             # Of the running layer's keys and values all know; those of the one below come ahead.
             running = _negative(self._key_terms(slot, _HERE))
-            below = self._key_terms(slot - 1, _AWAY)
+            below = self._key_terms(slot - 1, self._away)
             moments = [
                 (ahead, forward[slot], slot, running),
                 *((head, 0, slot, list[tuple[int, float]]()) for head in heads),
@@ -376,7 +382,7 @@ class LinearProgram:
         leaves = what.max_pending_d2h_bytes or 0
         copies = running + np.maximum(max(leaves, what.max_prefetch_bytes or 0), largest)
         keys_leave = tables.streams or any(
-            tier in _AWAY for at in self._keys for tier in self._groups[at].tiers
+            tier in self._away for at in self._keys for tier in self._groups[at].tiers
         )
         copies = np.where(largest > 0, copies, leaves if keys_leave else 0)
         return copies, most(tables.workspace_forward), most(tables.workspace_backward + again)
@@ -393,15 +399,16 @@ class LinearProgram:
     def _hold_elsewhere(self) -> None:
         what, points = self._what, self._tables.points
         last, layers = what.num_chunks - 1, points.num_layers
-        to_disk = what.kv_tier == "disk" or any("disk" in group.tiers for group in self._groups)
-        for tier in TIERS[1:]:
-            self._sum_up(tier, frozenset({tier}))
+        used = {what.kv_tier, *(tier for group in self._groups for tier in group.tiers)}
+        passing = any(tier in used for tier in self._behind)
+        for tier in self._away:
+            self._sum_up(tier, {tier})
             budget = self._budgets.of(tier)
             if budget is None:
                 continue
             if tier == "host":
                 budget -= budget % self._slab_bytes
-                budget -= what.staging_bytes * to_disk
+                budget -= what.staging_bytes * passing
             levels = mode_free_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.
@@ -438,56 +445,72 @@ class LinearProgram:
         chunks = range(what.num_chunks)
         most_sums = max(self._largest_gib(chunk, tables.kv_out_backward) for chunk in chunks)
         leave = what.max_pending_d2h_bytes / _GIB if what.max_pending_d2h_bytes else most_sums
-        kv_gib, on_disk = 0.0, what.kv_tier == "disk"
-        stage = leave + what.staging_bytes / _GIB + on_disk * 2 * most_sums
+        kv_gib = 0.0
+        stage = leave + what.staging_bytes / _GIB
+        stage += (what.kv_tier in self._behind) * 2 * most_sums
         stage += 2 * max((float(self._groups[at].sizes.max()) for at in self._keys), default=0.0)
         for slot in self._all:
             kv_gib += self._kv_gib(slot, tables.kv_out_forward)
-            frames = [(self._col("host", slot), 1.0), (self._col("disk", slot), 1.0)]
-            keys = self._key_terms(slot, _AWAY)
+            frames = [(self._col(tier, slot), 1.0) for tier in self._away]
+            keys = self._key_terms(slot, self._away)
             self._flow("out", slot, frames, kv_gib, lag_gib=leave, later=keys)
-            stored, keys = [(self._col("disk", slot), 1.0)], self._key_terms(slot, _DISK)
-            self._flow("written", slot, stored, on_disk * kv_gib, lag_gib=stage, later=keys)
+            for tier in self._behind:
+                stored, keys = [(self._col(tier, slot), 1.0)], self._key_terms(slot, {tier})
+                kv = (what.kv_tier == tier) * kv_gib
+                self._flow(f"written {tier}", slot, stored, kv, lag_gib=stage, later=keys)
         self._pace("out", "forward", per_gib)
-        self._pace("written", "forward", cost.disk_write_seconds(_GIB))
+        for tier in self._behind:
+            self._pace(f"written {tier}", "forward", cost.store_seconds(tier, _GIB))
         if not tables.streams:
             return
         # The gradient sums of backward, behind what of forward has not left yet.
-        frames = [(self._col(tier, self._all[-1]), 1.0) for tier in ("host", "disk")]
+        end = self._all[-1]
+        frames = [(self._col(tier, end), 1.0) for tier in self._away]
         for chunk in reversed(self._all):
             kv_gib += self._kv_gib(chunk, tables.kv_out_backward)
             self._flow("sums", chunk, frames, kv_gib, lag_gib=leave)
-            self._flow("stored", chunk, frames[1:], on_disk * kv_gib, lag_gib=stage)
+            for tier in self._behind:
+                kv = (what.kv_tier == tier) * kv_gib
+                stored = [(self._col(tier, end), 1.0)]
+                self._flow(f"stored {tier}", chunk, stored, kv, lag_gib=stage)
         self._pace("sums", "backward", per_gib, follows="out")
-        self._pace("stored", "backward", cost.disk_write_seconds(_GIB), follows="written")
+        for tier in self._behind:
+            seconds = cost.store_seconds(tier, _GIB)
+            self._pace(f"stored {tier}", "backward", seconds, follows=f"written {tier}")
 
     def _copy_back(self) -> None:
         """H2D and reads: what has come by the end of each slot; frames from the last slot on."""
         cost, what, tables = self._cost, self._what, self._tables
         per_gib = cost.h2d_seconds(_GIB, both=tables.streams)
-        read = cost.disk_read_seconds(_GIB)
         fetch, staged = (what.max_prefetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
-        kv_gib, on_disk, last = 0.0, what.kv_tier == "disk", self._all[-1]
+        kv_gib, last = 0.0, self._all[-1]
         if tables.streams:
             # K/V of a slot's first unit come while the unit before it still runs.
             for chunk in self._all:
                 kv_gib += self._kv_gib(chunk, tables.kv_in_forward)
                 first = self._largest_gib(min(chunk + 1, last), tables.kv_in_forward)
                 self._flow("coming", chunk, [], kv_gib, lead_gib=first)
-            self._pace("coming", "forward", max(per_gib, on_disk * read))
+            behind = what.kv_tier in self._behind
+            read = cost.load_seconds(what.kv_tier, _GIB) if behind else 0.0
+            self._pace("coming", "forward", max(per_gib, read))
         kv_gib = 0.0
         for slot in reversed(self._all):
             kv_gib += self._kv_gib(slot, tables.kv_in_backward)
             lead = fetch + self._largest_gib(max(slot - 1, 0), tables.kv_in_backward)
             # By layer, keys of the slot below are there before it begins.
-            frames = self._from_the_end(slot, ("host", "disk"))
-            frames += self._key_terms(slot - 1, _AWAY)
+            frames = self._from_the_end(slot, self._away)
+            frames += self._key_terms(slot - 1, self._away)
             self._flow("back", slot, frames, kv_gib, lead_gib=lead)
-            stored = [*self._from_the_end(slot, ("disk",)), *self._key_terms(slot - 1, _DISK)]
-            self._flow("read", slot, stored, on_disk * kv_gib, lead_gib=lead + staged)
+            for tier in self._behind:
+                stored = self._from_the_end(slot, (tier,))
+                stored += self._key_terms(slot - 1, {tier})
+                kv = (what.kv_tier == tier) * kv_gib
+                self._flow(f"read {tier}", slot, stored, kv, lead_gib=lead + staged)
         first = self._largest_gib(last, tables.kv_in_backward)
         self._pace("back", "backward", per_gib, head_start_gib=first)
-        self._pace("read", "backward", read, head_start_gib=first)
+        for tier in self._behind:
+            read = cost.load_seconds(tier, _GIB)
+            self._pace(f"read {tier}", "backward", read, head_start_gib=first)
 
     def _flow(
         self,
@@ -548,8 +571,6 @@ class LinearProgram:
 _GIB = 2**30
 # The most that a plan's time may be off for moving fewer bytes.
 _MOVING_SHARE = 1e-5
-_AWAY = frozenset({"host", "disk"})
-_DISK = frozenset({"disk"})
 _HERE = frozenset({"device"})
 
 

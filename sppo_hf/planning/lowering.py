@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo_hf.planning.activation_modes import ALL_MODES, AWAY_TIERS, SAVED, TIERS, FrameMode, Tier
+from sppo_hf.planning.activation_modes import ALL_MODES, SAVED, mode_of
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
@@ -53,11 +53,12 @@ from sppo_hf.planning.memory import (
 )
 from sppo_hf.planning.memory_snapshots import Bytes, Level, MemoryEstimate, Points
 from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.tiers import TIERS, Tier, away_tiers, tiers_behind_host
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change, simulate_positions
 from sppo_hf.schedule.timeline import Timeline
 
-COMPUTE, D2H, H2D, WRITE, READ = "compute", "d2h", "h2d", "disk write", "disk read"
+COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
 
 # What is a part of a slab on a CPU goes when all of its chunk has gone.
 _IN_SLABS = (Cause.KV, Cause.PRODUCTS, Cause.INPUTS)
@@ -112,12 +113,17 @@ class StepProgram:
     def modes(self) -> Bytes:
         """[chunks, layers] Index of each frame's mode in `ALL_MODES`: tier by tier."""
         rows: dict[int, list[int]] = {}
+        index = {id(mode): at for at, mode in enumerate(ALL_MODES)}
         for row in self.decisions.layer_modes:
             # Modes are shared constants, and rows are often the same object.
             if id(row) not in rows:
-                rows[id(row)] = [_BY_ID.get(id(m)) or _index(m) for m in row]
-        found = [rows[id(row)] for row in self.decisions.layer_modes]
-        return np.array(found, dtype=np.int64) - 1
+                rows[id(row)] = [index[id(mode_of(m.saved, m.tier))] for m in row]
+        return np.array([rows[id(row)] for row in self.decisions.layer_modes], dtype=np.int64)
+
+    @cached_property
+    def tiers(self) -> Bytes:
+        """[chunks, layers] Index of the tier on which each frame waits, in `TIERS`."""
+        return self.modes // len(SAVED)
 
     @cached_property
     def frame_bytes(self) -> Bytes:
@@ -142,7 +148,7 @@ class StepProgram:
     @cached_property
     def kv_away_bytes(self) -> Bytes:
         """[layers] By layer: keys and values that leave the device, in training."""
-        return self.kv_bytes(*AWAY_TIERS) * self.points.training
+        return self.kv_bytes(*away_tiers()) * self.points.training
 
     @cached_property
     def kept_keys(self) -> Bytes:
@@ -308,11 +314,12 @@ class StepProgram:
         what, tables = self.decisions, self.tables
         standing: dict[Tier, dict[Cause, int]] = {tier: {} for tier in TIERS}
         standing["device"] = dict(tables.standing)
-        to_disk = self.away_bytes[self.modes // len(SAVED) == TIERS.index("disk")]
+        behind = tiers_behind_host()
+        through = self.away_bytes[np.isin(self.tiers, [list(TIERS).index(t) for t in behind])]
         host = standing["host"]
         host.update(tables.resting)
-        if what.kv_tier == "disk" or to_disk.any() or self.kv_bytes("disk").any():
-            # A region through which bytes pass on their way to the disk and back.
+        if what.kv_tier in behind or through.any() or self.kv_bytes(*behind).any():
+            # A region through which bytes pass on their way to a tier behind the host and back.
             host[Cause.COPIES] = what.staging_bytes
         if tables.device_kind == "cuda":
             # The host's pool is made of slabs, and does not shrink within a step.
@@ -344,7 +351,7 @@ class StepProgram:
     def _hold_frames(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
         points = self.points
         present = np.bincount(self.modes.ravel(), minlength=len(ALL_MODES))
-        for index in np.flatnonzero(present):
+        for index in np.flatnonzero(present).tolist():
             mode = ALL_MODES[index]
             here = self.modes == index
             size = np.where(here, self.frame_bytes, 0)
@@ -393,7 +400,7 @@ class StepProgram:
             given = np.zeros_like(taken)
             given[-1] = taken.sum()
             return _add(levels["device"], Cause.KV, _running(0, taken, given))
-        sizes = {tier: self.kv_bytes(tier) for tier in AWAY_TIERS}
+        sizes = {tier: self.kv_bytes(tier) for tier in away_tiers()}
         sizes["device"] = self.kept_keys.sum(axis=0)
         for tier in TIERS:
             if not sizes[tier].any():
@@ -770,14 +777,11 @@ class _Queue:
         return self.num_bytes + room_bytes > self.limit_bytes
 
 
-_LANES = (COMPUTE, D2H, H2D, WRITE, READ)
-
-
 class _Laying:
     """The actions of a program being laid on lanes; see [Note: the order of copies].
 
     Until all are there an action is known by a number: its index on its lane times the number of
-    lanes, plus the lane.
+    lanes, plus the lane. Behind the copies' lanes stand each tier's own, for writes and reads.
     """
 
     def __init__(self, program: StepProgram, cost: ModelCost) -> None:
@@ -786,12 +790,17 @@ class _Laying:
         self._what = what
         self._cost = cost
         self._both = tables.streams
-        self._actions: list[list[Action]] = [[] for _ in _LANES]
-        self._seconds: list[list[float]] = [[] for _ in _LANES]
-        self._needs: list[list[list[int]]] = [[] for _ in _LANES]
+        behind = [TIERS[tier] for tier in tiers_behind_host()]
+        self._lanes = [COMPUTE, D2H, H2D]
+        self._lanes += [lane for tier in behind for lane in (tier.store_lane, tier.load_lane)]
+        self._writes = {tier.name: _BEHIND + 2 * at for at, tier in enumerate(behind)}
+        """Lane of the writes of each tier behind the host; that of its reads is the next."""
+        self._actions: list[list[Action]] = [[] for _ in self._lanes]
+        self._seconds: list[list[float]] = [[] for _ in self._lanes]
+        self._needs: list[list[list[int]]] = [[] for _ in self._lanes]
         self._listed: list[Action] = []
         self._sizes = program.away_bytes.tolist()
-        self._on_disk = (program.modes // len(SAVED) == TIERS.index("disk")).tolist()
+        self._tiers = np.array(list(TIERS), dtype=object)[program.tiers].tolist()
         self._streamed = [
             [tables.of_layers(table).tolist() for table in tables_of_phase]
             for tables_of_phase in (
@@ -804,7 +813,7 @@ class _Laying:
         self._waits: list[int] = []
         """What the next unit waits for, beside its own frame."""
         self._staged = _Queue(what.staging_bytes)
-        """Host bytes of frames on their way to the disk or back."""
+        """Host bytes of frames on their way to a tier behind the host or back."""
         # K/V pass chunk by chunk, in bytes far below a layer's; a layer's writes lag by one layer.
         self._kv_staged = _Queue(None)
         self._away: dict[tuple[int, int], int] = {}
@@ -812,7 +821,6 @@ class _Laying:
         self._kv_away: dict[int, int] = {}
         """The same of a layer's newest keys, values and gradient sums."""
         self._kv_sizes = program.kv_away_bytes.tolist()
-        self._kv_on_disk = (program.kv_bytes("disk") > 0).tolist()
         self._turn: list[int] = []
         """The last action of forward: nothing is read ahead before it has ended."""
 
@@ -824,9 +832,9 @@ class _Laying:
             self._turn = self._last_computed(1)
             self._backward(seconds[points.num_forward :])
         offsets = [0, *accumulate(map(len, self._actions))]
-        lanes = len(_LANES)
+        lanes = len(self._lanes)
         return Lanes(
-            actions=dict(zip(_LANES, self._actions, strict=True)),
+            actions=dict(zip(self._lanes, self._actions, strict=True)),
             seconds=[taken for lane in self._seconds for taken in lane],
             needs=[
                 [offsets[number % lanes] + number // lanes for number in needed]
@@ -848,12 +856,12 @@ class _Laying:
             size = self._sizes[chunk][layer]
             if size:
                 copy = Action("D", 0, chunk, layer)
-                on_disk = self._on_disk[chunk][layer]
-                self._away[chunk, layer] = self._send(copy, size, unit, on_disk)
+                tier = self._tiers[chunk][layer]
+                self._away[chunk, layer] = self._send(copy, size, unit, tier)
             self._stream_out(chunk, layer, 0, unit)
             if chunk == what.num_chunks - 1 and self._kv_sizes[layer]:
                 copy = Action("O", 0, chunk, layer, 0)
-                sent = self._send(copy, self._kv_sizes[layer], unit, self._kv_on_disk[layer])
+                sent = self._send(copy, self._kv_sizes[layer], unit, what.kv_mode(layer))
                 self._kv_away[layer] = sent
             self._waits += [*self._leaving.settle()[-1:], *coming]
 
@@ -882,17 +890,18 @@ class _Laying:
         waits, self._waits = self._waits, []
         return self._add(_COMPUTE, action, seconds, waits)
 
-    def _send(self, copy: Action, num_bytes: int, unit: int, on_disk: bool) -> int:
-        """Copies bytes to the host, and on to the disk; returns what ends when they are away."""
+    def _send(self, copy: Action, num_bytes: int, unit: int, tier: Tier) -> int:
+        """Copies bytes to the host and on to their tier; returns what ends when they are away."""
         staged = self._staged if copy.kind == "D" else self._kv_staged
-        room = staged.settle(num_bytes) if on_disk else []
+        lane = self._writes.get(tier)
+        room = [] if lane is None else staged.settle(num_bytes)
         seconds = self._cost.d2h_seconds(num_bytes, both=self._both)
         sent = self._add(_D2H, copy, seconds, [unit, *room])
         self._leaving.add(sent, num_bytes)
-        if not on_disk:
+        if lane is None:
             return sent
         write = copy._replace(kind="S", part=None if copy.kind == "D" else (copy.part or 0) + 1)
-        written = self._add(_WRITE, write, self._cost.disk_write_seconds(num_bytes), [sent])
+        written = self._add(lane, write, self._cost.store_seconds(tier, num_bytes), [sent])
         staged.add(written, num_bytes)
         return written
 
@@ -903,21 +912,22 @@ class _Laying:
         keys = copy.kind == "K"
         num_bytes = self._kv_sizes[layer] if keys else self._sizes[chunk][layer]
         away = self._kv_away[layer] if keys else self._away[chunk, layer]
-        from_disk = self._kv_on_disk[layer] if keys else self._on_disk[chunk][layer]
+        tier = self._what.kv_mode(layer) if keys else self._tiers[chunk][layer]
+        lane = self._writes.get(tier)
         after = [*self._last_computed(1), away]
         staged = self._kv_staged if keys else self._staged
-        if from_disk:
+        if lane is not None:
             # Reads run ahead of their copies, as far as staging holds.
             waits = [*self._turn, away, *staged.settle(num_bytes)]
             read = Action("L", 0, chunk, layer, 1 if keys else None)
-            after.append(self._add(_READ, read, self._cost.disk_read_seconds(num_bytes), waits))
+            after.append(self._load(lane, read, tier, num_bytes, waits))
         seconds = self._cost.h2d_seconds(num_bytes, both=self._both)
         back = self._add(_H2D, copy, seconds, after)
         if keys:
             self._kv_away[layer] = back
         else:
             self._away[chunk, layer] = back
-        if from_disk:
+        if lane is not None:
             staged.add(back, num_bytes)
 
     def _fetch_inputs(self, layer: int, num_bytes: int) -> int:
@@ -926,9 +936,13 @@ class _Laying:
         after = [*self._last_computed(1)]
         after += [self._away[chunk, layer] for chunk in chunks if (chunk, layer) in self._away]
         copy = Action("K", 0, self._what.num_chunks - 1, layer, 0)
-        if any(self._on_disk[chunk][layer] for chunk in chunks):
-            seconds = self._cost.disk_read_seconds(num_bytes)
-            after.append(self._add(_READ, copy._replace(kind="L", part=1), seconds, after[:]))
+        # What they are read from, where several tiers have some, is taken to be the farthest.
+        tiers = {self._tiers[chunk][layer] for chunk in chunks if self._sizes[chunk][layer]}
+        for tier in reversed(self._writes):
+            if tier in tiers:
+                load = copy._replace(kind="L", part=1)
+                after.append(self._load(self._writes[tier], load, tier, num_bytes, after[:]))
+                break
         return self._add(_H2D, copy, self._cost.h2d_seconds(num_bytes), after)
 
     def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
@@ -943,10 +957,10 @@ class _Laying:
         after = self._last_computed(2)[:-1]
         if layer in self._kv_away:
             after.append(self._kv_away[layer])
-        if self._what.kv_tier == "disk":
+        lane = self._writes.get(self._what.kv_tier)
+        if lane is not None:
             read = Action("L", 0, chunk, layer, part + 1)
-            seconds = self._cost.disk_read_seconds(num_bytes)
-            after = [*after, self._add(_READ, read, seconds, after)]
+            after = [*after, self._load(lane, read, self._what.kv_tier, num_bytes, after)]
         seconds = self._cost.h2d_seconds(num_bytes, both=True)
         return [self._add(_H2D, Action("K", 0, chunk, layer, part), seconds, after)]
 
@@ -956,26 +970,25 @@ class _Laying:
         if num_bytes:
             copy = Action("O", 0, chunk, layer, part)
             # Both lanes are in order, so the newest stands for all before it.
-            on_disk = self._what.kv_tier == "disk"
-            self._kv_away[layer] = self._send(copy, num_bytes, unit, on_disk)
+            self._kv_away[layer] = self._send(copy, num_bytes, unit, self._what.kv_tier)
 
     def _last_computed(self, count: int) -> list[int]:
         """The last so many computations, oldest first; fewer where there are not so many."""
         done = len(self._actions[_COMPUTE])
-        return [at * len(_LANES) + _COMPUTE for at in range(max(done - count, 0), done)]
+        return [at * len(self._lanes) + _COMPUTE for at in range(max(done - count, 0), done)]
+
+    def _load(
+        self, writes: int, action: Action, tier: Tier, num_bytes: int, needs: list[int]
+    ) -> int:
+        """Reads into host memory, on the lane behind that of the tier's writes."""
+        return self._add(writes + 1, action, self._cost.load_seconds(tier, num_bytes), needs)
 
     def _add(self, lane: int, action: Action, seconds: float, needs: list[int]) -> int:
         self._actions[lane].append(action)
         self._seconds[lane].append(seconds)
         self._needs[lane].append(needs)
         self._listed.append(action)
-        return (len(self._actions[lane]) - 1) * len(_LANES) + lane
+        return (len(self._actions[lane]) - 1) * len(self._lanes) + lane
 
 
-_COMPUTE, _D2H, _H2D, _WRITE, _READ = range(len(_LANES))
-
-_BY_ID = {id(mode): index + 1 for index, mode in enumerate(ALL_MODES)}
-
-
-def _index(mode: FrameMode) -> int:
-    return ALL_MODES.index(mode) + 1
+_COMPUTE, _D2H, _H2D, _BEHIND = range(4)

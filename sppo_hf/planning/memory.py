@@ -14,12 +14,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.planning.activation_modes import SAVED, Tier
+from sppo_hf.planning.activation_modes import SAVED
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory_snapshots import Bytes, Points
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.planning.tiers import Tier
 from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.

@@ -15,23 +15,48 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo_hf.planning.activation_modes import TIERS, Tier
 from sppo_hf.planning.causes import Cause, MemoryBreakdown
+from sppo_hf.planning.tiers import TIERS, Tier
 
 Bytes = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier."""
+    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier.
 
-    device: int | None
-    host: int | None
-    disk: int | None = 0
+    Args:
+        by_tier: bytes by the tier's name; tiers that are left out hold nothing.
+    """
+
+    def __init__(self, **by_tier: int | None) -> None:
+        self.by_tier = by_tier
 
     def of(self, tier: Tier) -> int | None:
         """Returns the bytes of a tier."""
-        return {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+        return self.by_tier.get(tier, 0)
+
+    def replace(self, **by_tier: int | None) -> Budgets:
+        """Returns a copy with other bytes on some tiers."""
+        return Budgets(**{**self.by_tier, **by_tier})
+
+    @property
+    def device(self) -> int | None:
+        """Of the device."""
+        return self.of("device")
+
+    @property
+    def host(self) -> int | None:
+        """Of host memory."""
+        return self.of("host")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Budgets) and all(self.of(t) == other.of(t) for t in TIERS)
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(self.of, TIERS)))
+
+    def __repr__(self) -> str:
+        return f"Budgets({', '.join(f'{tier}={size}' for tier, size in self.by_tier.items())})"
 
 
 class Level(NamedTuple):
@@ -199,11 +224,6 @@ class MemorySnapshot:
         """In host memory, offloaded."""
         return self.held["host"]
 
-    @property
-    def disk(self) -> MemoryBreakdown:
-        """In files."""
-        return self.held["disk"]
-
 
 class MemoryEstimate:
     """Predicted bytes per tier over a step."""
@@ -255,10 +275,9 @@ class MemoryEstimate:
         """Offloaded bytes in host memory at its peak."""
         return self.peak("host").host
 
-    @property
-    def disk(self) -> MemoryBreakdown:
-        """Bytes in files at their peak."""
-        return self.peak("disk").disk
+    def of(self, tier: Tier) -> MemoryBreakdown:
+        """A tier's bytes at its peak."""
+        return self.peak(tier).tier(tier)
 
     @property
     def moment(self) -> str:

@@ -162,12 +162,12 @@ def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Bu
         alive: micro-batches alive at once, in units of whole ones, over the rank's stages.
     """
     share = max(1.0, alive)
-    device, host, disk = budgets.device, budgets.host, budgets.disk
+    each = {
+        tier: None if size is None else round(size / share)
+        for tier, size in budgets.by_tier.items()
+    }
+    device = budgets.device
     if device is not None:
-        device = min(device, round(standing_bytes + max(0, device - standing_bytes) / share))
-    return replace(
-        budgets,
-        device=device,
-        host=None if host is None else round(host / share),
-        disk=None if disk is None else round(disk / share),
-    )
+        rest = max(0, device - standing_bytes) / share
+        each["device"] = min(device, round(standing_bytes + rest))
+    return Budgets(**each)

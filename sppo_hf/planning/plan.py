@@ -13,14 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.planning.activation_modes import (
-    KEEP,
-    SAVED_BY_RECOMPUTE,
-    FrameMode,
-    Saved,
-    Tier,
-    mode_of,
-)
+from sppo_hf.planning.activation_modes import KEEP, SAVED_BY_RECOMPUTE, FrameMode, Saved, mode_of
 from sppo_hf.planning.choices import (
     HOLES,
     DeviceFacts,
@@ -61,6 +54,7 @@ from sppo_hf.planning.solve import (
     tightened,
     with_kv,
 )
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import format_bytes
@@ -86,17 +80,11 @@ def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> s
     """Why nothing fits, in bytes, and what would help."""
     have = budgets.of(limit.tier) or 0
     need = have + limit.missing_bytes
-    remedies = {
-        "device": "Raise device_memory, give K/V room elsewhere (offload_kv='auto', host_memory, "
-        "offload_dir), train fewer parameters, or shorten the sequences.",
-        "host": "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences.",
-        "disk": "Raise disk_memory or free space in offload_dir, or shorten the sequences.",
-    }
     return (
         f"{limit.tier} memory cannot hold rows of {total_tokens:,} tokens under any allowed "
         f"plan: at least {need:,} bytes ({format_bytes(need)}) at the {limit.moment}, "
         f"{have:,} bytes ({format_bytes(have)}) in the budget, {limit.missing_bytes:,} bytes "
-        f"missing. {remedies[limit.tier]}"
+        f"missing. {TIERS[limit.tier].remedy}"
     )
 
 
@@ -139,7 +127,7 @@ def check_named_budgets(config: SPPOConfig, budgets: Budgets, predicted: MemoryE
             f"what offload={config.offload!r} sends there",
             need_bytes=have + limit.missing_bytes,
             have_bytes=have,
-            remedy=f"Raise {limit.tier}_memory, set recompute='full' (less to send) or "
+            remedy=f"Raise {TIERS[limit.tier].setting}, set recompute='full' (less to send) or "
             "offload='auto' (sends what fits), or shorten the sequences.",
         )
 

@@ -13,7 +13,7 @@ from itertools import islice, product, zip_longest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.planning.activation_modes import AWAY_TIERS, SAVED_BY_RECOMPUTE, AwayTier
+from sppo_hf.planning.activation_modes import SAVED_BY_RECOMPUTE
 from sppo_hf.planning.choices import (
     DeviceFacts,
     read_budgets,
@@ -52,6 +52,7 @@ from sppo_hf.planning.solve import (
     play,
     with_kv,
 )
+from sppo_hf.planning.tiers import TIERS, Tier, away_tiers
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -112,7 +113,7 @@ class PlanResult:
     max_seq_len: int
     """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
 
-    enough: Mapping[AwayTier, int] = field(default_factory=dict[AwayTier, int])
+    enough: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     """Where nothing fits: bytes of a tier that would do alone, all else as asked. Not always the
     least; tiers of which no amount would do are left out."""
 
@@ -251,7 +252,7 @@ def plan_for(question: PlanRequest) -> Plan:
             pass
     # A budget that the settings name is a reason to refuse; here it is one to answer.
     return _make_plan(
-        question, config.replace(device_memory=None, host_memory=None, disk_memory=None)
+        question, config.replace(**{tier.setting: None for tier in TIERS.values() if tier.setting})
     )
 
 
@@ -286,9 +287,7 @@ def _make_plan(question: PlanRequest, config: SPPOConfig) -> Plan:
         question.shape,
         device=replace(
             question.device,
-            device_memory_bytes=budgets.device,
-            host_memory_bytes=budgets.host,
-            disk_memory_bytes=budgets.disk,
+            **{tier.fact: budgets.of(name) for name, tier in TIERS.items() if tier.fact},
         ),
         backend_name="auto",
         backend_reason="chosen once the model is loaded; as fast as the profile says",
@@ -363,22 +362,22 @@ def _closest(question: PlanRequest, plan: Plan) -> tuple[BudgetViolation, Memory
     return next(over_budget(closest, plan.budgets)), closest
 
 
-def _enough(question: PlanRequest, plan: Plan) -> dict[AwayTier, int]:
+def _enough(question: PlanRequest, plan: Plan) -> dict[Tier, int]:
     """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
-    found: dict[AwayTier, int] = {}
-    for tier in AWAY_TIERS:
+    found: dict[Tier, int] = {}
+    for tier in away_tiers():
+        if not TIERS[tier].called:
+            continue
         sizes = _sizes_that_fit(question, plan, tier)
         if (least := min(sizes, default=None)) is not None:
             found[tier] = least
     return found
 
 
-def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: AwayTier) -> Iterator[int]:
+def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[int]:
     """Yields what a tier holds in the plans that fit if it has no limit."""
-    if tier == "disk" and question.config.offload_dir is None:
-        # Nothing is written: what may be decided depends on whether there is a disk.
-        question = replace(question, config=question.config.replace(offload_dir="disk"))
-    unlimited = replace(plan.budgets, **{tier: None})
+    question = replace(question, config=TIERS[tier].with_one(question.config))
+    unlimited = plan.budgets.replace(**{tier: None})
     allowed = replace(plan, budgets=unlimited)
     predictions = (
         estimate(question.shape, decisions, device_kind=question.device.kind)

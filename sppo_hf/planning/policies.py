@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from sppo_hf.planning.activation_modes import FrameMode, Saved, Tier, mode_of
+from sppo_hf.planning.activation_modes import FrameMode, Saved, mode_of
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
+from sppo_hf.planning.tiers import Tier
 from sppo_hf.registry import OFFLOAD_POLICIES
 
 

@@ -5,12 +5,14 @@ Knows nothing of how a plan was found.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops
-from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, READ, WRITE, lower
+from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, lower
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.timeline import Timeline
 
 
@@ -30,8 +32,8 @@ class ChunkPrediction:
     h2d_seconds: float = 0.0
     """Copies of its bytes to the device."""
 
-    disk_seconds: float = 0.0
-    """Writes and reads of its bytes."""
+    tier_seconds: Mapping[Tier, float] = field(default_factory=dict[Tier, float])
+    """Writes and reads of its bytes, by tier behind the host."""
 
     @property
     def compute_seconds(self) -> float:
@@ -104,13 +106,27 @@ def predict(
 
 
 def _by_chunk(decisions: Decisions, timeline: Timeline) -> tuple[ChunkPrediction, ...]:
-    fields = {D2H: "d2h_seconds", H2D: "h2d_seconds", WRITE: "disk_seconds", READ: "disk_seconds"}
+    fields = {COMPUTE: "", D2H: "d2h_seconds", H2D: "h2d_seconds"}
+    tiers = {
+        lane: name
+        for name, tier in TIERS.items()
+        if tier.behind_host
+        for lane in (tier.store_lane, tier.load_lane)
+    }
     sums: list[dict[str, float]] = [{} for _ in decisions.bounds]
+    behind: list[dict[Tier, float]] = [{} for _ in decisions.bounds]
     for span in timeline.spans():
-        name = fields.get(span.lane)
+        taken = span.end_seconds - span.start_seconds
+        chunk = span.action.unit
+        if span.lane in tiers:
+            tier = tiers[span.lane]
+            behind[chunk][tier] = behind[chunk].get(tier, 0.0) + taken
+            continue
+        name = fields[span.lane]
         if span.lane == COMPUTE:
             name = "backward_seconds" if span.action.kind == "B" else "forward_seconds"
-        assert name is not None, "one stage has five lanes"
-        chunk = sums[span.action.unit]
-        chunk[name] = chunk.get(name, 0.0) + span.end_seconds - span.start_seconds
-    return tuple(ChunkPrediction(**chunk) for chunk in sums)
+        sums[chunk][name] = sums[chunk].get(name, 0.0) + taken
+    return tuple(
+        ChunkPrediction(**chunk, tier_seconds=others)
+        for chunk, others in zip(sums, behind, strict=True)
+    )

@@ -16,15 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sppo_hf.planning.activation_modes import (
-    AWAY_TIERS,
-    RECOMPUTE_BY_SAVED,
-    TIERS,
-    FrameMode,
-    Saved,
-    Tier,
-    mode_of,
-)
+from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, FrameMode, Saved, mode_of
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram
@@ -33,6 +25,7 @@ from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import Chosen, spread_kinds, uniform_modes
+from sppo_hf.planning.tiers import TIERS, Tier, away_tiers, tiers_behind_host
 from sppo_hf.planning.tile_sizes import kv_block_tokens, passing_bytes
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.schedule.timeline import Timeline
@@ -147,7 +140,7 @@ def _as_far_as_possible(
     device_kind: str,
 ) -> LayerModes:
     """Frames of one kind on the farthest tiers that have room, frame by frame."""
-    away: list[Tier] = [tier for tier in AWAY_TIERS if tier in choices.tiers]
+    away: list[Tier] = [tier for tier in away_tiers() if tier in choices.tiers]
     room = {tier: _room_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
     places: dict[Tier, float] = {}
     # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
@@ -200,7 +193,8 @@ def _room_bytes(
         return float("inf")
     if tier == "host" and device_kind == "cuda":
         budget -= budget % HOST_SLAB_BYTES
-    if tier == "host" and ("disk" in away or "disk" in (base.kv_tier, *base.kv_modes)):
+    passing = set(tiers_behind_host())
+    if tier == "host" and passing & {*away, base.kv_tier, *base.kv_modes}:
         budget -= base.staging_bytes
     if base.by_layer:
         waiting = (i for i in range(base.num_layers) if base.kv_mode(i) == tier)
@@ -229,7 +223,7 @@ def looking_ahead(cost: ModelCost, decisions: Decisions, frame_bytes: int) -> De
     """
     tables = byte_tables(cost.shape, decisions, cost.profile.kind)
     sums = int(tables.kv_out_backward[:, -1].max())
-    if decisions.by_layer and {"host", "disk"} & set(decisions.kv_modes):
+    if decisions.by_layer and set(away_tiers()) & set(decisions.kv_modes):
         sums = int(tables.layer_kv.max())
     max_pending_d2h_bytes = frame_bytes + sums
     # With nothing to move, the engine's own rule, whose bounds are never reached.
@@ -372,7 +366,7 @@ def with_kv(
         shape,
         max(base.chunk_lengths),
         batch_rows=rows,
-        block_tokens=block if kv_mode == "disk" else 0,
+        block_tokens=block if kv_mode in tiers_behind_host() else 0,
     )
     return replace(
         base,
@@ -397,7 +391,7 @@ def fixed_policy(
     cost: ModelCost, base: Decisions, policy: str, saved: Saved, choices: Choices
 ) -> Decisions | None:
     """Returns one fixed policy, or None where it needs a tier that is not allowed."""
-    away: Tier | None = next((tier for tier in AWAY_TIERS if tier in choices.tiers), None)
+    away: Tier | None = next((tier for tier in away_tiers() if tier in choices.tiers), None)
     facts = OFFLOAD_POLICIES.facts(policy)
     if facts["keeps"] and "device" not in choices.tiers:
         return None
@@ -503,7 +497,7 @@ def _mode_sets(
 
 
 def _leaves(mode: KVMode) -> bool:
-    return mode in AWAY_TIERS
+    return mode in away_tiers()
 
 
 def _rounded(
@@ -563,9 +557,7 @@ def _settled(
 def tightened(budgets: Budgets, over: Sequence[BudgetViolation]) -> Budgets:
     """Returns budgets lowered by what they were broken by, and a little more."""
     lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
-
-    def of(tier: Tier) -> int | None:
-        budget = budgets.of(tier)
-        return None if budget is None else budget - lowered.get(tier, 0)
-
-    return Budgets(device=of("device"), host=of("host"), disk=of("disk"))
+    sizes = {tier: budgets.of(tier) for tier in lowered}
+    return budgets.replace(
+        **{tier: None if size is None else size - lowered[tier] for tier, size in sizes.items()}
+    )

@@ -12,11 +12,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.planning.activation_modes import TIERS, Tier
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.plan_request import PlanResult, PolicyResult
 from sppo_hf.planning.solve import BudgetViolation, over_budget
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.reporting.plan_json import offload_ratio
 from sppo_hf.reporting.plan_tables import (
     ChunkGroup,
@@ -93,16 +93,17 @@ def chunk_table(plan: Plan) -> Table:
     Equal neighbours share a row. Seconds are sums over the chunks of a row, forward and backward.
     """
     table = _numbers_table("Chunks: what becomes of their layers, seconds of each lane")
-    disk = plan.prediction is not None and any(c.disk_seconds for c in plan.prediction.chunks)
+    said = () if plan.prediction is None else plan.prediction.chunks
+    behind = [tier for tier in TIERS if any(chunk.tier_seconds.get(tier) for chunk in said)]
     table.add_column("chunk", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("layers", ratio=1, overflow="fold")
-    for header in ("offloaded", "compute", "to host", "to device", *(["disk"] if disk else [])):
+    for header in ("offloaded", "compute", "to host", "to device", *behind):
         table.add_column(header, justify="right", no_wrap=True)
     for group in group_chunks(plan, most=_MOST_ROWS):
         lengths = plan.chunk_lengths[group.first : group.last + 1]
         tokens = span(min(lengths), max(lengths))
-        table.add_row(group.numbers, tokens, group.text, *_lanes(plan, group, disk=disk))
+        table.add_row(group.numbers, tokens, group.text, *_lanes(plan, group, behind))
     return table
 
 
@@ -153,11 +154,9 @@ def _add_verdict(table: Table, answer: PlanResult, also: Sequence[str] = ()) -> 
 
 def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None:
     """Adds what would make it fit, each by itself."""
-    words = {"host": ("host memory", "--host-memory"), "disk": ("fast disk", "--disk-memory")}
     alone = [(one, "adapters in place of all weights") for one in also]
     for tier, size in answer.enough.items():
-        what, option = words[tier]
-        alone.append((f"{format_bytes(size)} of {what}", option))
+        alone.append((f"{format_bytes(size)} of {TIERS[tier].called}", TIERS[tier].option))
     for index, (value, how) in enumerate(alone):
         table.add_row("would do" if index == 0 else "", value, how)
     several = "several GPUs" if alone else "neither host memory nor a disk is enough: several GPUs"
@@ -189,7 +188,7 @@ def _numbers_table(title: str) -> Table:
     return Table(box=SIMPLE_HEAD, title=title, title_justify="left")
 
 
-def _lanes(plan: Plan, group: ChunkGroup, *, disk: bool) -> list[str]:
+def _lanes(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:
     ratios = [round(100 * offload_ratio(plan, i)) for i in range(group.first, group.last + 1)]
     assert plan.prediction is not None, "a plan made with a profile is predicted"
     said = plan.prediction.chunks[group.first : group.last + 1]
@@ -197,7 +196,7 @@ def _lanes(plan: Plan, group: ChunkGroup, *, disk: bool) -> list[str]:
         sum(chunk.compute_seconds for chunk in said),
         sum(chunk.d2h_seconds for chunk in said),
         sum(chunk.h2d_seconds for chunk in said),
-        *([sum(chunk.disk_seconds for chunk in said)] if disk else []),
+        *(sum(chunk.tier_seconds.get(tier, 0.0) for chunk in said) for tier in behind),
     ]
     leaves = f"{span(min(ratios), max(ratios))}%"
     return [leaves, *(format_seconds(seconds) if seconds else "-" for seconds in sums)]

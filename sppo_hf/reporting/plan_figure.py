@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sppo_hf.planning.activation_modes import SAVED, TIERS, mode_of
+from sppo_hf.planning.activation_modes import SAVED, mode_of
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting import gantt as bars
 from sppo_hf.reporting import plan_figure_parts as parts
 from sppo_hf.reporting.plan_tables import format_lengths, format_tokens

@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 from sppo_hf.planning.activation_modes import FrameMode
 from sppo_hf.planning.causes import OF_SAVED, Cause
-from sppo_hf.reporting.gantt import BLUE, ORANGE, PURPLE, mixed
+from sppo_hf.planning.tiers import TIERS
+from sppo_hf.reporting.gantt import mixed
 from sppo_hf.schedule.timeline import Timeline
-
-_TIER_COLOURS = {"device": BLUE, "host": ORANGE, "disk": PURPLE}
 
 
 def mode_colour(mode: FrameMode) -> str:
     """Returns the tier's colour, paler the less of the frame is saved."""
-    return mixed(_TIER_COLOURS[mode.tier], OF_SAVED[mode.saved].paleness)
+    return mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness)
 
 
 class Layer(NamedTuple):
@@ -39,7 +38,7 @@ def stack_causes(timeline: Timeline, tier: str, instants: Sequence[float]) -> li
     """Reads off each cause's bytes at each instant, lowest layer first."""
     curves = timeline.curves_by_cause(tier)
     # Several ranks' tiers are "0.device", "1.device" and so on.
-    tier_colour = _TIER_COLOURS[tier.rpartition(".")[2]]
+    tier_colour = TIERS[tier.rpartition(".")[2]].colour
     layers: list[Layer] = []
     # What lasts lies below what passes, so that the bottom of the stack lies still.
     for cause in sorted(map(Cause, curves), key=list(Cause).index):

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sppo_hf.planning.activation_modes import TIERS
 from sppo_hf.planning.memory_snapshots import MemoryEstimate
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.plan_request import PlanResult, PolicyResult
 from sppo_hf.planning.solve import BudgetViolation
+from sppo_hf.planning.tiers import TIERS
 
 
 def answer_to_dict(answer: PlanResult) -> dict[str, Any]:

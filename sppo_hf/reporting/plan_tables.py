@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.planning.activation_modes import ALL_MODES, FrameMode, Saved
-from sppo_hf.planning.decisions import Decisions, KVMode, Order
+from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
+from sppo_hf.planning.tiers import TIERS, away_tiers
 from sppo_hf.rules import format_bytes
 
 
@@ -113,15 +114,9 @@ ORDERS: dict[Order, str] = {
 def keys_text(plan: Decisions) -> str:
     """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
     counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
-    return ", ".join(f"{counts[mode]} {text}" for mode, text in _KEYS.items() if counts[mode])
-
-
-_KEYS: dict[KVMode, str] = {
-    "device": "kept",
-    "host": "to host",
-    "disk": "to disk",
-    "recompute": "recomputed",
-}
+    texts = {"device": "kept", **{tier: f"to {tier}" for tier in away_tiers()}}
+    texts["recompute"] = "recomputed"
+    return ", ".join(f"{counts[mode]} {text}" for mode, text in texts.items() if counts[mode])
 
 
 def format_tokens(tokens: int) -> str:
@@ -303,15 +298,12 @@ def _all_or_some(answers: set[bool]) -> str:
 
 def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> None:
     """Adds the bytes of each tier at its peak, by cause, against its budget."""
-    note = f"predicted peak, at the {predicted.moment}"
-    tiers = [("device", predicted.device, budgets.device, note)]
-    for tier, amounts, budget_bytes in (
-        ("host", predicted.host, budgets.host),
-        ("disk", predicted.disk, budgets.disk),
-    ):
-        if amounts.total:
-            tiers.append((tier, amounts, budget_bytes, "predicted, offloaded"))
-    for tier, amounts, budget_bytes, note in tiers:
+    for tier in TIERS:
+        amounts, budget_bytes, note = predicted.of(tier), budgets.of(tier), "predicted, offloaded"
+        if tier == "device":
+            note = f"predicted peak, at the {predicted.moment}"
+        elif not amounts.total:
+            continue
         size = format_bytes(amounts.total)
         if budget_bytes is not None:
             size += f" of {format_bytes(budget_bytes)}"

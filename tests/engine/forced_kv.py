@@ -7,8 +7,8 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans
-from sppo_hf.planning.activation_modes import Tier
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import Tier
 
 
 def force_kv(monkeypatch: pytest.MonkeyPatch, *, block_tokens: int, tier: Tier = "host") -> None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans
-from sppo_hf.planning.activation_modes import ALL_MODES, TIERS
+from sppo_hf.planning.activation_modes import ALL_MODES
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import TIERS
 from sppo_hf.testing.exactness import Gradients, compare, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 

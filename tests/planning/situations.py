@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 from hypothesis import strategies as st
 
 from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, FrameMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, Order
+from sppo_hf.planning.decisions import Decisions, LayerModes, Order
 from sppo_hf.planning.hardware import Curve
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.tiers import TIERS
 from tests.planning.profiles import changed
 from tests.planning.shapes import llama_config, shape_of
 
@@ -137,7 +138,7 @@ def runs(
         order=draw(st.sampled_from(orders)),
     )
     if base.by_layer:
-        kv_modes = draw(st.tuples(*[st.sampled_from(get_args(KVMode))] * layers))
+        kv_modes = draw(st.tuples(*[st.sampled_from((*TIERS, "recompute"))] * layers))
         return cost, replace(base, kv_modes=kv_modes)
     kv_tier = draw(st.sampled_from(["device", "device", "host", "disk"]))
     return cost, replace(

@@ -109,8 +109,8 @@ def test_a_disk_that_nobody_measured_is_slow() -> None:
     unknown = slow_cost(
         small_shape(), disk_write_bytes_per_second=None, disk_read_bytes_per_second=None
     )
-    assert unknown.disk_write_seconds(1e9) == unknown.disk_read_seconds(1e9) == 2.0
-    assert slow_cost(small_shape()).disk_read_seconds(2e8) == 1.0
+    assert unknown.store_seconds("disk", 1e9) == unknown.load_seconds("disk", 1e9) == 2.0
+    assert slow_cost(small_shape()).load_seconds("disk", 2e8) == 1.0
 
 
 def test_short_chunks_are_slower_per_token() -> None:

@@ -1,7 +1,6 @@
 """The linear program: its optimum bounds every simulated plan of its modes and look-ahead."""
 
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,11 +9,12 @@ from hypothesis import given, settings
 from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions, KVMode
+from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix, Rows, minimise
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.tiers import TIERS
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
@@ -26,7 +26,7 @@ def optimum(
     budgets: Budgets = NO_LIMIT,
     modes: tuple[FrameMode, ...] = ALL_MODES,
 ) -> Mix:
-    kv_modes = get_args(KVMode) if what.by_layer else ()
+    kv_modes = (*TIERS, "recompute") if what.by_layer else ()
     program = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes, device_kind="cuda")
     mix = program.solve()
     assert mix is not None
@@ -110,7 +110,7 @@ def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -
 
 def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
     """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
-    ways = get_args(KVMode) if what.by_layer else ()
+    ways = (*TIERS, "recompute") if what.by_layer else ()
     program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, kv_modes=ways, device_kind="cuda")
     if what.by_layer:
         mean = what.total_tokens / what.num_chunks

@@ -17,9 +17,7 @@ from sppo_hf.planning.activation_modes import (
     OFFLOAD,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
-    TIERS,
     FrameMode,
-    Tier,
     mode_of,
 )
 from sppo_hf.planning.causes import Cause
@@ -29,13 +27,12 @@ from sppo_hf.planning.lowering import (
     COMPUTE,
     D2H,
     H2D,
-    READ,
-    WRITE,
     Lanes,
     StepProgram,
     estimate,
     lower,
 )
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
@@ -84,7 +81,7 @@ def test_order_of_units() -> None:
         *("0F0.0", "0F0.1", "0F0.2", "0F1.0", "0F1.1", "0F1.2"),
         *("0B1.1", "0B1.0", "0B0.1", "0B0.0"),
     ]
-    assert not any(lanes.actions[lane] for lane in (D2H, H2D, WRITE, READ))
+    assert not any(lanes.actions[lane] for lane in (D2H, H2D, "disk write", "disk read"))
     assert not any(lanes.needs)
 
 
@@ -228,8 +225,8 @@ def test_disk_by_hand() -> None:
     one = frame(cost)
     what = decided(TWO_BY_TWO, DISK, layers=2, max_pending_d2h_bytes=9 * one, staging_bytes=2 * one)
     lanes = lanes_of(what, cost)
-    assert text(lanes.actions[WRITE]) == ["0S0.0", "0S0.1", "0S1.0", "0S1.1"]
-    assert text(lanes.actions[READ]) == ["0L1.1", "0L1.0", "0L0.1", "0L0.0"]
+    assert text(lanes.actions["disk write"]) == ["0S0.0", "0S0.1", "0S1.0", "0S1.1"]
+    assert text(lanes.actions["disk read"]) == ["0L1.1", "0L1.0", "0L0.1", "0L0.0"]
     assert after(lanes, "0S0.1") == {"0D0.1"}
     # Two frames fit into staging.
     assert after(lanes, "0D0.1") == {"0F0.1"}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import SAVED, TIERS, Tier, mode_of
+from sppo_hf.planning.activation_modes import SAVED, mode_of
 from sppo_hf.planning.chunk_bounds import PrefixCost, balanced_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
@@ -31,6 +31,7 @@ from sppo_hf.planning.solve import (
     with_kv,
     with_lookahead,
 )
+from sppo_hf.planning.tiers import TIERS, Tier
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
@@ -45,6 +46,7 @@ from tests.planning.situations import (
 
 GIB = 2**30
 NO_DISK: tuple[Tier, ...] = ("device", "host")
+ALL_TIERS = tuple(TIERS)
 
 
 def device_bytes(cost: ModelCost, what: Decisions) -> int:
@@ -62,7 +64,7 @@ def problems(draw: st.DrawFn) -> tuple[ModelCost, Decisions, Budgets, Choices]:
     standing = device_bytes(cost, short)
     share = draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 1.1]))
     kv = draw(st.sampled_from([("device",), ("device", "host"), ("host",), ("device", "disk")]))
-    tiers = draw(st.sampled_from([NO_DISK, ("device",), ("host",), TIERS]))
+    tiers = draw(st.sampled_from([NO_DISK, ("device",), ("host",), ALL_TIERS]))
     return (
         cost,
         base,
@@ -164,7 +166,7 @@ def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
 def test_the_earliest_frames_go_to_the_disk() -> None:
     cost = slow_cost(small_shape(4))
     base = decided(tuple((i * 65_536, (i + 1) * 65_536) for i in range(4)), staging_bytes=MIB)
-    choices = Choices(tiers=TIERS)
+    choices = Choices(tiers=ALL_TIERS)
     budgets = Budgets(device=None, host=512 * MIB, disk=None)
     what = min_memory(cost, base, budgets, choices, "cuda")
     tiers = [mode.tier for row in what.layer_modes for mode in row]
@@ -245,7 +247,7 @@ def _all_assignments(cost: ModelCost, base: Decisions, choices: Choices) -> Iter
 
 @pytest.mark.parametrize(
     ("device", "host", "disk", "tiers"),
-    [(300, 1000, 0, NO_DISK), (80, 256, 2000, TIERS), (140, 100, 4000, TIERS)],
+    [(300, 1000, 0, NO_DISK), (80, 256, 2000, ALL_TIERS), (140, 100, 4000, ALL_TIERS)],
     ids=["K/V here", "K/V on the host", "K/V on the disk"],
 )
 def test_sixty_four_chunks_of_eighty_layers_in_time(
