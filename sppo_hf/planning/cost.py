@@ -30,6 +30,10 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 UNKNOWN_DISK_WRITE = 0.5e9
 UNKNOWN_DISK_READ = 0.5e9
 
+UNKNOWN_HOST_UPDATE = 50e9
+"""Bytes per second of an optimizer's update on a host that nobody has measured: a guess, a sixth of
+what eight channels of DDR5-4800 move at best."""
+
 # Every byte that autograd saves was written once and read once in forward; backward reads it and
 # reads and writes a gradient of the same size.
 _FORWARD_TRAFFIC = 2
@@ -305,6 +309,15 @@ class ModelCost:
         """A copy to the device; `both` while another runs the other way."""
         rate = self.profile.both_h2d_bytes_per_second if both else self.profile.h2d_bytes_per_second
         return num_bytes / rate * self.correction.h2d
+
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's update where it works in host memory; 0 where it does not."""
+        resting = self.shape.resting
+        if resting is None:
+            return 0.0
+        rate = self.profile.host_update_bytes_per_second or UNKNOWN_HOST_UPDATE
+        return resting.update_bytes / rate
 
     def disk_write_seconds(self, num_bytes: float) -> float:
         """Writing to offload_dir."""
