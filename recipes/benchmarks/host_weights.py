@@ -80,10 +80,11 @@ def train(
     for name in NUMBERS:
         taken[name] = [entry[name] for entry in trainer.state.log_history if name in entry]
     if settings:
-        weights = get_engine(model).weights
-        layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
-        outside = sum(p.nbytes for p in model.parameters()) - sum(layers)
-        taken["predicted_bytes"] = outside + sum(sorted(layers)[-2:])
+        engine = get_engine(model)
+        weights = engine.weights
+        with torch.enable_grad():
+            plan = engine.plan(1, options.tokens, torch.device("cpu"))
+        taken["predicted_bytes"] = plan.shape.weight_bytes
         taken["peak_bytes"] = weights.peak_bytes
         taken["weight_bytes"] = weights.host_bytes
         taken["left_bytes"] = weights.device_bytes

@@ -98,6 +98,7 @@ class TraceFolder:
         """
         self._folder = Path(folder)
         self._waiting: ActionLog | None = None
+        self._last: ActionLog | None = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self._folder, os.W_OK):
@@ -113,9 +114,22 @@ class TraceFolder:
     def keep_log(self, log: ActionLog) -> None:
         """Write what a step did; its times follow with a later `poll` if the device is behind."""
         log.finish()
+        self._last = log
         self._write_actions(log.actions)
         self._waiting = log
         self.poll()
+
+    def begin_update(self) -> None:
+        """The optimizer begins to update weights in host memory, after the step that was kept."""
+        if self._last is not None:
+            self._last.begin(Action("U", 0, 0))
+
+    def end_update(self) -> None:
+        """It has ended."""
+        log, self._last = self._last, None
+        if log is not None:
+            self.keep_log(log)
+            self._last = None  # the next update follows another step
 
     def poll(self) -> None:
         """Write times that have become known."""

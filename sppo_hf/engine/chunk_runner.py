@@ -186,7 +186,9 @@ class ChunkRunner:
         self._stream = kv_stream(
             plan, offload, rows=rows, max_pending_d2h_bytes=plan.max_pending_d2h_bytes
         )
-        self._log = None if log is None else _LayerLog(log, plan, self._stream, first_unit)
+        self._log = None
+        if log is not None:
+            self._log = _LayerLog(log, plan, self._stream, first_unit, weights)
         self._prefetch_order = offload.new_prefetch_order(
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             asked=plan.program().lowest_asked if away and linked else [],
@@ -477,6 +479,11 @@ class ChunkRunner:
         self._watch_heap(index, end, hidden)
         if self._log is not None:
             self._log.begin_layer(self._chunk, index - self._layers.start, hidden)
+        if self._weights is not None and index > 0 and chunk == 0 and hidden.requires_grad:
+            # The layer below is entered, and those of the one below that are on their way, before
+            # anything else is asked for.
+            enter = functools.partial(self._weights.enter, index - 1, backward=True)
+            hidden.register_hook(lambda _grad: enter())
         apart = documents_apart(layer, call.states)
         apart.__enter__()
         self._open.append((call, begin_layer(call), frame, apart))
@@ -738,9 +745,15 @@ class _LayerLog:
     """
 
     def __init__(
-        self, log: ActionLog, plan: Plan, stream: KVStream | None, first_unit: int
+        self,
+        log: ActionLog,
+        plan: Plan,
+        stream: KVStream | None,
+        first_unit: int,
+        weights: HostWeights | None,
     ) -> None:
         self._log = log
+        self._weights = weights
         self._plan = plan
         self._mover = None if stream is None else cast(EngineTransfer, stream.mover)
         self._first_unit = first_unit
@@ -817,6 +830,12 @@ class _LayerLog:
             self._log.end()
             if left:
                 self._log.note(self._action("O", chunk, layer, 1))
+            if chunk == 0 and self._weights is not None:
+                # With the first layer's are those of what is outside of the layers.
+                ends = (layer,) if layer else (layer, self._plan.num_layers)
+                for sent in ends:
+                    if sent in self._weights.sent:
+                        self._log.note(Action("G", 0, 0, sent))
 
         self._log.begin(self._action("B", chunk, layer), ended)
 

@@ -13,6 +13,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
+from sppo_hf.offload.copy_streams import Copier
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_folder import refuse_unusable
 from sppo_hf.offload.engine import OffloadEngine, make_engine
@@ -233,8 +234,16 @@ def _dropout_rate(module: nn.Module, adapter: str) -> float:
     return float(getattr(layers[adapter], "p", 0.0)) if adapter in layers else 0.0
 
 
-def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> OffloadEngine:
+def new_offload_engine(
+    config: SPPOConfig, device: torch.device, plan: Plan, *, copier: Copier | None = None
+) -> OffloadEngine:
     """The offload engine for `device` under the settings of `config` and the budgets of `plan`.
+
+    Args:
+        config: The settings.
+        device: Where the model is.
+        plan: What the engine must hold.
+        copier: Moves weights that rest on the host; None where none do.
 
     Raises:
         ConfigError: `offload_dir` cannot be used.
@@ -259,6 +268,7 @@ def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> 
         min_offload_elements=config.min_offload_size,
         disk=disk,
         staging_bytes=plan.staging_bytes if disk is not None else None,
+        copier=copier,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 import warnings
@@ -44,12 +45,13 @@ from sppo_hf.engine.step_observer import Direction, StepObserver
 from sppo_hf.engine.step_timer import StepTimer, let_go_of_failed
 from sppo_hf.engine.structure import ModelParts, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
-from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_rest
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan
 from sppo_hf.rules import format_bytes
+from sppo_hf.schedule.actions import Action
 
 # B batch rows, T tokens of the sequence, D model width, V vocabulary.
 
@@ -570,10 +572,23 @@ class Engine:
         self.weights = HostWeights(
             layers,
             others,
-            copier=make_copier(device, use_streams=self.config.use_streams),
+            copier=self.offload_holder.copier(device),
             stays=self.config.weights != "host",
             pin=self.config.use_pin_memory and device.type == "cuda",
         )
+
+    def begin_update(self) -> None:
+        """The optimizer's step begins: what rests on the host is there, and whole."""
+        if self.weights is not None:
+            # A forward whose loss was dropped has left weights on the device.
+            self.weights.rest()
+            if self.traces is not None:
+                self.traces.begin_update()
+
+    def end_update(self) -> None:
+        """The optimizer's step has ended."""
+        if self.weights is not None and self.traces is not None:
+            self.traces.end_update()
 
     @contextlib.contextmanager
     def _weights_there(self, *, backward_follows: bool) -> Iterator[None]:
@@ -581,6 +596,8 @@ class Engine:
         if self.weights is None:
             yield
             return
+        log = self._log
+        self.weights.on_fetch = None if log is None else functools.partial(_note_weights, log)
         self.weights.begin()
         try:
             yield
@@ -620,6 +637,10 @@ class Engine:
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, stacklevel=2)
+
+
+def _note_weights(log: ActionLog, layer: int, backward: bool) -> None:
+    log.note(Action("P", 0, 0, layer, int(backward)))
 
 
 Rests = Callable[[torch.nn.Parameter], bool]

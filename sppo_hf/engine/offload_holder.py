@@ -9,7 +9,8 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import new_offload_engine
-from sppo_hf.offload.engine import OffloadEngine, OffloadStats
+from sppo_hf.offload.copy_streams import Copier
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 
@@ -29,6 +30,15 @@ class OffloadHolder:
         self._config = config
         self._engine: OffloadEngine | None = None
         self._staging_bytes = 0
+        self._copier: Copier | None = None
+
+    def copier(self, device: torch.device) -> Copier:
+        """What moves weights that rest on the host: the offload engine's, now and from now on."""
+        if self._copier is None and self._engine is not None:
+            self._copier = self._engine.copier
+        elif self._copier is None:
+            self._copier = make_copier(device, use_streams=self._config.use_streams)
+        return self._copier
 
     def prepare(self, device: torch.device, plan: Plan, *, batches: int = 1) -> int | None:
         """Make the engine for the first plan, and what host memory each plan will need.
@@ -53,7 +63,7 @@ class OffloadHolder:
         if grows and not self.engine.stats().live_handles:
             self.close()
         if self._engine is None:
-            self._engine = new_offload_engine(self._config, device, plan)
+            self._engine = new_offload_engine(self._config, device, plan, copier=self._copier)
             self._staging_bytes = plan.staging_bytes
         return self._engine.reserve(batches * offloaded_bytes(plan))
 

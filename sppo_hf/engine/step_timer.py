@@ -198,7 +198,7 @@ class StepTimer:
                 forward_seconds=self._forward_seconds,
                 backward_seconds=backward_seconds,
                 offload=self._stats,
-                planned_seconds=prediction.step_seconds if prediction else None,
+                planned_seconds=prediction.forward_backward_seconds if prediction else None,
                 num_chunks=self._plan.num_chunks,
                 training=training,
             )

@@ -222,15 +222,15 @@ class SPPOAccelerator(Accelerator):
         if rests is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         refuse_device_optimizer(optimizer)
-        # A forward whose loss was dropped has left weights on the device.
-        optimizer.register_step_pre_hook(lambda *_: self._rest_weights())
+        optimizer.register_step_pre_hook(lambda *_: self._each_engine(Engine.begin_update))
+        optimizer.register_step_post_hook(lambda *_: self._each_engine(Engine.end_update))
         return super().prepare_optimizer(optimizer, device_placement=False)
 
-    def _rest_weights(self) -> None:
+    def _each_engine(self, act: Callable[[Engine], None]) -> None:
         for model in self._models:
             engine = _engine_inside(model)
-            if engine is not None and engine.weights is not None:
-                engine.weights.rest()
+            if engine is not None:
+                act(engine)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None

@@ -58,6 +58,11 @@ class OffloadEngine:
         self._last_stats = self.stats()
 
     @property
+    def copier(self) -> Copier:
+        """What moves the bytes."""
+        return self._copier
+
+    @property
     def device(self) -> torch.device:
         """The device whose tensors move."""
         return self._copier.device
@@ -343,6 +348,7 @@ def make_engine(
     budget_bytes: int | None = None,
     disk: Disk | None = None,
     staging_bytes: int | None = None,
+    copier: Copier | None = None,
 ) -> OffloadEngine:
     """An engine for `device`, CPU or CUDA.
 
@@ -356,11 +362,14 @@ def make_engine(
         disk: the disk tier, from now on the engine's; None for none.
         staging_bytes: the part of the budget that bytes pass through on their way to and from the
             disk; None for a quarter of it, 1 GiB at most.
+        copier: moves bytes of others too, so that all copies of a direction end in one order; None
+            makes one.
 
     Raises:
         OffloadError: the device is of another kind.
     """
-    copier = make_copier(device, use_streams=use_streams)
+    if copier is None:
+        copier = make_copier(device, use_streams=use_streams)
     pin = use_pin_memory and device.type == "cuda"
     staging = None
     if disk is not None:

@@ -146,11 +146,11 @@ class LayerOffload:
     def _unpack(self, saved: _Saved) -> Tensor:
         # Autograd may ask inside the frame too (a gradient taken within the layer): not yet
         # backward of the sequence, so nothing is prefetched for it.
+        if self._closed and self._before_use is not None:
+            self._before_use()
         if self._closed and not self._used:
             self._used = True
             self._prefetch_order.on_backward(self)
-        if self._closed and self._before_use is not None:
-            self._before_use()
         if isinstance(saved.handle, WeightCast | WeightView):
             return saved.handle.make()
         return self._engine.wait_for(saved.handle)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,9 +162,19 @@ class HostWeights:
         self._most = len(layers) if stays else _SLOTS
         self._layers = [[self._take_over(p) for p in group] for group in layers]
         self._others = [self._take_over(p) for p in others]
+        self.on_fetch: Callable[[int, bool], None] | None = None
+        """Is told the layer whose weights are on their way, and whether for its backward; what is
+        outside of the layers counts as the layer behind the last."""
+        self.sent: set[int] = set()
+        """Layers of which gradients have left since the last forward began; numbers as there."""
         self.peak_bytes = 0
         """Most bytes of copies on the device at a time, so far."""
         self._of = {id(weight.parameter): weight for weight in self._all()}
+        self._layer_of = {
+            id(weight.parameter): layer
+            for layer, group in enumerate([*self._layers, self._others])
+            for weight in group
+        }
         self._slots: dict[int, None] = {}
         """Layers whose copies are on the device or on their way, the one used last at the end."""
         self._in_use: int | None = None
@@ -200,8 +210,8 @@ class HostWeights:
         for weight in self._all():
             weight.settle()
         self._rest_all()
-        for weight in self._others:
-            self._last_in = weight.fetch(self._copier)
+        self.sent.clear()
+        self._start_fetch(self._others, len(self._layers), backward=False)
         for weight in self._others:
             weight.use()
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
@@ -212,13 +222,13 @@ class HostWeights:
             self._notice_end()
         if layer == self._in_use:
             return
-        self._fetch(layer, keep=layer)
+        self._fetch(layer, keep=layer, backward=backward)
         for weight in self._layers[layer]:
             weight.use()
         self._in_use = layer
         following = layer - 1 if backward else layer + 1
         if 0 <= following < len(self._layers):
-            self._fetch(following, keep=layer)
+            self._fetch(following, keep=layer, backward=backward)
 
     def rest(self) -> None:
         """Put everything to rest, gradients too; before anybody else reads or writes parameters."""
@@ -281,7 +291,7 @@ class HostWeights:
             parameter.grad = gradient.to(host.device)
         return _Weight(parameter, host)
 
-    def _fetch(self, layer: int, *, keep: int) -> None:
+    def _fetch(self, layer: int, *, keep: int, backward: bool) -> None:
         """Start bringing a layer; the one that was used longest ago makes room, but not `keep`."""
         if layer in self._slots:
             self._slots[layer] = self._slots.pop(layer)
@@ -289,10 +299,15 @@ class HostWeights:
         while len(self._slots) >= self._most:
             oldest = next(slot for slot in self._slots if slot != keep)
             self._drop(oldest)
-        for weight in self._layers[layer]:
-            self._last_in = weight.fetch(self._copier)
+        self._start_fetch(self._layers[layer], layer, backward=backward)
         self._slots[layer] = None
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
+
+    def _start_fetch(self, weights: Sequence[_Weight], layer: int, *, backward: bool) -> None:
+        if weights and self.on_fetch is not None:
+            self.on_fetch(layer, backward)
+        for weight in weights:
+            self._last_in = weight.fetch(self._copier)
 
     def _drop(self, layer: int) -> None:
         del self._slots[layer]
@@ -339,6 +354,7 @@ class HostWeights:
         arrived = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self._pin)
         ticket = self._copier.start_d2h(_bytes_of(gradient), _bytes_of(arrived))
         self._last_out = ticket
+        self.sent.add(self._layer_of[id(parameter)])
         self._leaving.append((gradient, ticket))
         self._let_go()
         if weight.gradient is None:

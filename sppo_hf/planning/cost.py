@@ -27,6 +27,10 @@ from sppo_hf.planning.tiers import TIERS, Tier
 ATTENTION_BACKWARD_FLOPS = 2.5
 """Attention's backward in forwards: five matrix products where forward has two."""
 
+UNKNOWN_HOST_UPDATE = 50e9
+"""Bytes per second of an optimizer's update on a host that nobody has measured: a guess, a sixth of
+what eight channels of DDR5-4800 move at best."""
+
 # Every byte that autograd saves was written once and read once in forward; backward reads it and
 # reads and writes a gradient of the same size.
 _FORWARD_TRAFFIC = 2
@@ -302,6 +306,15 @@ class ModelCost:
         """A copy to the device; `both` while another runs the other way."""
         rate = self.profile.both_h2d_bytes_per_second if both else self.profile.h2d_bytes_per_second
         return num_bytes / rate * self.correction.h2d
+
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's update where it works in host memory; 0 where it does not."""
+        resting = self.shape.resting
+        if resting is None:
+            return 0.0
+        rate = self.profile.host_update_bytes_per_second or UNKNOWN_HOST_UPDATE
+        return resting.update_bytes / rate
 
     def store_seconds(self, tier: Tier, num_bytes: float) -> float:
         """Storing what is in host memory on a tier behind it."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from sppo_hf.planning.activation_modes import SAVED, FrameMode
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
-from sppo_hf.planning.lowering import MOVED, mode_free_levels
+from sppo_hf.planning.lowering import LAYERS_THERE, MOVED, mode_free_levels
 from sppo_hf.planning.memory import CONTEXT_BYTES, FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 from sppo_hf.planning.tiers import Tier, away_tiers, tiers_behind_host
@@ -249,6 +249,8 @@ class LinearProgram:
         seconds = float(values[first : first + 2 * slots].sum())
         counts = values[: self._x].reshape(slots, self._each)
         frames = self._each - sum(len(self._groups[at].tiers) for at in self._keys)
+        if self._what.training:
+            seconds += self._cost.update_seconds
         return Mix(
             counts[:, :frames].reshape(slots, -1, len(self._modes)),
             seconds,
@@ -441,7 +443,7 @@ class LinearProgram:
     def _copy_out(self) -> None:
         """D2H and writes: how much has left the device, and the host, by the end of each slot."""
         cost, what, tables = self._cost, self._what, self._tables
-        per_gib = cost.d2h_seconds(_GIB, both=tables.streams)
+        per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[0])
         chunks = range(what.num_chunks)
         most_sums = max(self._largest_gib(chunk, tables.kv_out_backward) for chunk in chunks)
         leave = what.max_pending_d2h_bytes / _GIB if what.max_pending_d2h_bytes else most_sums
@@ -461,18 +463,24 @@ class LinearProgram:
         self._pace("out", "forward", per_gib)
         for tier in self._behind:
             self._pace(f"written {tier}", "forward", cost.store_seconds(tier, _GIB))
-        if not tables.streams:
+        gradients = self._gradients_gib()
+        if not (tables.streams or gradients.any()):
             return
-        # The gradient sums of backward, behind what of forward has not left yet.
+        # The gradient sums of backward, behind what of forward has not left yet; and gradients of
+        # weights, of which one slot's may be on their way.
         end = self._all[-1]
         frames = [(self._col(tier, end), 1.0) for tier in self._away]
-        for chunk in reversed(self._all):
-            kv_gib += self._kv_gib(chunk, tables.kv_out_backward)
-            self._flow("sums", chunk, frames, kv_gib, lag_gib=leave)
+        leave = max(leave, float(gradients.max()))
+        sent_gib = 0.0
+        for slot in reversed(self._all):
+            kv_gib += self._kv_gib(slot, tables.kv_out_backward)
+            sent_gib += gradients[slot]
+            self._flow("sums", slot, frames, kv_gib + sent_gib, lag_gib=leave)
             for tier in self._behind:
                 kv = (what.kv_tier == tier) * kv_gib
                 stored = [(self._col(tier, end), 1.0)]
-                self._flow(f"stored {tier}", chunk, stored, kv, lag_gib=stage)
+                self._flow(f"stored {tier}", slot, stored, kv, lag_gib=stage)
+        per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[1])
         self._pace("sums", "backward", per_gib, follows="out")
         for tier in self._behind:
             seconds = cost.store_seconds(tier, _GIB)
@@ -481,21 +489,24 @@ class LinearProgram:
     def _copy_back(self) -> None:
         """H2D and reads: what has come by the end of each slot; frames from the last slot on."""
         cost, what, tables = self._cost, self._what, self._tables
-        per_gib = cost.h2d_seconds(_GIB, both=tables.streams)
+        per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[0])
+        behind = what.kv_tier in self._behind
+        # What streams from behind the host comes at its pace.
+        weights = self._weights_gib() * (not behind)
         fetch, staged = (what.max_prefetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
         kv_gib, last = 0.0, self._all[-1]
-        if tables.streams:
+        if tables.streams or weights.any():
             # K/V of a slot's first unit come while the unit before it still runs.
-            for chunk in self._all:
-                kv_gib += self._kv_gib(chunk, tables.kv_in_forward)
-                first = self._largest_gib(min(chunk + 1, last), tables.kv_in_forward)
-                self._flow("coming", chunk, [], kv_gib, lead_gib=first)
-            behind = what.kv_tier in self._behind
+            for slot in self._all:
+                kv_gib += self._kv_gib(slot, tables.kv_in_forward) + float(weights[0, slot])
+                first = self._largest_gib(min(slot + 1, last), tables.kv_in_forward)
+                self._flow("coming", slot, [], kv_gib, lead_gib=first)
             read = cost.load_seconds(what.kv_tier, _GIB) if behind else 0.0
             self._pace("coming", "forward", max(per_gib, read))
         kv_gib = 0.0
+        per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[1])
         for slot in reversed(self._all):
-            kv_gib += self._kv_gib(slot, tables.kv_in_backward)
+            kv_gib += self._kv_gib(slot, tables.kv_in_backward) + float(weights[1, slot])
             lead = fetch + self._largest_gib(max(slot - 1, 0), tables.kv_in_backward)
             # By layer, keys of the slot below are there before it begins.
             frames = self._from_the_end(slot, self._away)
@@ -511,6 +522,37 @@ class LinearProgram:
         for tier in self._behind:
             read = cost.load_seconds(tier, _GIB)
             self._pace(f"read {tier}", "backward", read, head_start_gib=first)
+
+    def _weights_gib(self) -> NDArray[np.float64]:
+        """[2, slots] GiB of weights that come from the host in each slot's forward and backward.
+
+        Those that the first unit waits for are left out.
+        """
+        resting, layers = self._cost.shape.resting, self._tables.points.num_layers
+        found = np.zeros((2, len(self._all)))
+        if resting is None:
+            return found
+        sizes = np.array(resting.layer_bytes) / _GIB
+        if not self._what.by_layer:
+            assert resting.stays, "by chunk weights would come once for every chunk"
+            found[0, 0] = sizes[1:].sum()
+            return found
+        found[0, :-1] = sizes[1:]
+        if not resting.stays and layers > LAYERS_THERE:
+            found[1, 1 : layers - LAYERS_THERE + 1] = sizes[: layers - LAYERS_THERE]
+        return found
+
+    def _gradients_gib(self) -> NDArray[np.float64]:
+        """[slots] GiB of gradients of weights that each slot's backward sends to the host."""
+        resting = self._cost.shape.resting
+        found = np.zeros(len(self._all))
+        if resting is not None:
+            sizes = np.array(resting.layer_gradient_bytes) / _GIB
+            if self._what.by_layer:
+                found[:] = sizes
+            else:
+                found[0] = sizes.sum()
+        return found
 
     def _flow(
         self,

@@ -27,6 +27,14 @@ keys and values are all there when its forward ends, and are not read before its
 else is saved they stay, leave in one copy and come back while the backward of the layer above runs,
 or are made again from the layer's inputs. Gradient sums are there for the one layer whose backward
 runs; what weighs instead are hidden states of all tokens between two layers.
+
+[Note: weights on the host] What is outside of the layers comes before the first forward and stays;
+a layer's weights are asked for when the layer before it is entered, in both directions, and those
+of the last two forwards are still there when backward begins. A layer's gradients leave when the
+last chunk's (by its number the first) backward has made them whole; those of one layer may be on
+their way while the next one computes. When all have left the host updates its weights. A plan is of
+the batch that the update follows; where batches accumulate, the others have none.
+`sppo_hf.offload.weights` carries this out.
 """
 
 from __future__ import annotations
@@ -59,6 +67,11 @@ from sppo_hf.schedule.simulate import Change, simulate_positions
 from sppo_hf.schedule.timeline import Timeline
 
 COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
+HOST_COMPUTE = "host compute"
+"""The lane of an optimizer that works in host memory."""
+
+LAYERS_THERE = 2
+"""Layers that rest on the host and are on the device at a time: the one in use and the next."""
 
 # What is a part of a slab on a CPU goes when all of its chunk has gone.
 _IN_SLABS = (Cause.KV, Cause.PRODUCTS, Cause.INPUTS)
@@ -85,8 +98,9 @@ def estimate(
 
 
 def compute_seconds(decisions: Decisions, cost: ModelCost) -> float:
-    """Returns the seconds of all compute of a step, waiting left out."""
-    return float(lower(decisions, cost).seconds.sum())
+    """Returns the seconds of all compute of a step, an update on the host too; waiting left out."""
+    seconds = float(lower(decisions, cost).seconds.sum())
+    return seconds + cost.update_seconds * decisions.training
 
 
 class StepProgram:
@@ -789,9 +803,12 @@ class _Laying:
         self._program = program
         self._what = what
         self._cost = cost
-        self._both = tables.streams
+        self._streams = tables.streams
+        self._both = tables.both_ways
+        """Whether copies run both ways at once, in forward and in backward."""
+        self._resting = tables.shape.resting
         behind = [TIERS[tier] for tier in tiers_behind_host()]
-        self._lanes = [COMPUTE, D2H, H2D]
+        self._lanes = [COMPUTE, D2H, H2D, HOST_COMPUTE]
         self._lanes += [lane for tier in behind for lane in (tier.store_lane, tier.load_lane)]
         self._writes = {tier.name: _BEHIND + 2 * at for at, tier in enumerate(behind)}
         """Lane of the writes of each tier behind the host; that of its reads is the next."""
@@ -821,6 +838,11 @@ class _Laying:
         self._kv_away: dict[int, int] = {}
         """The same of a layer's newest keys, values and gradient sums."""
         self._kv_sizes = program.kv_away_bytes.tolist()
+        self._weights: dict[int, int] = {}
+        """After which copy a layer's weights are there; "layer" `num_layers` is what is outside."""
+        gradients = () if self._resting is None else self._resting.layer_gradient_bytes
+        self._gradients = _Queue(max(gradients, default=0))
+        """Gradients on their way to the host."""
         self._turn: list[int] = []
         """The last action of forward: nothing is read ahead before it has ended."""
 
@@ -851,6 +873,8 @@ class _Laying:
             if layer == what.num_layers:
                 self._compute(Action("F", 0, chunk, layer), seconds[at])
                 continue
+            if chunk == 0:
+                self._weights_for_forward(layer)
             coming = self._stream_in(chunk, layer, 0)
             unit = self._compute(Action("F", 0, chunk, layer), seconds[at])
             size = self._sizes[chunk][layer]
@@ -872,6 +896,8 @@ class _Laying:
         inputs = self._program.again_inputs.tolist()
         for place, taken in enumerate(seconds):
             chunk, layer = points.unit(points.num_forward + place)
+            if chunk == last:
+                self._weights_for_backward(layer)
             for copy in asked_at.get(place, ()):
                 self._fetch(copy)
             coming = self._stream_in(chunk, layer, 1)
@@ -883,8 +909,62 @@ class _Laying:
                 self._waits.append(self._fetch_inputs(layer, inputs[layer]))
             unit = self._compute(Action("B", 0, chunk, layer), taken)
             self._stream_out(chunk, layer, 1, unit)
-            if self._both:
+            if self._streams:
                 self._waits += [*self._leaving.settle()[-1:], *coming]
+            if chunk == 0:
+                self._send_gradients(layer, unit)
+        self._update()
+
+    def _weights_for_forward(self, layer: int) -> None:
+        """A layer is entered: its weights are there, and the next layer's are asked for."""
+        resting = self._resting
+        if resting is None:
+            return
+        if layer == 0:
+            self._bring_weights(self._what.num_layers, resting.outer_bytes, 0)
+        for coming in range(layer, min(layer + 2, self._what.num_layers)):
+            if coming not in self._weights:
+                self._bring_weights(coming, resting.layer_bytes[coming], 0)
+        outer = [] if layer else [self._weights.get(self._what.num_layers)]
+        self._waits += [at for at in (*outer, self._weights.get(layer)) if at is not None]
+
+    def _weights_for_backward(self, layer: int) -> None:
+        """The same in backward, where the last two layers' are there, or all of them."""
+        resting, below = self._resting, layer - 1
+        if resting is None or resting.stays:
+            return
+        if 0 <= below < self._what.num_layers - LAYERS_THERE:
+            self._bring_weights(below, resting.layer_bytes[below], 1)
+        if layer in self._weights:
+            self._waits.append(self._weights[layer])
+
+    def _bring_weights(self, layer: int, num_bytes: int, part: int) -> None:
+        if num_bytes:
+            seconds = self._cost.h2d_seconds(num_bytes, both=self._both[part])
+            copy = Action("P", 0, 0, layer, part)
+            self._weights[layer] = self._add(_H2D, copy, seconds, self._last_computed(1))
+
+    def _send_gradients(self, layer: int, unit: int) -> None:
+        """A layer's backward has ended; behind the first layer's, that of what is outside."""
+        if self._resting is None:
+            return
+        sizes = [(layer, self._resting.layer_gradient_bytes[layer])]
+        if layer == 0:
+            sizes.append((self._what.num_layers, self._resting.outer_gradient_bytes))
+        for of_layer, num_bytes in sizes:
+            if num_bytes:
+                seconds = self._cost.d2h_seconds(num_bytes, both=self._both[1])
+                sent = self._add(_D2H, Action("G", 0, 0, of_layer), seconds, [unit])
+                self._gradients.add(sent, num_bytes)
+        self._waits += self._gradients.settle()[-1:]
+
+    def _update(self) -> None:
+        """What rests on the host is updated there once all gradients have come."""
+        if self._resting is not None and self._resting.optimizer_parameters:
+            # The last copy out is that of the last gradients.
+            last = len(self._actions[_D2H]) - 1
+            needs = [*self._last_computed(1), last * len(self._lanes) + _D2H]
+            self._add(_HOST, Action("U", 0, 0), self._cost.update_seconds, needs)
 
     def _compute(self, action: Action, seconds: float) -> int:
         waits, self._waits = self._waits, []
@@ -895,7 +975,8 @@ class _Laying:
         staged = self._staged if copy.kind == "D" else self._kv_staged
         lane = self._writes.get(tier)
         room = [] if lane is None else staged.settle(num_bytes)
-        seconds = self._cost.d2h_seconds(num_bytes, both=self._both)
+        # What streams out in backward is streamed in forward too.
+        seconds = self._cost.d2h_seconds(num_bytes, both=self._both[0])
         sent = self._add(_D2H, copy, seconds, [unit, *room])
         self._leaving.add(sent, num_bytes)
         if lane is None:
@@ -921,7 +1002,7 @@ class _Laying:
             waits = [*self._turn, away, *staged.settle(num_bytes)]
             read = Action("L", 0, chunk, layer, 1 if keys else None)
             after.append(self._load(lane, read, tier, num_bytes, waits))
-        seconds = self._cost.h2d_seconds(num_bytes, both=self._both)
+        seconds = self._cost.h2d_seconds(num_bytes, both=self._both[1])
         back = self._add(_H2D, copy, seconds, after)
         if keys:
             self._kv_away[layer] = back
@@ -943,7 +1024,7 @@ class _Laying:
                 load = copy._replace(kind="L", part=1)
                 after.append(self._load(self._writes[tier], load, tier, num_bytes, after[:]))
                 break
-        return self._add(_H2D, copy, self._cost.h2d_seconds(num_bytes), after)
+        return self._add(_H2D, copy, self._cost.h2d_seconds(num_bytes, both=self._both[1]), after)
 
     def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
         """Brings a layer's prefix in beside its attention; returns what the next unit waits for.
@@ -991,4 +1072,4 @@ class _Laying:
         return (len(self._actions[lane]) - 1) * len(self._lanes) + lane
 
 
-_COMPUTE, _D2H, _H2D, _BEHIND = range(4)
+_COMPUTE, _D2H, _H2D, _HOST, _BEHIND = range(5)

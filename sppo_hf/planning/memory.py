@@ -159,6 +159,18 @@ class ByteTables:
         return np.array(rows)
 
     @cached_property
+    def both_ways(self) -> tuple[bool, bool]:
+        """Whether copies run to the host and back at once, in forward and in backward.
+
+        Weights that rest on the host come while activations leave, and their gradients leave while
+        activations come back.
+        """
+        resting = self.shape.resting
+        comes = resting is not None and not resting.stays
+        leaves = resting is not None and resting.gradient_bytes > 0
+        return self.streams or comes, self.streams or leaves
+
+    @cached_property
     def kv_in_forward(self) -> Bytes:
         """To the device: the prefix's K/V, which queries attend to beside their own."""
         return self.streams * self.kv_per_token * self.prefix_tokens

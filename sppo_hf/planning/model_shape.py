@@ -24,14 +24,42 @@ _MOSTLY = 0.5
 class Resting:
     """What rests in host memory (`sppo_hf.offload.weights`), in bytes of the host."""
 
-    weight_bytes: int
-    """Weights that come to the device while they are used."""
+    layer_bytes: tuple[int, ...]
+    """Of each layer: weights that come to the device for its forward and for its backward."""
 
-    gradient_bytes: int
-    """Gradients that leave as they are complete."""
+    outer_bytes: int
+    """Weights outside of the layers: on the device from a forward's begin to its backward's end."""
+
+    stays: bool
+    """Whether layers' weights stay on the device from forward to backward."""
+
+    layer_gradient_bytes: tuple[int, ...]
+    """Of each layer: gradients that leave as they are complete."""
+
+    outer_gradient_bytes: int
+    """The same of what is outside of the layers."""
 
     optimizer_parameters: int
     """Parameters whose optimizer states are there."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights that rest."""
+        return sum(self.layer_bytes) + self.outer_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """All gradients that leave."""
+        return sum(self.layer_gradient_bytes) + self.outer_gradient_bytes
+
+    @property
+    def update_bytes(self) -> int:
+        """What AdamW's update reads and writes: weights and both moments twice, gradients once.
+
+        Trained weights have as many bytes as their gradients.
+        """
+        moments = 2 * FLOAT32_BYTES * self.optimizer_parameters
+        return 3 * self.gradient_bytes + 2 * moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,29 +166,38 @@ class ModelShape:
         if self.resting is not None or not (weights or optimizer):
             return self
         size = self._parameter_bytes
-        trained = optimizer or self.lora is not None
-        frozen = [layer.total_weights * size for layer in self.layers]
+        base = [layer.total_weights * size for layer in self.layers]
         own = 0 if self.lora is None else self.lora.dtype_bytes
         adapters = [layer.adapter_weights * own for layer in self.layers]
-        away = [
-            (base if trained else 0) + (more if optimizer else 0)
-            for base, more in zip(frozen, adapters, strict=True)
-        ]
+        trained = base if self.lora is None else adapters
+        if sum(trained) > self.gradient_bytes:
+            # It is not known which of a layer's weights are frozen.
+            share = self.gradient_bytes / sum(trained)
+            trained = [int(share * num_bytes) for num_bytes in trained]
+        gradients = trained if optimizer else [0 for _ in trained]
+        away = gradients
+        if weights:
+            frozen = [0 if self.lora is None and not optimizer else one for one in base]
+            away = [one + more for one, more in zip(frozen, adapters, strict=True)]
+            if not optimizer:
+                away = frozen
+        if not any(away):
+            return self
         # The layer in use and the next one.
         coming = min(sum(away), 2 * max(away))
-        inside = adapters if self.lora is not None else frozen
-        leaving = min(self.gradient_bytes, 2 * max(inside))
-        rests = self.gradient_bytes
-        if weights:
-            ends = self.gradient_bytes - sum(frozen) if optimizer and self.lora is None else 0
-            rests = sum(away) + max(0, ends)
+        outer = self.gradient_bytes - sum(trained) if optimizer else 0
         return replace(
             self,
             weight_bytes=self.weight_bytes - (sum(away) - coming if weights else 0),
-            gradient_bytes=leaving if optimizer else self.gradient_bytes,
+            gradient_bytes=(
+                min(self.gradient_bytes, 2 * max(trained)) if optimizer else self.gradient_bytes
+            ),
             resting=Resting(
-                weight_bytes=rests,
-                gradient_bytes=self.gradient_bytes if optimizer else 0,
+                layer_bytes=tuple(away),
+                outer_bytes=outer,
+                stays=not weights,
+                layer_gradient_bytes=tuple(gradients),
+                outer_gradient_bytes=outer,
                 optimizer_parameters=self.trainable_parameters if optimizer else 0,
             ),
         )

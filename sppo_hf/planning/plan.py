@@ -69,7 +69,6 @@ __all__ = [
     "limit_text",
     "limit_warnings",
     "make_plan",
-    "resting_warnings",
 ]
 
 _FULL = 0.8
@@ -168,17 +167,6 @@ def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
     )
 
 
-def resting_warnings(shape: ModelShape) -> tuple[str, ...]:
-    """Says what a prediction leaves out where weights or the optimizer rest on the host."""
-    if shape.resting is None:
-        return ()
-    copied = format_bytes(shape.resting.weight_bytes)
-    return (
-        f"{copied} of weights rest on the host; the seconds of their copies (and of the "
-        "optimizer's step there) are not in the prediction",
-    )
-
-
 def hole_warnings(
     config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
 ) -> Iterator[str]:
@@ -271,6 +259,9 @@ class Plan(Decisions):
     order_reason: str = ""
     """Why the grid is walked in this order."""
 
+    places_reason: str = ""
+    """Why weights or the optimizer rest on the host; "" where nothing does."""
+
     estimate: MemoryEstimate
     """Predicted bytes."""
 
@@ -352,8 +343,7 @@ def make_plan(
         BudgetError: a budget that the user named cannot hold what it must.
     """
     weights_rest, optimizer_rests = config.rests
-    if device.kind == "cuda":  # on a CPU all of it is in the same memory
-        shape = shape.resting_on_host(weights=weights_rest, optimizer=optimizer_rests)
+    shape = shape.resting_on_host(weights=weights_rest, optimizer=optimizer_rests)
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     budgets = read_budgets(config, device)
@@ -401,6 +391,7 @@ def make_plan(
         recompute_reason=decided.recompute_reason,
         offload_reason=decided.offload_reason,
         order_reason=_order_reason(task, decided),
+        places_reason="" if shape.resting is None else "set by the user",
         estimate=predicted,
         budgets=budgets,
         prediction=decided.prediction,
@@ -409,7 +400,6 @@ def make_plan(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
             *hole_warnings(config, device, predicted, budgets),
             *estimate_warnings(shape),
-            *resting_warnings(shape),
             *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
         ),
     )

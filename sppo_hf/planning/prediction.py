@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops
-from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, lower
+from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, HOST_COMPUTE, lower
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.timeline import Timeline
 
@@ -54,6 +54,9 @@ class Prediction:
     stall_seconds: float
     """Compute standing still for copies and disk."""
 
+    update_seconds: float = 0.0
+    """The optimizer's update on the host, which follows backward; 0 where it is on the device."""
+
     bound_seconds: float
     """Duration of the program's optimum over fractional layers; 0 where it was not asked."""
 
@@ -70,10 +73,15 @@ class Prediction:
     """First to last."""
 
     d2h_bytes: int = 0
-    """Bytes that leave the device, for the host or on to the disk."""
+    """Activations that leave the device, for the host or on to the disk."""
 
     h2d_bytes: int = 0
-    """Bytes that come back; keys and values, where they leave, for every chunk that reads them."""
+    """What of them comes back; keys and values, where they leave, for each chunk that uses them."""
+
+    @property
+    def forward_backward_seconds(self) -> float:
+        """The step without an update on the host, as an engine can measure it."""
+        return self.step_seconds - self.update_seconds
 
 
 def predict(
@@ -94,7 +102,10 @@ def predict(
     return Prediction(
         policy=policy,
         step_seconds=step_seconds,
-        stall_seconds=step_seconds - timeline.busy_seconds(COMPUTE),
+        stall_seconds=step_seconds
+        - timeline.busy_seconds(COMPUTE)
+        - timeline.busy_seconds(HOST_COMPUTE),
+        update_seconds=timeline.busy_seconds(HOST_COMPUTE),
         bound_seconds=bound_seconds,
         tokens_per_second=tokens / step_seconds,
         tflops=model_flops / step_seconds / 1e12,
@@ -116,6 +127,8 @@ def _by_chunk(decisions: Decisions, timeline: Timeline) -> tuple[ChunkPrediction
     sums: list[dict[str, float]] = [{} for _ in decisions.bounds]
     behind: list[dict[Tier, float]] = [{} for _ in decisions.bounds]
     for span in timeline.spans():
+        if span.lane == HOST_COMPUTE:
+            continue  # the optimizer's, of no chunk
         taken = span.end_seconds - span.start_seconds
         chunk = span.action.unit
         if span.lane in tiers:

@@ -41,7 +41,7 @@ def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group
         ("forward", forward, sum(measured.forward_seconds)),
         ("backward", backward, sum(measured.backward_seconds)),
         ("standing still", planned.stall_seconds, measured.stall_seconds),
-        ("step", planned.step_seconds, measured.step_seconds),
+        ("step", planned.forward_backward_seconds, measured.step_seconds),
     )
     for name, said, took in rows:
         table.add_row(name, format_seconds(said), format_seconds(took))

@@ -27,6 +27,9 @@ KIND_COLOURS: dict[Kind, str] = {
     "L": "#8C4A6E",
     "K": GREEN,
     "O": "#00523C",
+    "P": "#6E6E6E",
+    "G": "#BDBDBD",
+    "U": YELLOW,
     "I": "#2E5F8A",
     "W": "#7A8FC7",
     "SEND_F": "#B5B5B5",
@@ -39,7 +42,7 @@ KIND_COLOURS: dict[Kind, str] = {
     "RECV_DKV": "#B4D3C8",
     "REDUCE_GRAD": RED,
 }
-DARK_KINDS: frozenset[Kind] = frozenset({"B", "I", "H", "L", "R", "O", "SEND_B"})
+DARK_KINDS: frozenset[Kind] = frozenset({"B", "I", "H", "L", "R", "O", "P", "SEND_B"})
 """Kinds on whose colour white letters can be read better than black ones."""
 
 FINEST = 1 / 2000

@@ -33,9 +33,12 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "tokens_per_second": None if predicted is None else predicted.tokens_per_second,
         "mfu": None if predicted is None else predicted.mfu,
         "stall_seconds": None if predicted is None else predicted.stall_seconds,
+        "update_seconds": None if predicted is None else predicted.update_seconds,
         "max_seq_len": answer.max_seq_len,
         "policy": None if predicted is None else predicted.policy,
         "order": None if plan is None else plan.order,
+        "weights": None if plan is None else places_of(plan)[0],
+        "optimizer": None if plan is None else places_of(plan)[1],
         "kv_tier": None if plan is None else plan.farthest_keys,
         "kv_modes": None if plan is None else list(plan.kv_modes),
         "kv_block_tokens": None if plan is None else plan.kv_block_tokens,
@@ -50,6 +53,14 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "moments": {tier: answer.estimate.peak(tier).name for tier in TIERS},
         "warnings": [] if plan is None else list(plan.warnings),
     }
+
+
+def places_of(plan: Plan) -> tuple[str, str]:
+    """Returns where layers' weights and the optimizer rest: "device" or "host"."""
+    resting = plan.shape.resting
+    weights = resting is not None and not resting.stays
+    optimizer = resting is not None and resting.optimizer_parameters > 0
+    return "host" if weights else "device", "host" if optimizer else "device"
 
 
 def actions_to_list(plan: Plan | None) -> list[list[str]]:

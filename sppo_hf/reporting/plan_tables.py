@@ -197,6 +197,7 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
     if plan.training:
         _add_adapters(table, plan)
         _add_modes(table, plan, layers=layers)
+    _add_places(table, plan)
     if plan.training and plan.by_layer and set(plan.kv_modes) - {"device"}:
         table.add_row("K/V", keys_text(plan), f"of {plan.num_layers} layers, until backward")
     if plan.kv_tier != "device":
@@ -213,6 +214,21 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
         if predicted.stall_seconds > 0.0005 * predicted.step_seconds:
             speed += f"; {format_seconds(predicted.stall_seconds)} of it waits for copies"
         table.add_row("step", format_seconds(predicted.step_seconds), f"predicted: {speed}")
+
+
+def _add_places(table: Table, plan: Plan) -> None:
+    """Says what of the model rests on the host."""
+    resting = plan.shape.resting
+    if resting is None:
+        return
+    if not resting.stays:
+        text = "on the host, two layers on the device"
+        table.add_row("weights", text, plan.places_reason)
+    if plan.training and resting.optimizer_parameters:
+        why, predicted = plan.places_reason, plan.prediction
+        if predicted is not None:
+            why += f"; its update takes {format_seconds(predicted.update_seconds)} of the step"
+        table.add_row("optimizer", "on the host", why)
 
 
 def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:

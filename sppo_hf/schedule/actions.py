@@ -15,7 +15,7 @@ from sppo_hf.errors import ScheduleError
 
 # fmt: off
 Kind = Literal[
-    "F", "B", "I", "W", "R", "D", "H", "S", "L", "K", "O",
+    "F", "B", "I", "W", "R", "D", "H", "S", "L", "K", "O", "P", "G", "U",
     "SEND_F", "RECV_F", "SEND_B", "RECV_B", "SEND_KV", "RECV_KV", "SEND_DKV", "RECV_DKV",
     "REDUCE_GRAD",
 ]
@@ -34,6 +34,9 @@ KIND_NAMES: dict[Kind, str] = {
     "L": "disk load",
     "K": "K/V in",
     "O": "K/V out",
+    "P": "weights in",
+    "G": "gradients out",
+    "U": "optimizer's update",
     "SEND_F": "send activation",
     "RECV_F": "receive activation",
     "SEND_B": "send gradient",
@@ -47,7 +50,8 @@ KIND_NAMES: dict[Kind, str] = {
 """Each kind in words, as pictures, traces and errors show it. "B" is a whole backward, "I" and "W"
 the two halves of one that is split; a send names the stage that sends, a receive the one that
 receives, but K/V and their gradients pass between ranks of one stage; the unit of "REDUCE_GRAD" is
-the last one whose gradients are in the sum."""
+the last one whose gradients are in the sum. "P", "G" and "U" are of weights that rest on the host,
+where "U" updates them; what is outside of the layers counts as the layer behind the last."""
 
 COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
 """Kinds that occupy the device's compute."""

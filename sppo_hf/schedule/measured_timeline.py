@@ -113,6 +113,7 @@ def executed_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
 _LANE_NAMES: dict[Kind, str] = {
     **dict.fromkeys(COMPUTE_KINDS, "compute"),
     **{"D": "d2h", "O": "d2h", "H": "h2d", "K": "h2d", "S": "disk write", "L": "disk read"},
+    **{"P": "h2d", "G": "d2h", "U": "host compute"},
     **{"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"},
     "REDUCE_GRAD": "reduce",
 }

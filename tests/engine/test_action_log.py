@@ -34,10 +34,10 @@ def _mixed(chunk: int, layer: int) -> FrameMode:
 
 
 def _run(
-    folder: Path, batch: dict[str, Any] | None = None, **settings: Any
+    folder: Path, batch: dict[str, Any] | None = None, *, num_layers: int = 3, **settings: Any
 ) -> tuple[list[str], Any]:
     """What rank 0 wrote of a step, and the plan."""
-    model = build_tiny_model("llama", num_hidden_layers=3).train()
+    model = build_tiny_model("llama", num_hidden_layers=num_layers).train()
     ways = {"chunk_lengths": LENGTHS, "hardware": "cpu", "min_offload_size": 1, "show_plan": False}
     ways["order"] = "by_chunk"
     convert(model, SPPOConfig(**{**ways, "trace_dir": str(folder), **settings}))
@@ -188,3 +188,33 @@ def test_layers_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ran, plan = _run(tmp_path / "did", offload_dir=str(tmp_path / "disk"))
     assert ran == _planned(plan)
     assert {"0S0.0", "0L0.0", "0H0.0"} <= set(ran)
+
+
+ON_HOST = (
+    {"weights": "host", "order": "by_layer"},
+    {"optimizer": "host", "order": "by_layer"},
+    {"optimizer": "host", "order": "by_chunk"},
+)
+
+
+@pytest.mark.parametrize("places", ON_HOST, ids=" ".join)
+@pytest.mark.parametrize(("num_layers", "num_chunks"), [(1, 4), (2, 1), (4, 1), (5, 4)])
+def test_weights_on_the_host(
+    num_layers: int,
+    num_chunks: int,
+    places: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force_modes(monkeypatch, _mixed)
+    lengths = LENGTHS if num_chunks == 4 else [TOKENS]
+    ran, plan = _run(tmp_path, num_layers=num_layers, chunk_lengths=lengths, **places)
+    assert [*ran, "0U0"] == _planned(plan)  # the update is the optimizer's affair
+    kinds = [Action.parse(text).kind for text in ran]
+    assert kinds.count("G") == num_layers + 1
+    again = max(0, num_layers - 2) if "weights" in places else 0
+    assert kinds.count("P") == num_layers + 1 + again
+    program = plan.program()
+    timeline = program.simulate(with_bytes=True)
+    for tier in ("device", "host"):
+        assert timeline.peak(tier).num_bytes == program.estimate.peak_bytes(tier) > 0

@@ -243,7 +243,7 @@ def test_keys_do_not_go_through_the_arena(monkeypatch):
 def test_keys_on_disk(monkeypatch, tmp_path, recompute):
     engines = []
 
-    def with_disk(config, device, plan):
+    def with_disk(config, device, plan, copier=None):
         engines.append(
             make_engine(
                 device,

@@ -134,3 +134,14 @@ def test_what_needs_the_device_is_refused(seen: dict[str, Any], said: str) -> No
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **seen})
     with pytest.raises(ConfigError, match=said):
         refuse_host_weights(accelerator, SPPOConfig(weights="host"))
+
+
+def test_what_a_step_did_ends_with_the_update(tmp_path: Path) -> None:
+    plugin = SPPOPlugin(chunk_tokens=16, weights="host", trace_dir=str(tmp_path / "did"))
+    _train(tmp_path, plugin, max_steps=2, gradient_accumulation_steps=2)
+    ran = (tmp_path / "did" / "rank0.actions").read_text().split()
+    assert ran[-1] == "0U0"
+    assert ran.count("0U0") == 1
+    assert ran[0].startswith("0P0.")
+    trace = (tmp_path / "did" / "rank0.trace.json").read_text()
+    assert '"host compute"' in trace

@@ -71,10 +71,16 @@ def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
     if lora is None:
         assert rests.gradient_bytes == 2 * layer
         assert rests.resting == Resting(
-            weight_bytes=whole.gradient_bytes,
-            gradient_bytes=whole.gradient_bytes,
+            layer_bytes=(layer,) * len(whole.layers),
+            outer_bytes=whole.gradient_bytes - len(whole.layers) * layer,
+            stays=False,
+            layer_gradient_bytes=(layer,) * len(whole.layers),
+            outer_gradient_bytes=whole.gradient_bytes - len(whole.layers) * layer,
             optimizer_parameters=whole.trainable_parameters,
         )
+        assert rests.resting.weight_bytes == rests.resting.gradient_bytes == whole.gradient_bytes
+        # Weights and both moments are read and written, gradients read.
+        assert rests.resting.update_bytes == (3 * 2 + 2 * 8) * whole.trainable_parameters
     else:
         assert rests.gradient_bytes == whole.gradient_bytes
         assert rests.resting.weight_bytes == len(whole.layers) * layer

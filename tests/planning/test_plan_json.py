@@ -17,6 +17,9 @@ ADDED = {
     *(
         "policy",
         "order",
+        "weights",
+        "optimizer",
+        "update_seconds",
         "kv_tier",
         "kv_modes",
         "kv_block_tokens",
