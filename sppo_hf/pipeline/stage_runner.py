@@ -35,6 +35,7 @@ from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.head import ModelHead
+from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.stage_input import StageInput, StateEnd, UnitGraph, enter
 from sppo_hf.engine.stage_message import MessageLayout
 from sppo_hf.engine.stages import StagedModel
@@ -171,6 +172,8 @@ class StageRunner:
         add_loss: AddLoss | None,
         labelled: frozenset[int],
         split: bool = False,
+        router_loss: RouterLoss | None = None,
+        router_gradient: Callable[[], Tensor] | None = None,
     ) -> None:
         """Prepare a step; runs nothing.
 
@@ -187,6 +190,9 @@ class StageRunner:
             add_loss: Ends the forward of a chunk; None where the last stage is not here.
             labelled: Chunks whose loss is computed.
             split: Whether backward comes in two halves.
+            router_loss: Is given the routers' logits of every unit; None where they have no loss.
+            router_gradient: Returns the gradient of a unit's sums of router probabilities, `[E]`;
+                called once, by all ranks together, see `before_backward`.
         """
         self._staged = staged
         self._call = call
@@ -200,6 +206,10 @@ class StageRunner:
         self._add_loss = add_loss
         self._labelled = labelled
         self._split = split
+        self.router_loss = router_loss
+        """Of this step; None where routers have none."""
+        self._make_router_gradient = router_gradient
+        self._router_gradient: Tensor | None = None
         self._running: dict[tuple[int, int], _MicroBatch] = {}
         self._due: dict[tuple[int, int, int], WeightGradients] = {}
         self._now = WeightGradients()
@@ -231,8 +241,11 @@ class StageRunner:
         if chunk != running.due_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
         running.due_chunk += 1
-        hidden, inlet = self._run_layers(stage, running, chunk, received)
+        hidden, inlet, router = self._run_layers(
+            stage, running, chunk, received, rows=self._rows[micro_batch]
+        )
         unit = UnitGraph.of(hidden, inlet, received)
+        unit.router = router
         given: Tensor | None = None
         if stage < self._staged.cut.num_stages - 1:
             given = hidden.detach()
@@ -263,7 +276,10 @@ class StageRunner:
             last_position=positions.max().view(1, 1),
             around_layers=self._around_layers if self._split else contextlib.nullcontext,
         )
-        slices = ChunkInputs(self._call.tokens, positions, self._call.constants).rows(start, end)
+        constants = dict(self._call.constants)
+        if self.router_loss is not None:
+            constants["output_router_logits"] = True
+        slices = ChunkInputs(self._call.tokens, positions, constants).rows(start, end)
         embedded = self._embed(slices) if stage == 0 else None
         if embedded is not None:
             others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
@@ -286,13 +302,20 @@ class StageRunner:
         return DeferWeights(lambda: self._now)
 
     def _run_layers(
-        self, stage: int, running: _MicroBatch, chunk: int, received: Tensor | None
-    ) -> tuple[Tensor, StageInput | None]:
+        self,
+        stage: int,
+        running: _MicroBatch,
+        chunk: int,
+        received: Tensor | None,
+        *,
+        rows: tuple[int, int],
+    ) -> tuple[Tensor, StageInput | None, Tensor | None]:
         """Run the stage's layers over a chunk.
 
         Returns:
-            What goes to the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`; and
-            where the gradient of what the stage was given will be.
+            What goes to the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`;
+            where the gradient of what the stage was given will be; and what
+            `RouterLoss.add` returned.
         """
         inputs = running.slices.chunk(*running.sequence.run_tokens(chunk))
         inlet = None
@@ -319,12 +342,20 @@ class StageRunner:
             self._received = self._given = None
             own_inputs = self._staged.take_given(stage)
         self._head.output_class = type(output)
+        router = None
+        if self.router_loss is not None:
+            router = self.router_loss.add(
+                output.router_logits,
+                self._call.attention_mask,
+                rows,
+                running.sequence.part(chunk),
+            )
         if stage == self._staged.cut.num_stages - 1:
-            return output.last_hidden_state, inlet
+            return output.last_hidden_state, inlet, router
         assert given is not None, "the last layer of a stage ran"
         end = self._staged.cut.layers[stage].stop
         shared = inputs.get("shared_kv_states", {})
-        return self._messages.pack(end, given, own_inputs, shared), inlet
+        return self._messages.pack(end, given, own_inputs, shared), inlet, router
 
     def first_layer_input(self) -> Tensor | None:
         """What the first layer of the running stage must be given instead; None: what it gets.
@@ -377,6 +408,15 @@ class StageRunner:
 
     # -- backward ----------------------------------------------------------------------------
 
+    def before_backward(self) -> None:
+        """Let all ranks add up what backward needs of all forwards: the numbers of a router loss.
+
+        Called before a rank waits for its first gradient, which comes of another rank's backward.
+        """
+        if self._make_router_gradient is not None:
+            self._router_gradient = self._make_router_gradient()
+            self._make_router_gradient = None
+
     def backward(
         self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
     ) -> Tensor | None:
@@ -426,6 +466,9 @@ class StageRunner:
                 # Without labels of its own, later chunks still left gradients for its keys.
                 ends.append(unit.end)
                 grads.append(unit.zeros() if grad is None else grad)
+            if unit.router is not None and unit.router.requires_grad:
+                ends.append(get_gradient_edge(unit.router))
+                grads.append(self._router_gradient)
             torch.autograd.backward(ends, grads)
 
     def _gradient_of_input(
