@@ -303,7 +303,7 @@ class PipelineEngine(Engine):
                 first.register_forward_pre_hook(
                     first_layer_hook(lambda: self._units), with_kwargs=True, prepend=True
                 )
-            last.register_forward_hook(last_layer_hook(lambda: self._units))
+            last.register_forward_hook(last_layer_hook(lambda: self._units), with_kwargs=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand-in for the model's forward.

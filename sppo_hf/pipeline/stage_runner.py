@@ -20,7 +20,7 @@ Knows nothing of chunks or schedules.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.stage_input import StageInput, StateEnd, UnitGraph, enter
-from sppo_hf.engine.stage_message import MessageLayout
+from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout, Received
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -213,8 +213,8 @@ class StageRunner:
         self._running: dict[tuple[int, int], _MicroBatch] = {}
         self._due: dict[tuple[int, int, int], WeightGradients] = {}
         self._now = WeightGradients()
-        self._received: Tensor | None = None
-        self._given: Tensor | None = None
+        self._received: Received | None = None
+        self._given: tuple[Tensor, Mapping[Any, Any]] | None = None
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
 
@@ -325,13 +325,12 @@ class StageRunner:
             message, inlet = enter(received)
             parts = self._messages.unpack(self._staged.cut.layers[stage].start, message)
             # Only for its shape and dtype: layers get another one, see `first_layer_input`.
-            inputs["inputs_embeds"] = parts.hidden.detach()
+            one_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
+            inputs["inputs_embeds"] = one_BCD.detach()
             inputs |= parts.arguments
-            self._received = parts.hidden
-        else:
-            inputs |= self._messages.new_shared()
-            if running.embedded is not None:
-                inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
+            self._received = parts
+        elif running.embedded is not None:
+            inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
         self._enter(running.sequence)
         try:
             with self._staged.running(stage):
@@ -354,10 +353,10 @@ class StageRunner:
             return output.last_hidden_state, inlet, router
         assert given is not None, "the last layer of a stage ran"
         end = self._staged.cut.layers[stage].stop
-        shared = inputs.get("shared_kv_states", {})
-        return self._messages.pack(end, given, own_inputs, shared), inlet, router
+        hidden, shared = given
+        return self._messages.pack(end, hidden, own_inputs, shared), inlet, router
 
-    def first_layer_input(self) -> Tensor | None:
+    def first_layer_input(self) -> Received | None:
         """What the first layer of the running stage must be given instead; None: what it gets.
 
         Models scale embeddings or add positions to them before their first layer, which must not
@@ -365,9 +364,9 @@ class StageRunner:
         """
         return self._received
 
-    def last_layer_output(self, hidden: Tensor) -> None:
-        """Take note of what the last layer of the running stage returned."""
-        self._given = hidden
+    def last_layer_output(self, hidden: Tensor, shared: Mapping[Any, Any]) -> None:
+        """Take note of what the last layer of the running stage returned, and left for others."""
+        self._given = hidden, shared
 
     def _end_chunk(self, micro_batch: int, chunk: int, hidden_BCD: Tensor) -> Tensor | None:
         if self._add_loss is None or chunk not in self._labelled:
@@ -534,17 +533,19 @@ def first_layer_hook(
         received = None if running is None else running.first_layer_input()
         if received is None:
             return None
+        if received.shared:
+            kwargs[SHARED_KEYS].update(received.shared)
         if args:
-            return (received, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": received}
+            return (received.hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": received.hidden}
 
     return hook
 
 
 def last_layer_hook(units: Callable[[], StageRunner | None]) -> Callable[..., None]:
-    """A hook for last layers of stages; see `last_layer_output`."""
+    """A hook (with keywords) for last layers of stages; see `last_layer_output`."""
 
-    def hook(layer: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def hook(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         running = units()
         if running is None:
             return
@@ -554,6 +555,6 @@ def last_layer_hook(units: Callable[[], StageRunner | None]) -> Callable[..., No
                 f"{type(layer).__name__} gives the next layer more than hidden states, which does "
                 "not travel between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-        running.last_layer_output(hidden)
+        running.last_layer_output(hidden, kwargs.get(SHARED_KEYS) or {})
 
     return hook

@@ -184,14 +184,17 @@ def _beside_hidden_states() -> list[Case]:
         _case("shared keys, LoRA", family, lora=True, rows=2, settings=chunks),
         _case("shared keys, evaluation", family, steps=[{}, {"evaluate": True}], settings=chunks),
         _case("shared keys, one layer a stage", family, rows=4, settings=each),
+        # More than one hidden state of each token.
+        _case("streams", "gemma3n_text", rows=2, padding=[0, 9], settings=recompute),
+        _case("streams, offloaded, zb", "gemma3n_text", rows=2, settings={**away, **zb}),
+        _case("streams, LoRA", "gemma3n_text", lora=True, rows=2, settings=chunks),
     ]
 
 
 def every_family() -> list[Case]:
     """One case of each family that is proved exact on one device, but those that cannot be cut."""
-    uncut = {"gemma3n_text"}
     # They ask for the embedding of an image token, which tiny ones do not have.
-    uncut |= {"gemma4", "gemma4_unified"}
+    uncut = {"gemma4", "gemma4_unified"}
     uncut |= {"llama4"}
     schedules = ("seq1f1b", "zb_seq1f1b")
     names = [n for n, f in FAMILIES.items() if f.model_type in PROVED and n not in uncut]
@@ -335,7 +338,7 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         # Kept and offloaded states, in both kinds of backward.
         mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
         cases += _named("states", [case for case in _states() if case["name"] in mixers])
-        cases += _named("beside", _beside_hidden_states()[2:5])
+        cases += _named("beside", [*_beside_hidden_states()[2:5], _beside_hidden_states()[-2]])
         cases += _named("router loss", _router_losses(layers)[:3])
     return cases + _named("step", _micro_steps(layers))[:3]
 
