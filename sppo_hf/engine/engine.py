@@ -296,7 +296,7 @@ class Engine:
                 output = self._loss(call, layout, plan, watch, logits, router_loss)
                 if router_loss is not None:
                     if self.group is not None:
-                        router_loss.sum_over_ranks(self.group)
+                        router_loss.sum_over_ranks(self.group.sum_over_ranks)
                     output = router_loss.added_to(output)
             else:
                 self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
@@ -480,11 +480,9 @@ class Engine:
             self.head.output_class = type(output)
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
-                mask, part = call.attention_mask, sequence.part(chunk)
-                mask_BC = None if mask is None else mask[slice(*group), slice(*part)]
-                if part[0] == part[1]:
-                    mask_BC = hidden_BCD.new_zeros(hidden_BCD.shape[:2])
-                router_loss.add(output.router_logits, mask_BC)
+                router_loss.add(
+                    output.router_logits, call.attention_mask, group, sequence.part(chunk)
+                )
             watch.watch_backward(chunk, hidden_BCD)
             if whole_chunks and self.group is not None:
                 start, end = plan.bounds[chunk]

@@ -7,44 +7,59 @@ is a sum over tokens of anything, but both are made of sums, so the sums are car
 
 Beside the layers' frames it keeps the probabilities until backward: 4 bytes per token, layer with a
 router, and expert.
+
+[Note: gradient of the router loss by chunks] The gradient by a chunk's sums of probabilities is
+`coefficient * E * chosen_e / tokens^2`: chunks need nothing of each other but how often each expert
+was chosen, and by how many tokens. So the stages of a pipeline add up their numbers once, after
+their last forward and before their first backward, and each chunk's backward begins at its own sums
+as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import UnsupportedModelError
 
-# B batch rows, C tokens of a chunk, E experts.
+# B batch rows, C tokens of a chunk, T tokens of the sequence, E experts.
 
 
 class RouterLoss:
     """The sums of one forward call."""
 
-    def __init__(self, num_experts: int, top_k: int, coefficient: float) -> None:
+    def __init__(
+        self, num_experts: int, top_k: int, coefficient: float, *, backward_by_chunk: bool = False
+    ) -> None:
         """Begin at zero.
 
         Args:
             num_experts: E.
             top_k: Experts that a token chooses.
             coefficient: Factor of this loss in the model's loss.
+            backward_by_chunk: Whether backward begins at each chunk's sums, which `add` returns,
+                and not at `value`; see [Note: gradient of the router loss by chunks].
         """
         self._num_experts = num_experts
         self._top_k = top_k
         self._coefficient = coefficient
+        self._backward_by_chunk = backward_by_chunk
         self._chosen_E: Tensor | None = None
         self._probability_E: Tensor | None = None
         self._tokens: Tensor | int = 0
 
     @classmethod
-    def of(cls, parts: ModelParts) -> RouterLoss | None:
+    def of(cls, parts: ModelParts, *, backward_by_chunk: bool = False) -> RouterLoss | None:
         """The loss that `parts` adds to the loss of its labels; None where it is switched off.
+
+        Args:
+            parts: The model.
+            backward_by_chunk: See `__init__`.
 
         Raises:
             UnsupportedModelError: It is switched on, and what it is made of is not known.
@@ -67,44 +82,82 @@ class RouterLoss:
                 "experts, choices and coefficient are not where Transformers' models have them. "
                 "Set model.config.output_router_logits = False to train without it."
             )
-        return cls(*values)  # type: ignore[arg-type]
+        return cls(*values, backward_by_chunk=backward_by_chunk)  # type: ignore[arg-type]
 
-    def add(self, router_logits: tuple[Tensor, ...] | None, mask_BC: Tensor | None) -> None:
+    def add(
+        self,
+        router_logits: tuple[Tensor, ...] | None,
+        mask_BT: Tensor | None,
+        rows: tuple[int, int],
+        tokens: tuple[int, int],
+    ) -> Tensor | None:
         """Add a chunk.
 
         Args:
             router_logits: `[B * C, E]` for every layer with a router, as the base model gives them.
-            mask_BC: Nonzero for tokens that are no padding; None where all count.
+            mask_BT: Nonzero for tokens of the batch that are no padding; None where all count.
+            rows: Half-open, of the batch: those of the chunk.
+            tokens: Likewise; none where one ran that counts for nothing (see
+                [Note: a rank without tokens] in `sequence_group`).
+
+        Returns:
+            The chunk's sums of probabilities, `[E]`, with their graph; None without a router.
         """
-        weight = None if mask_BC is None else mask_BC.reshape(-1).to(dtype=torch.float32)
+        weight = None
+        if mask_BT is not None:
+            mask_BC = mask_BT[slice(*rows), slice(*tokens)]
+            weight = mask_BC.reshape(-1).to(dtype=torch.float32)
+        whole_E: Tensor | None = None
         for logits in router_logits or ():
             weights = torch.softmax(logits, dim=-1)
             _, chosen = torch.topk(weights, self._top_k, dim=-1)
-            if self._chosen_E is None or self._probability_E is None:
-                zeros_E = weights.new_zeros(self._num_experts, dtype=torch.float32)
-                self._chosen_E, self._probability_E = zeros_E, zeros_E.clone()
+            if tokens[0] == tokens[1]:
+                weight = weights.new_zeros(len(weights), dtype=torch.float32)
             counts = torch.ones_like(chosen, dtype=torch.float32)
             if weight is None:
-                probability = weights.float().sum(dim=0)
+                probability_E = weights.float().sum(dim=0)
                 self._tokens = self._tokens + weights.shape[0]
             else:
-                probability = (weights.float() * weight[:, None]).sum(dim=0)
+                probability_E = (weights.float() * weight[:, None]).sum(dim=0)
                 counts = counts * weight[:, None]
                 self._tokens = self._tokens + weight.sum()
-            # Into a new tensor: the sum before is none that anybody's graph has saved.
-            ones_E = torch.zeros_like(self._chosen_E)
+            whole_E = probability_E if whole_E is None else whole_E + probability_E
+            ones_E = torch.zeros_like(probability_E, requires_grad=False)
             ones_E.scatter_add_(0, chosen.reshape(-1), counts.reshape(-1))
-            self._chosen_E = self._chosen_E + ones_E
-            self._probability_E = self._probability_E + probability
+            # Into a new tensor: the sum before is none that anybody's graph has saved.
+            self._chosen_E = ones_E if self._chosen_E is None else self._chosen_E + ones_E
+        if whole_E is not None:
+            kept_E = whole_E.detach() if self._backward_by_chunk else whole_E
+            before_E = self._probability_E
+            self._probability_E = kept_E if before_E is None else before_E + kept_E
+        return whole_E
 
-    def sum_over_ranks(self, group: SequenceGroup) -> None:
-        """Add up the sums of the ranks that share the sequence; after the last chunk."""
+    def sum_over_ranks(
+        self, total: Callable[[Tensor], Tensor], device: torch.device | None = None
+    ) -> None:
+        """Add up the sums of several ranks; after the last chunk.
+
+        Args:
+            total: Returns the sum of a tensor over the ranks.
+            device: Where a rank without a router has its zeros; None where all have one or none.
+        """
         if self._chosen_E is None or self._probability_E is None:
-            return
-        tokens = torch.as_tensor(self._tokens, device=self._chosen_E.device)
-        self._chosen_E = group.sum_over_ranks(self._chosen_E)
-        self._probability_E = group.sum_over_ranks(self._probability_E)
-        self._tokens = group.sum_over_ranks(tokens)
+            if device is None:
+                return
+            zeros_E = torch.zeros(self._num_experts, dtype=torch.float32, device=device)
+            self._chosen_E, self._probability_E = zeros_E, zeros_E
+        tokens = torch.as_tensor(
+            self._tokens, dtype=self._chosen_E.dtype, device=self._chosen_E.device
+        )
+        sums = total(torch.cat([self._chosen_E, self._probability_E, tokens.view(1)]))
+        self._chosen_E, self._probability_E, (self._tokens,) = sums.split(
+            [self._num_experts, self._num_experts, 1]
+        )
+
+    def gradient(self) -> Tensor:
+        """Of this loss with its coefficient, by what `add` returned for any chunk, `[E]`."""
+        assert self._chosen_E is not None, "a chunk was added, or sums of other ranks were"
+        return self._coefficient * self._num_experts * self._chosen_E / self._tokens**2
 
     def value(self) -> Tensor | None:
         """The loss without its coefficient, shape `[]`; None where no layer has a router."""

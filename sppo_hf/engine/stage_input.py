@@ -73,6 +73,8 @@ class UnitGraph:
     """For what it was given; None where it began with tokens."""
     loss: Tensor | None = None
     """Sum of the chunk's losses, on the last stage, where it has labels."""
+    router: Tensor | None = None
+    """The chunk's sums of router probabilities `[E]`, where the model has a loss of its routers."""
 
     @classmethod
     def of(cls, given: Tensor, inlet: StageInput | None, received: Tensor | None) -> UnitGraph:

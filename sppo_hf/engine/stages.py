@@ -33,10 +33,18 @@ from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 _ATTRIBUTE = "_sppo_stages"
 
-_PER_LAYER = "per_layer"
-"""In the names of what makes inputs of each layer of token ids, in front of the first (Gemma 4)."""
+_BEFORE = ("per_layer", "altup_projections")
+"""In the names of what stands in front of the layers, wherever it is defined: what makes inputs of
+each layer of token ids (Gemma 3n, Gemma 4), and more hidden states of one (Gemma 3n)."""
 
-_PER_LAYER_SIZE = "hidden_size_per_layer_input"
+_AFTER = ("altup_unembed_projections",)
+"""Of what stands behind them beside a norm: what makes one hidden state of several."""
+
+_PER_LAYER_INPUT = "per_layer_input"
+"""The argument of a layer for its own input."""
+
+_MAKES_PER_LAYER_INPUTS = "project_per_layer_inputs"
+"""The decoder's method that makes them of embeddings, and of what a table of its own has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,10 @@ class AbsentLayer(GradientCheckpointingLayer):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self._returns = _returned_values(type(layer).forward)
+        forward = type(layer).forward
+        self._returns = _returned_values(forward)
+        names = list(inspect.signature(forward).parameters)[1:]
+        self._own = names.index(_PER_LAYER_INPUT) if _PER_LAYER_INPUT in names else len(names)
         self.carries_state = bool(mixers_of(layer))
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
@@ -89,9 +100,10 @@ class AbsentLayer(GradientCheckpointingLayer):
         """Call `forward`, whatever was switched on in the model: nothing here is recomputed."""
         return nn.Module.__call__(self, *args, **kwargs)
 
-    def forward(self, hidden_states: Tensor, own: Any = None, *_: Any, **__: Any) -> Any:
-        """Return `hidden_states` as they are, in a tuple where the layer itself returns one."""
-        self.given = own if isinstance(own, Tensor) else None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument as it is, in a tuple where the layer itself returns one."""
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        self.given = kwargs.get(_PER_LAYER_INPUT, (*args[self._own : self._own + 1], None)[0])
         if self._returns is None:
             return hidden_states
         return (hidden_states, *(None for _ in range(self._returns - 1)))
@@ -177,16 +189,16 @@ class StagedModel:
         modules = decoder._modules
         whole = modules[self._layers_name]
         modules[self._layers_name] = self._views[stage]
-        per_layer_size = getattr(decoder, _PER_LAYER_SIZE, 0)
-        if stage > 0 and per_layer_size:
-            # What layers are given was made on the first stage, and is not made again.
-            setattr(decoder, _PER_LAYER_SIZE, 0)
+        # What layers are given was made on the first stage, and is not made again.
+        made_before = stage > 0 and hasattr(decoder, _MAKES_PER_LAYER_INPUTS)
+        if made_before:
+            setattr(decoder, _MAKES_PER_LAYER_INPUTS, lambda _, made: made)
         try:
             yield
         finally:
             modules[self._layers_name] = whole
-            if per_layer_size:
-                setattr(decoder, _PER_LAYER_SIZE, per_layer_size)
+            if made_before:
+                delattr(decoder, _MAKES_PER_LAYER_INPUTS)
 
     def take_given(self, stage: int) -> list[Tensor]:
         """What the layers after `stage` were given beside hidden states when it ran, in order."""
@@ -253,12 +265,6 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
             "and none empty. Remedy: at most as many stages (pp_size x pp_virtual_stages) as "
             "layers."
         )
-    if cut.num_stages > 1 and getattr(parts.text_config, "altup_num_inputs", 0):
-        raise UnsupportedModelError(
-            f"{parts.name} cannot be cut into stages: its layers give on several hidden states "
-            "(altup_num_inputs), and one travels between the stages of a pipeline. Train it with "
-            "pp_size=1."
-        )
     _find_ends(parts)
 
 
@@ -286,12 +292,17 @@ def _find_ends(parts: ModelParts) -> _Ends:
     before: list[tuple[nn.Module, str]] = []
     after: list[tuple[nn.Module, str]] = []
     found = before
-    per_layer = [n for n, _ in parts.decoder.named_children() if _PER_LAYER in n]
+    known: list[str] = []
     for child_name, child in parts.decoder.named_children():
         if child_name == name:
             found = after
         elif any(True for _ in child.parameters()):
-            (before if child_name in per_layer else found).append((parts.decoder, child_name))
+            place = found
+            for names, side in ((_BEFORE, before), (_AFTER, after)):
+                if any(part in child_name for part in names):
+                    place = side
+                    known.append(child_name)
+            place.append((parts.decoder, child_name))
     if parts.is_multimodal:
         # Encoders of what is not text: they run in front of the first layer, or not at all.
         encoders = tuple(
@@ -299,14 +310,12 @@ def _find_ends(parts: ModelParts) -> _Ends:
             for child_name, child in parts.base.named_children()
             if parts.decoder is not parts.base and child is not parts.decoder
         )
-    unusual = [
-        n for _, n in before if n not in per_layer and not _embeds(parts.decoder._modules[n])
-    ]
+    unusual = [n for _, n in before if n not in known and not _embeds(parts.decoder._modules[n])]
     unusual += [n for _, n in after if _embeds(parts.decoder._modules[n])]
     names = [n for _, n in after]
     if (
         unusual
-        or len(after) > 1
+        or len([n for n in names if n not in known]) > 1
         or not any(parts.decoder._modules[n] is embedding for _, n in before)
     ):
         raise UnsupportedModelError(
@@ -342,6 +351,11 @@ def _remove(ends: Iterable[tuple[nn.Module, str]], keep: nn.Module | None = None
         module = parent._modules[name]
         if module is keep or module is None:
             continue
-        inner: Any = getattr(module, "base_layer", module)  # PEFT wraps embeddings too
-        embeds = isinstance(inner, nn.Embedding)
-        parent._modules[name] = AbsentEmbedding(inner) if embeds else AbsentModule()
+        parent._modules[name] = _absent(module)
+
+
+def _absent(module: nn.Module) -> nn.Module:
+    if isinstance(module, nn.ModuleList):
+        return nn.ModuleList(_absent(part) for part in module)
+    inner: Any = getattr(module, "base_layer", module)  # PEFT wraps embeddings too
+    return AbsentEmbedding(inner) if isinstance(inner, nn.Embedding) else AbsentModule()

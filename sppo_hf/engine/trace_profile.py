@@ -61,6 +61,7 @@ from sppo_hf.engine.mask import MaskMeaning
 from sppo_hf.engine.matmul_operations import operation, storage_key, tensors_in
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import NeedlessRecorder, SelectiveRecorder
+from sppo_hf.engine.stage_message import SHARED_KEYS
 from sppo_hf.engine.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.config_file import check_sizes, to_fields
@@ -89,7 +90,6 @@ _LOOKS_AT_VALUES = (
 _DTYPES = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 _HIDDEN = "hidden_states"
-_SHARED_KEYS = "shared_kv_states"
 
 # Arguments of a layer by which it learns positions: the same tables for many layers.
 _POSITIONS = ("position", "cache_position")
@@ -557,7 +557,7 @@ class _Run:
 
     def _leaf(self, name: str, value: Any) -> Any:
         """An argument as a leaf of the graph."""
-        if name == _SHARED_KEYS:
+        if name == SHARED_KEYS:
             return value  # layers write into it what later ones read
 
         def leaf(tensor: Tensor) -> Tensor:

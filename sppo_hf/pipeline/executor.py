@@ -143,6 +143,7 @@ class Executor:
             self._outbox["SEND_F", action.stage, action.unit] = given
 
     def _backward(self, action: Action) -> None:
+        self._units.before_backward()
         grad = self._take("RECV_B", action) if action.stage < self._last_stage else None
         given = self._units.backward(*self._place(action), grad, scale=self._scale)
         if given is not None:

@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, labelled_chunks, labels_of
+from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.fused import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.parameter_hooks import hooks_set_aside
+from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import own_random_numbers, part_of
 from sppo_hf.engine.stage_message import MessageLayout
 from sppo_hf.engine.stages import StagedModel
@@ -93,12 +96,11 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
             f"{name} computes its loss outside the standard one for causal language models, "
             "which a pipeline cannot take apart. Train it with pp_size=1."
         )
-    if getattr(parts.text_config, "output_router_logits", False):
+    if call.head_arguments and getattr(parts.text_config, "output_router_logits", False):
         raise UnsupportedModelError(
-            f"{name}: config.output_router_logits=True adds a loss whose gradient in every layer "
-            "needs to know how often each expert was chosen in all layers and rows, and a pipeline "
-            "runs backward of some before forward of others. Set model.config.output_router_logits "
-            "= False, or train it with pp_size=1."
+            f"{name}: config.output_router_logits=True adds a loss to that of the labels, and "
+            "whoever called the model computes another one from log-probabilities. Set "
+            "model.config.output_router_logits = False."
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
         raise ConfigError(
@@ -297,7 +299,7 @@ class PipelineEngine(Engine):
                 first.register_forward_pre_hook(
                     first_layer_hook(lambda: self._units), with_kwargs=True, prepend=True
                 )
-            last.register_forward_hook(last_layer_hook(lambda: self._units))
+            last.register_forward_hook(last_layer_hook(lambda: self._units), with_kwargs=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand-in for the model's forward.
@@ -321,6 +323,7 @@ class PipelineEngine(Engine):
         refuse_call(self.parts, self.config, call)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
+        check_router_loss(self.parts)
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
@@ -372,7 +375,7 @@ class PipelineEngine(Engine):
             scale=self._gradient_of_sum(call),
             reduces=torch.is_grad_enabled() and self.reduces_replicas(),
         )
-        return CausalLMOutputWithPast(loss=self._loss_value(call, units, gradients))
+        return self._output(call, units, gradients)
 
     def run_schedule(
         self,
@@ -486,6 +489,8 @@ class PipelineEngine(Engine):
             reduce=reduces,
             leaves=plans.leaves if training else frozenset(),
         )
+        if RouterLoss.of(self.parts) is not None:
+            _check_router_schedule(self.parts.name, step, call.batch_rows)
         if not self._size_checked:
             # Later batches may be short: the last one of an epoch, or one with much padding. They
             # run, with more idle time.
@@ -542,6 +547,17 @@ class PipelineEngine(Engine):
                 **varying,
             )
 
+        router_loss = RouterLoss.of(self.parts, backward_by_chunk=True)
+        if router_loss is not None:
+            # Transformers would put its hooks on the layers of the stage that runs first alone.
+            maybe_install_capturing_hooks(self.parts.base)
+
+        def router_gradient() -> Tensor:
+            assert router_loss is not None, "asked for where routers have a loss"
+            router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
+            # Over the ranks of a sequence gradients are averaged.
+            return self.mesh.sp_size * self._expected_gradient() * router_loss.gradient()
+
         units = StageRunner(
             self.staged,
             call,
@@ -555,6 +571,8 @@ class PipelineEngine(Engine):
             add_loss=add_loss,
             labelled=frozenset(labelled_chunks(layout, prepared.bounds)),
             split=prepared.step.splits,
+            router_loss=router_loss,
+            router_gradient=None if router_loss is None else router_gradient,
         )
         self._units = units
         return units
@@ -700,9 +718,16 @@ class PipelineEngine(Engine):
         # A number on the device, which the scaler makes when it first scales a loss.
         return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
-    def _loss_value(
+    def _sum_over_pipeline(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks that share the batch."""
+        for group in (self.mesh.pipeline, self.mesh.sequence):
+            if group is not None:
+                dist.all_reduce(x, group=group)
+        return x
+
+    def _output(
         self, call: ForwardCall, units: StageRunner, gradients: StepGradients | None
-    ) -> Tensor:
+    ) -> ModelOutput:
         """The loss on every rank, shape `[]`; see `gradients` for its backward."""
         wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=call.device)
@@ -712,9 +737,13 @@ class PipelineEngine(Engine):
         dist.broadcast(total, last, group=self.mesh.pipeline)
         if self.mesh.sequence is not None:
             dist.all_reduce(total, group=self.mesh.sequence)
-        loss = divide_loss(total, *self._count_and_divisor(call))
+        output = CausalLMOutputWithPast(loss=divide_loss(total, *self._count_and_divisor(call)))
+        if units.router_loss is not None:
+            if gradients is None:  # in training it was done before the first backward
+                units.router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
+            output = units.router_loss.added_to(output)
         if gradients is None:
-            return loss
+            return output
         ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
         reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
         versions = reads.versions()
@@ -726,7 +755,34 @@ class PipelineEngine(Engine):
             return given
 
         anchor = torch.zeros((), device=total.device, requires_grad=True)
-        return PipelineLoss.apply(loss, anchor, hand_out, *gradients.parameters())
+        output.loss = PipelineLoss.apply(output.loss, anchor, hand_out, *gradients.parameters())
+        return output
+
+
+def _check_router_schedule(name: str, step: StepSchedule, batch_rows: int) -> None:
+    """Refuse a schedule that begins backward before the last forward, with a loss of routers.
+
+    Its gradient needs all forwards, of all rows; see `router_loss`. With one micro-batch every
+    schedule will do: the last stage runs its last chunk first, which all stages have run by then.
+
+    Raises:
+        ConfigError: Naming the schedule, the micro-batches and the remedy.
+    """
+    for actions in step.schedule.ranks:
+        kinds = [action.kind for action in actions]
+        backward = next((i for i, kind in enumerate(kinds) if kind in _BACKWARDS), len(kinds))
+        if "F" in kinds[backward:]:
+            break
+    else:
+        return
+    raise ConfigError(
+        f"{name}: config.output_router_logits=True adds a loss whose gradient needs to know how "
+        f"often each expert was chosen in all {batch_rows} rows, and pp_schedule={step.name!r} "
+        f"begins backward of the first of {step.schedule.num_micro_batches} micro-batches before "
+        "forward of the last. Allowed: one micro-batch, or pp_schedule='gpipe'. Remedy: "
+        f"micro_batch_size={batch_rows}, per_device_train_batch_size=1, pp_schedule='gpipe', or "
+        "model.config.output_router_logits = False."
+    )
 
 
 def _micro_batches(batch_rows: int, config: SPPOConfig) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ products) gets its gradient in the first half, which is exact as well and costs 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,8 +31,9 @@ from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.head import ModelHead
+from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.stage_input import StageInput, StateEnd, UnitGraph, enter
-from sppo_hf.engine.stage_message import MessageLayout
+from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout, Received
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -167,6 +168,8 @@ class StageRunner:
         add_loss: AddLoss | None,
         labelled: frozenset[int],
         split: bool = False,
+        router_loss: RouterLoss | None = None,
+        router_gradient: Callable[[], Tensor] | None = None,
     ) -> None:
         """Prepare a step; runs nothing.
 
@@ -183,6 +186,9 @@ class StageRunner:
             add_loss: Ends the forward of a chunk; None where the last stage is not here.
             labelled: Chunks whose loss is computed.
             split: Whether backward comes in two halves.
+            router_loss: Is given the routers' logits of every unit; None where they have no loss.
+            router_gradient: Returns the gradient of a unit's sums of router probabilities, `[E]`;
+                called once, by all ranks together, see `before_backward`.
         """
         self._staged = staged
         self._call = call
@@ -196,11 +202,15 @@ class StageRunner:
         self._add_loss = add_loss
         self._labelled = labelled
         self._split = split
+        self.router_loss = router_loss
+        """Of this step; None where routers have none."""
+        self._make_router_gradient = router_gradient
+        self._router_gradient: Tensor | None = None
         self._running: dict[tuple[int, int], _MicroBatch] = {}
         self._due: dict[tuple[int, int, int], WeightGradients] = {}
         self._now = WeightGradients()
-        self._received: Tensor | None = None
-        self._given: Tensor | None = None
+        self._received: Received | None = None
+        self._given: tuple[Tensor, Mapping[Any, Any]] | None = None
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
 
@@ -227,8 +237,11 @@ class StageRunner:
         if chunk != running.due_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
         running.due_chunk += 1
-        hidden, inlet = self._run_layers(stage, running, chunk, received)
+        hidden, inlet, router = self._run_layers(
+            stage, running, chunk, received, rows=self._rows[micro_batch]
+        )
         unit = UnitGraph.of(hidden, inlet, received)
+        unit.router = router
         given: Tensor | None = None
         if stage < self._staged.cut.num_stages - 1:
             given = hidden.detach()
@@ -259,7 +272,10 @@ class StageRunner:
             last_position=positions.max().view(1, 1),
             around_layers=self._around_layers if self._split else contextlib.nullcontext,
         )
-        slices = ChunkInputs(self._call.tokens, positions, self._call.constants).rows(start, end)
+        constants = dict(self._call.constants)
+        if self.router_loss is not None:
+            constants["output_router_logits"] = True
+        slices = ChunkInputs(self._call.tokens, positions, constants).rows(start, end)
         embedded = self._embed(slices) if stage == 0 else None
         if embedded is not None:
             others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
@@ -282,13 +298,20 @@ class StageRunner:
         return DeferWeights(lambda: self._now)
 
     def _run_layers(
-        self, stage: int, running: _MicroBatch, chunk: int, received: Tensor | None
-    ) -> tuple[Tensor, StageInput | None]:
+        self,
+        stage: int,
+        running: _MicroBatch,
+        chunk: int,
+        received: Tensor | None,
+        *,
+        rows: tuple[int, int],
+    ) -> tuple[Tensor, StageInput | None, Tensor | None]:
         """Run the stage's layers over a chunk.
 
         Returns:
-            What goes to the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`; and
-            where the gradient of what the stage was given will be.
+            What goes to the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`;
+            where the gradient of what the stage was given will be; and what
+            `RouterLoss.add` returned.
         """
         inputs = running.slices.chunk(*running.sequence.run_tokens(chunk))
         inlet = None
@@ -298,13 +321,12 @@ class StageRunner:
             message, inlet = enter(received)
             parts = self._messages.unpack(self._staged.cut.layers[stage].start, message)
             # Only for its shape and dtype: layers get another one, see `first_layer_input`.
-            inputs["inputs_embeds"] = parts.hidden.detach()
+            one_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
+            inputs["inputs_embeds"] = one_BCD.detach()
             inputs |= parts.arguments
-            self._received = parts.hidden
-        else:
-            inputs |= self._messages.new_shared()
-            if running.embedded is not None:
-                inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
+            self._received = parts
+        elif running.embedded is not None:
+            inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
         self._enter(running.sequence)
         try:
             with self._staged.running(stage):
@@ -315,14 +337,22 @@ class StageRunner:
             self._received = self._given = None
             own_inputs = self._staged.take_given(stage)
         self._head.output_class = type(output)
+        router = None
+        if self.router_loss is not None:
+            router = self.router_loss.add(
+                output.router_logits,
+                self._call.attention_mask,
+                rows,
+                running.sequence.part(chunk),
+            )
         if stage == self._staged.cut.num_stages - 1:
-            return output.last_hidden_state, inlet
+            return output.last_hidden_state, inlet, router
         assert given is not None, "the last layer of a stage ran"
         end = self._staged.cut.layers[stage].stop
-        shared = inputs.get("shared_kv_states", {})
-        return self._messages.pack(end, given, own_inputs, shared), inlet
+        hidden, shared = given
+        return self._messages.pack(end, hidden, own_inputs, shared), inlet, router
 
-    def first_layer_input(self) -> Tensor | None:
+    def first_layer_input(self) -> Received | None:
         """What the first layer of the running stage must be given instead; None: what it gets.
 
         Models scale embeddings or add positions to them before their first layer, which must not
@@ -330,9 +360,9 @@ class StageRunner:
         """
         return self._received
 
-    def last_layer_output(self, hidden: Tensor) -> None:
-        """Take note of what the last layer of the running stage returned."""
-        self._given = hidden
+    def last_layer_output(self, hidden: Tensor, shared: Mapping[Any, Any]) -> None:
+        """Take note of what the last layer of the running stage returned, and left for others."""
+        self._given = hidden, shared
 
     def _end_chunk(self, micro_batch: int, chunk: int, hidden_BCD: Tensor) -> Tensor | None:
         if self._add_loss is None or chunk not in self._labelled:
@@ -372,6 +402,15 @@ class StageRunner:
         running.sequence.prefetch(chunk)
 
     # -- backward ----------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Let all ranks add up what backward needs of all forwards: the numbers of a router loss.
+
+        Called before a rank waits for its first gradient, which comes of another rank's backward.
+        """
+        if self._make_router_gradient is not None:
+            self._router_gradient = self._make_router_gradient()
+            self._make_router_gradient = None
 
     def backward(
         self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
@@ -422,6 +461,9 @@ class StageRunner:
                 # Without labels of its own, later chunks still left gradients for its keys.
                 ends.append(unit.end)
                 grads.append(unit.zeros() if grad is None else grad)
+            if unit.router is not None and unit.router.requires_grad:
+                ends.append(get_gradient_edge(unit.router))
+                grads.append(self._router_gradient)
             torch.autograd.backward(ends, grads)
 
     def _gradient_of_input(
@@ -487,17 +529,19 @@ def first_layer_hook(
         received = None if running is None else running.first_layer_input()
         if received is None:
             return None
+        if received.shared:
+            kwargs[SHARED_KEYS].update(received.shared)
         if args:
-            return (received, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": received}
+            return (received.hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": received.hidden}
 
     return hook
 
 
 def last_layer_hook(units: Callable[[], StageRunner | None]) -> Callable[..., None]:
-    """A hook for last layers of stages; see `last_layer_output`."""
+    """A hook (with keywords) for last layers of stages; see `last_layer_output`."""
 
-    def hook(layer: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def hook(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         running = units()
         if running is None:
             return
@@ -507,6 +551,6 @@ def last_layer_hook(units: Callable[[], StageRunner | None]) -> Callable[..., No
                 f"{type(layer).__name__} gives the next layer more than hidden states, which does "
                 "not travel between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-        running.last_layer_output(hidden)
+        running.last_layer_output(hidden, kwargs.get(SHARED_KEYS) or {})
 
     return hook

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sppo_hf import SPPOConfig, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine.convert import convert
+from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.pipeline.pipeline_engine import refuse_call
 from sppo_hf.testing.exactness import compare
@@ -85,13 +87,45 @@ def test_it_is_also_tried_for_a_proved_family_that_was_not_proved_with_it() -> N
 
 def test_what_cannot_be_exact_is_refused() -> None:
     model = build_tiny_model("mixtral-router-loss", dtype=torch.float32)
-    with pytest.raises(UnsupportedModelError, match=r"how often each expert was chosen.*pp_size=1"):
-        refuse_call(find_parts(model), SPPOConfig(pp_size=2), _call(model))
+    call = _call(model)
+    call.head_arguments["fused_lm_head"] = True
+    with pytest.raises(UnsupportedModelError, match="output_router_logits = False"):
+        refuse_call(find_parts(model), SPPOConfig(pp_size=2), call)
     converted = convert(model, _settings())
     with pytest.raises(UnsupportedModelError, match="output_router_logits = False"):
         converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
     model.config.output_router_logits = False  # the remedy
     converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
+
+
+def test_a_pipeline_adds_up_what_its_stages_found() -> None:
+    torch.manual_seed(0)
+    logits = [torch.randn(6, 4, requires_grad=True) for _ in range(3)]
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    whole, first, second = (
+        RouterLoss(4, 2, 0.1, backward_by_chunk=chunked) for chunked in (False, True, True)
+    )
+    whole.add(tuple(logits), mask, (0, 2), (0, 3))
+    value = whole.value()
+    assert value is not None
+    expected = torch.autograd.grad(0.1 * value, logits)
+    # Of two stages, one has two routers and one has one; a third has none.
+    sums = [first.add((logits[0],), mask, (0, 2), (0, 3))]
+    sums.append(second.add(tuple(logits[1:]), mask, (0, 2), (0, 3)))
+    third = RouterLoss(4, 2, 0.1, backward_by_chunk=True)
+    seen: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    for one in (first, second, third):
+        one.sum_over_ranks(note, torch.device("cpu"))
+    for one in (first, second, third):
+        one.sum_over_ranks(lambda _: torch.stack(seen).sum(0), torch.device("cpu"))
+        torch.testing.assert_close(one.value(), value)
+    grads = torch.autograd.grad(sums, logits, [third.gradient()] * 2)
+    torch.testing.assert_close(grads, expected)
 
 
 def _call(model: Any) -> Any:

@@ -137,6 +137,35 @@ def _states() -> list[Case]:
     ]
 
 
+def _router_losses(layers: int) -> list[Case]:
+    """A loss of all stages' routers, which every chunk's backward needs; see `router_loss`."""
+    uneven, size = {"chunk_lengths": UNEVEN}, {"layers": layers}
+    together = {**uneven, "micro_batch_size": 2}
+    zb = {**together, "pp_schedule": "zb_seq1f1b"}
+    recompute = {**together, "recompute": "full", "offload": "full", "min_offload_size": 1}
+    each = {**uneven, "pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}
+    family, padded = "mixtral-router-loss", {"rows": 2, "padding": [0, 9], **size}
+    scaled: list[Case] = [{"scale": 3.0}, {"evaluate": True}, {"scale": 0.5}]
+    return [
+        _case("padding", family, settings=recompute, **padded),
+        _case("zb, accumulation", family, settings=zb, steps=scaled, items=True, **padded),
+        _case("gpipe", family, settings={"num_chunks": 3, "pp_schedule": "gpipe"}, **padded),
+        _case("one row", "gpt_oss-router-loss", rows=1, labels=[7, 11], settings=uneven),
+        _case("LoRA", "qwen3_moe-router-loss", lora=True, settings=together, **padded),
+        _case("frozen front", family, frozen=["layers.0.", "embed"], settings=zb, **padded),
+        _case("interleaved", family, rows=1, settings=each, layers=2 * layers),
+        # The first stage has no router.
+        _case(
+            "dense layers in front",
+            "qwen3_moe-router-loss",
+            overrides={"mlp_only_layers": [0, 1]},
+            settings=together,
+            rows=2,
+            layers=layers + 1,
+        ),
+    ]
+
+
 def _beside_hidden_states() -> list[Case]:
     """Per-layer inputs, which the first stage makes, and keys that layers of other stages read."""
     chunks = {"chunk_lengths": UNEVEN}
@@ -155,19 +184,27 @@ def _beside_hidden_states() -> list[Case]:
         _case("shared keys, LoRA", family, lora=True, rows=2, settings=chunks),
         _case("shared keys, evaluation", family, steps=[{}, {"evaluate": True}], settings=chunks),
         _case("shared keys, one layer a stage", family, rows=4, settings=each),
+        # More than one hidden state of each token.
+        _case("streams", "gemma3n_text", rows=2, padding=[0, 9], settings=recompute),
+        _case("streams, offloaded, zb", "gemma3n_text", rows=2, settings={**away, **zb}),
+        _case("streams, LoRA", "gemma3n_text", lora=True, rows=2, settings=chunks),
     ]
 
 
 def every_family() -> list[Case]:
     """One case of each family that is proved exact on one device, but those that cannot be cut."""
-    uncut = {"gemma3n_text"}
     # They ask for the embedding of an image token, which tiny ones do not have.
-    uncut |= {"gemma4", "gemma4_unified"}
-    uncut |= {"llama4", *(name for name in FAMILIES if name.endswith("router-loss"))}
+    uncut = {"gemma4", "gemma4_unified"}
+    uncut |= {"llama4"}
     schedules = ("seq1f1b", "zb_seq1f1b")
     names = [n for n, f in FAMILIES.items() if f.model_type in PROVED and n not in uncut]
     return [
-        _case(name, name, rows=2, settings={"num_chunks": 3, "pp_schedule": schedules[index % 2]})
+        _case(
+            name,
+            name,
+            rows=1 if name.endswith("router-loss") else 2,
+            settings={"num_chunks": 3, "pp_schedule": schedules[index % 2]},
+        )
         for index, name in enumerate(names)
     ]
 
@@ -291,6 +328,7 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
     if pp_size == 2:
         cases += _named("own loss", _own_losses(layers, {}))
         cases += _named("states", _states())
+        cases += _named("router loss", _router_losses(layers))
         cases += _named("beside", _beside_hidden_states())
         cases += _named("batch", _batches(layers))
         cases += _named("frames", _frames(layers))
@@ -300,7 +338,8 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         # Kept and offloaded states, in both kinds of backward.
         mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
         cases += _named("states", [case for case in _states() if case["name"] in mixers])
-        cases += _named("beside", _beside_hidden_states()[2:5])
+        cases += _named("beside", [*_beside_hidden_states()[2:5], _beside_hidden_states()[-2]])
+        cases += _named("router loss", _router_losses(layers)[:3])
     return cases + _named("step", _micro_steps(layers))[:3]
 
 
@@ -314,7 +353,7 @@ FAST = {
         *("frames: selective", "frames: offload, padding", "frames: simulated"),
         *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
         *("own loss: tied", "own loss: zb", "own loss: few labels"),
-        *("states: gated delta net", "beside: shared keys"),
+        *("states: gated delta net", "beside: shared keys", "router loss: padding"),
     ),
     (2, 2): (
         *("replicas: tied", "replicas: accumulation", "replicas: changed scale"),

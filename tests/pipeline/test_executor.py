@@ -39,6 +39,9 @@ class FakeUnits:
         number = 100.0 * stage + CHUNKS * micro_batch + chunk
         return None if stage == self.last else torch.tensor(number, dtype=self.dtype)
 
+    def before_backward(self) -> None:
+        """Adds up nothing."""
+
     def backward(
         self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
     ) -> Tensor | None:

@@ -14,7 +14,12 @@ from sppo_hf.engine.convert import convert
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline.convert import staged_model
-from sppo_hf.pipeline.pipeline_engine import PipelineEngine, _micro_batches
+from sppo_hf.pipeline.pipeline_engine import (
+    PipelineEngine,
+    _check_router_schedule,
+    _micro_batches,
+)
+from sppo_hf.pipeline.schedules import step_schedule
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 
@@ -113,3 +118,19 @@ def test_rows_are_the_micro_batches(
     rows: int, size: int | None, expected: list[tuple[int, int]]
 ) -> None:
     assert _micro_batches(rows, SPPOConfig(pp_size=2, micro_batch_size=size)) == expected
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "seq1f1b", "zb_seq1f1b"])
+def test_a_loss_of_routers_needs_all_forwards_first(name: str) -> None:
+    def check(rows: int, *, forward_only: bool = False, virtual: int = 1) -> None:
+        config = SPPOConfig(pp_size=3, pp_virtual_stages=virtual, pp_schedule=name)
+        step = step_schedule(config, name, rows, 4, forward_only=forward_only, reduce=True)
+        _check_router_schedule("M", step, rows)
+
+    check(1)
+    check(5, forward_only=True)
+    if name == "gpipe":
+        check(5)
+        return
+    with pytest.raises(ConfigError, match=rf"'{name}' begins.*Remedy: micro_batch_size=5,.*gpipe"):
+        check(5)

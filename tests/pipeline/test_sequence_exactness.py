@@ -92,6 +92,13 @@ IN_PIPELINES = [
     case_of("windows and sinks", "gpt_oss"),
     case_of("MLA, experts", "deepseek_v3"),
     case_of("few labels, soft caps", "gemma2", labels=[11, 13]),
+    case_of(
+        "a loss of the routers",
+        "mixtral-router-loss",
+        padding=[0, 9],
+        steps=[{"scale": 3.0}, {"evaluate": True}],
+        settings={"chunk_lengths": UNEVEN, "micro_batch_size": 2},
+    ),
     *(
         case_of(
             f"losses of the caller's: {name}",

@@ -36,8 +36,8 @@ LENGTHS = (1, 9, 6, 7)
 CHUNKS = len(LENGTHS)
 STATES = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
 FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe", *STATES)
-MORE_THAN_HIDDEN = ("gemma4_text", "gemma4_text-shared-kv")
-"""Families whose stages give on per-layer inputs, or these and keys."""
+MORE_THAN_HIDDEN = ("gemma4_text", "gemma4_text-shared-kv", "gemma3n_text")
+"""Families whose stages give on per-layer inputs, or these and keys, or several hidden states."""
 
 
 @pytest.fixture(autouse=True)
