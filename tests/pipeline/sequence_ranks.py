@@ -22,8 +22,11 @@ from torch import distributed as dist
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, convert_to_shared_sequences
+from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import Gradients, parameter_errors
 from sppo_hf.testing.tiny_models import make_batch
 from tests.pipeline.pipeline_cases import Case
@@ -55,13 +58,30 @@ def averaged(grads: Named) -> tuple[Named, list[str]]:
     return mean, uneven
 
 
+class Told(StepObserver):
+    """What this rank's engine tells its observer of corrected plans."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.corrections: list[list[str]] = []
+
+    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
+        """Note all that must be alike on all ranks."""
+        assert after.cost is not None
+        self.corrections.append(
+            [repr(measured), repr(after.cost.correction), repr(after.layer_modes)]
+        )
+
+
 def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     """Run one case on this rank; what rank 0 returns has the comparison in it."""
     settings = {"num_chunks": 4, **case.get("settings", {})}
     if "chunk_lengths" in settings:
         del settings["num_chunks"]
     model = build(case)
-    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
+    told = Told()
+    config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
+    convert_to_shared_sequences(model, config, observer=told)
     engine = get_engine(model)
     assert isinstance(engine, SequenceParallelEngine)
     mesh = engine.mesh
@@ -73,6 +93,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         "dp_rank": mesh.dp_rank,
         "attention_forwards": engine.counters.get("attention_forwards", 0),
         "attending_layers": len(engine.parts.attending_layers()),
+        "corrections": told.corrections,
     }
     everyone = gathered(mine)
     if dist.get_rank() > 0:
@@ -96,6 +117,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         "uneven": uneven,
         "attention_forwards": [one["attention_forwards"] for one in everyone],
         "attending_layers": everyone[0]["attending_layers"],
+        "corrections": [one["corrections"] for one in everyone],
         "gradients": sum(grad is not None for grad in wanted.grads.values()),
     }
 

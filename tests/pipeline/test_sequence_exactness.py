@@ -50,7 +50,12 @@ PLANS = [
         {"recompute": recompute, "offload": offload, "offload_kv": kv, "min_offload_size": 1}
     ]
 ] + [
-    case_of("a solved plan", settings={"hardware": "h100", "num_chunks": 4}),
+    case_of(
+        "a solved plan, corrected",
+        settings={"hardware": "h100", "num_chunks": 4},
+        # Planned anew for the second, beside whose gradients there are those of the first.
+        steps=[{}, {}, {}, {}],
+    ),
     case_of("the paper's rule", settings={"hardware": "h100", "num_chunks": 4, "offload": "sppo"}),
 ]
 MODELS = [
@@ -86,7 +91,11 @@ IN_PIPELINES = [
             "recompute": "full",
         },
     ),
-    case_of("a solved plan", settings={"num_chunks": 4, "hardware": "h100"}),
+    case_of(
+        "a solved plan, corrected",
+        settings={"num_chunks": 4, "hardware": "h100"},
+        steps=[HELD, HELD, HELD, {}],
+    ),
     case_of("changed scale", steps=[{**HELD, "scale": 2.0}, {"scale": 0.5}]),
     case_of("experts, late weights", "mixtral", settings={"num_chunks": 4, **ZB}),
     case_of("windows and sinks", "gpt_oss"),
@@ -111,7 +120,8 @@ IN_PIPELINES = [
 
 FAST = (
     *("uneven, one-token tail", "padding", "packed", "labels in one token", "accumulation"),
-    *("a loss of the caller's", "full, full, full", "a solved plan", "LoRA", "windows and sinks"),
+    *("a loss of the caller's", "full, full, full", "a solved plan, corrected", "LoRA"),
+    "windows and sinks",
 )
 """Names of those that run always on two ranks."""
 
@@ -161,6 +171,10 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     cases = [named[name] for name in FAST]
     result = launch(cases, tmp_path, sp_size=2, ranks=2, bytes=True)
     assert_attended_once(result, cases)
+    # By what each of them has measured they would have two.
+    mine, other = result["cases"][FAST.index("a solved plan, corrected")]["corrections"]
+    assert mine == other
+    assert len(mine) == 1
     one, two = result["bytes"]
     # Exactly half: 64 tokens, their chunks and all heads are even.
     assert two["keys_and_values"] * 2 == one["keys_and_values"] > 0
