@@ -1,8 +1,9 @@
 """A job for each rank: tiny models whose sequences ranks share, against one unmodified process.
 
 The job holds `cases` (as in `pipeline_cases`), `refused` (cases that are refused), `sp_size` and
-`out`; with `bytes`, what a forward leaves behind is measured. Rank 0 writes what was found.
-Gradients are averaged over all ranks, as DDP and FSDP2 do.
+`out`; with `bytes`, what a forward leaves behind is measured, and with `orders` (of `recompute`)
+when exchanges run. Rank 0 writes what was found. Gradients are averaged over all ranks, as DDP and
+FSDP2 do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
@@ -168,6 +170,44 @@ def kept_bytes(sp_size: int) -> dict[str, int]:
     return {**kept, "saved": sum(storage.nbytes() for storage in storages.values())}
 
 
+class Order(TorchDispatchMode):
+    """Notes when exchanges are started and waited for, and what is multiplied meanwhile."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.seen: list[str] = []
+        self.coming: dict[int, int] = {}
+        self.started = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and note it: "start 3", "wait 3", or "products" for a run of them."""
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.coming[out.untyped_storage().data_ptr()] = self.started
+            self.seen.append(f"start {self.started}")
+            self.started += 1
+        elif func is torch.ops._c10d_functional.wait_tensor.default:
+            number = self.coming.pop(out.untyped_storage().data_ptr(), None)
+            self.seen += [] if number is None else [f"wait {number}"]
+        elif func is torch.ops.aten.mm.default and self.seen[-1:] != ["products"]:
+            self.seen.append("products")
+        return out
+
+
+def exchanges_in_order(sp_size: int, recompute: str) -> list[str]:
+    """What one layer does in one chunk, forward and backward."""
+    model = build({"name": "order", "family": "llama", "layers": 1})
+    settings: dict[str, Any] = {"num_chunks": 1, "recompute": recompute, "offload": "none"}
+    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
+    batch = make_batch(rows=1, tokens=16)
+    model(**batch).loss.backward()
+    with Order() as order:
+        model(**batch).loss.backward()
+    revert(model)
+    return order.seen
+
+
 def main(job: dict[str, Any]) -> None:
     """Run a job."""
     warnings.simplefilter("ignore")
@@ -184,6 +224,7 @@ def main(job: dict[str, Any]) -> None:
         result["cases"].append({**found, "seconds": time.perf_counter() - start})
     for case in job.get("refused", ()):
         result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
+    result["orders"] = [exchanges_in_order(job["sp_size"], r) for r in job.get("orders", ())]
     if job.get("bytes"):
         result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]
     if dist.get_rank() == 0:
