@@ -148,6 +148,11 @@ def part_lengths(tokens: int, size: int) -> list[int]:
 def check_heads(num_heads: int, size: int, name: str) -> None:
     """Refuse ranks that cannot have equally many heads.
 
+    Args:
+        num_heads: Query heads; of layers that have different numbers, what divides all of them.
+        size: Ranks.
+        name: Whose heads they are.
+
     Raises:
         ConfigError: `size` does not divide `num_heads`; says which sizes do.
     """
@@ -156,8 +161,8 @@ def check_heads(num_heads: int, size: int, name: str) -> None:
         raise ConfigError(
             f"sp_size={size} does not divide the {num_heads} attention heads of {name}, which the "
             "ranks that share a sequence divide among them. Allowed: "
-            f"{', '.join(map(str, allowed))}. Remedy: one of these; the other processes become "
-            "data-parallel replicas."
+            f"{', '.join(map(str, allowed))}. Remedy: one of these that divides the number of "
+            "processes, too; more processes than that are data-parallel replicas."
         )
 
 

@@ -26,6 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
+from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.engine.sequence_group import check_heads, part_lengths
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
@@ -257,19 +259,24 @@ class _SummedOverRanks(torch.autograd.Function):
 def refuse_unshareable(parts: ModelParts, sp_size: int) -> None:
     """Refuse models whose sequences cannot be shared.
 
+    A recurrent or convolutional mixer computes along all tokens, inside each family's own code.
+    Gathering the tokens for it would let all ranks compute the same, and save as much as without
+    sharing; its heads could be shared only by taking that code apart, between projections and
+    convolution.
+
     Raises:
         ConfigError: Heads cannot be divided among the ranks; says among how many they can.
         UnsupportedModelError: Layers carry a state along the tokens.
     """
-    stateful = [index for index in range(len(parts.layers)) if parts.has_state(index)]
+    mixers = [mixers_of(layer) for layer in parts.layers]
+    stateful = [type(found[0]).__name__ for found in mixers if found]
     if stateful:
-        mixers = sorted({type(parts.layers[index]).__name__ for index in stateful})
         raise UnsupportedModelError(
-            f"{parts.name}: layers {', '.join(map(str, stateful))} ({', '.join(mixers)}) are "
-            f"recurrent or convolutional, and sp_size={sp_size} cuts chunks along the tokens, "
-            "which only attention puts together again. Train it with sp_size=1 (with pp_size, "
-            "ranks share the layers instead)."
+            f"{parts.name}: {len(stateful)} of its {len(mixers)} layers are recurrent or "
+            f"convolutional ({', '.join(sorted({*stateful}))}), and sp_size={sp_size} cuts every "
+            "chunk along its tokens, which only attention puts together again. Allowed: sp_size=1. "
+            f"Remedy: drop sp_size; with pp_size={sp_size} the ranks share the layers instead, and "
+            "without either they shard the model (FSDP2) and have sequences of their own."
         )
-    num_heads = getattr(parts.text_config, "num_attention_heads", None)
-    if isinstance(num_heads, int):
-        check_heads(num_heads, sp_size, parts.name)
+    heads = [layer.num_heads for layer in model_shape(parts).layers if layer.num_heads]
+    check_heads(math.gcd(*heads), sp_size, parts.name)
