@@ -19,7 +19,7 @@ owner's node of the same chunk runs later, because what it returned led to the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,6 +76,9 @@ class AttentionCall:
     keep: Keep | None = None
     counters: dict[str, int] = field(default_factory=dict)
     """Number of attention forwards really run, for the tests of invariant 3."""
+    wait_for_query: Callable[[Tensor], Tensor] | None = None
+    """Returns the queries once they are there, where they may be on their way when a layer that was
+    recomputed comes to its attention's backward; None where they are always there."""
 
 
 def chunk_attention(
@@ -140,6 +143,8 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_BNCH: Tensor | None, _dlink: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         call: AttentionCall = ctx.call
         q_BNCH, out_BNCH, lse_BNC, sinks_N = ctx.saved_tensors
+        if call.wait_for_query is not None:
+            q_BNCH = call.wait_for_query(q_BNCH)
         dq_BNCH = dsinks_N = None
         needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if dout_BNCH is not None:

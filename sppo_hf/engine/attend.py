@@ -29,6 +29,7 @@ from sppo_hf.attention.segments import RowSpans, chunk_pieces
 from sppo_hf.engine.mask import IMPLEMENTATION, MaskMeaning
 from sppo_hf.engine.recurrent_state import LayerStates
 from sppo_hf.engine.sequence_group import (
+    ExchangedAgain,
     SequenceGroup,
     check_heads,
     key_heads,
@@ -87,6 +88,8 @@ class LayerCall:
     """Who has stored which keys in this chunk; None while a layer runs again."""
     group: SequenceGroup | None = None
     """The ranks that share the chunk; None where this one has all of it."""
+    exchanged: ExchangedAgain | None = None
+    """While a layer of a shared chunk runs again."""
     model_name: str = field(default="this model")
 
 
@@ -222,10 +225,11 @@ def attention_forward(
             stash=call.stash,
             keep=call.keep,
             counters=call.counters,
+            wait_for_query=None if call.group is None else call.group.wait_for,
         ),
     )
     if call.group is not None:
-        out = call.group.heads_to_tokens(out)
+        out = _own_tokens(call, call.group, out)
         if out.shape[1] < own_tokens:  # see [Note: a rank without tokens] in sequence_group
             out = F.pad(out, (0, 0, 0, 0, 0, own_tokens - out.shape[1]))
     return out.contiguous(), None
@@ -253,21 +257,39 @@ def _own_heads(
     if first == end:
         q_BNcH, k_BKcH, v_BKcH = (x[:, :, :0] for x in (q_BNcH, k_BKcH, v_BKcH))
     heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
-    q_BNCH = group.tokens_to_heads(q_BNcH, tokens)
     k_BKcH, v_BKcH = key_heads_of(k_BKcH, heads), key_heads_of(v_BKcH, heads)
-    if needs_keys and call.owners is not None:
-        k_BKCH, v_BKCH = (group.tokens_to_heads(x, tokens) for x in (k_BKcH, v_BKcH))
-    else:
-        k_BKCH, v_BKCH = (_unsent(x, group.size, tokens) for x in (k_BKcH, v_BKcH))
     if sinks_N is not None:
         sinks_N = sinks_N[group.rank * own : (group.rank + 1) * own]
+    # See [Note: what an exchange hides behind] in sequence_group.
+    again = call.exchanged
+    if again is not None:
+        again.query = again.query or group.start_tokens_to_heads(q_BNcH.detach(), tokens)
+        q_BNCH = _as_of(q_BNcH, again.query.pending())
+    elif needs_keys:
+        coming = [group.start_tokens_to_heads(x, tokens) for x in (q_BNcH, k_BKcH, v_BKcH)]
+        q_BNCH, k_BKCH, v_BKCH = (exchange.wait() for exchange in coming)
+        return q_BNCH, k_BKCH, v_BKCH, sinks_N
+    else:
+        q_BNCH = group.start_tokens_to_heads(q_BNcH, tokens).wait()
+    k_BKCH, v_BKCH = (_unsent(x, group.size, tokens) for x in (k_BKcH, v_BKcH))
     return q_BNCH, k_BKCH, v_BKCH, sinks_N
+
+
+def _own_tokens(call: LayerCall, group: SequenceGroup, out_BCNH: Tensor) -> Tensor:
+    """Attention's output of this rank's tokens, `[B, c, N, H]`."""
+    if call.exchanged is not None:
+        return _as_of(out_BCNH, call.exchanged.out.wait().transpose(1, 2))
+    return group.start_heads_to_tokens(out_BCNH.transpose(1, 2)).wait().transpose(1, 2)
 
 
 def _unsent(x_BKcH: Tensor, size: int, tokens: int) -> Tensor:
     rows, num_heads, _, head_size = x_BKcH.shape
-    empty = x_BKcH.detach().new_empty(rows, num_heads // size, tokens, head_size)
-    return empty.requires_grad_(x_BKcH.requires_grad and torch.is_grad_enabled())
+    return _as_of(x_BKcH, x_BKcH.detach().new_empty(rows, num_heads // size, tokens, head_size))
+
+
+def _as_of(x: Tensor, found: Tensor) -> Tensor:
+    """Let `found` need a gradient where `x` does; of a layer that runs again, none ever comes."""
+    return found.requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 
 _CHANGE_THE_RESULT = ("position_bias", "indices", "block_indices", "sinks")

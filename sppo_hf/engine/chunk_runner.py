@@ -68,7 +68,7 @@ from sppo_hf.engine.recurrent_state import (
     documents_apart,
     documents_in,
 )
-from sppo_hf.engine.sequence_group import SequenceGroup, part_of
+from sppo_hf.engine.sequence_group import ExchangedAgain, SequenceGroup, part_of
 from sppo_hf.engine.stage_input import StateEnd, enter
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
@@ -892,8 +892,16 @@ class _Rerun:
     ) -> None:
         # What the mixers write now was written in forward: nobody reads it again.
         states = LayerStates(frame.states, self._documents)
+        stashed, group = frame.get(), self._call.group
+        if group is not None and stashed is not None and frame.exchanged is None:
+            frame.exchanged = ExchangedAgain(group.start_heads_to_tokens(stashed[0]))
         call = dataclasses.replace(
-            self._call, stash=frame, states=states, attended=0, take_keys=frame.take_keys
+            self._call,
+            stash=frame,
+            states=states,
+            attended=0,
+            take_keys=frame.take_keys,
+            exchanged=frame.exchanged,
         )
         before = begin_layer(call)
         try:

@@ -59,7 +59,13 @@ class ProfileCorrection:
 class ProfileCorrector:
     """Watches steps until each plan has been measured once."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: SequenceGroup | None = None) -> None:
+        """Watch none yet.
+
+        Args:
+            group: The ranks that share every sequence, which must all learn the same.
+        """
+        self._group = group
         self._steps: dict[int, int] = {}
         self._plans: list[Plan] = []
         self._waiting: list[StepTimer] = []
@@ -79,7 +85,7 @@ class ProfileCorrector:
         """Yields what has been learned since the last time; asks the device, never waits for it."""
         waiting, self._waiting = self._waiting, []
         for watch in waiting:
-            measured = watch.measured()
+            measured = self._measured(watch)
             if measured is None:
                 self._waiting.append(watch)
                 continue
@@ -90,6 +96,17 @@ class ProfileCorrector:
             correction = learn(plan.prediction, measured, before)
             if before == Correction() and worth_correcting(before, correction):
                 yield ProfileCorrection(plan, measured, correction)
+
+    def _measured(self, watch: StepTimer) -> MeasuredStep | None:
+        """What a step took: on the slowest of the ranks, once the devices of all are done with it.
+
+        Ranks wait for each other in every layer, and all of them ask at the same moments.
+        """
+        if self._group is None:
+            return watch.measured()
+        return self._group.decide(
+            watch.measured, lambda took: -math.inf if took is None else -took.step_seconds
+        )
 
 
 # Rows of more lengths than this are taken to have a new length with every batch.
@@ -132,7 +149,7 @@ class PlanCache:
         self._shape: ModelShape | None = None
         self._accumulates = False
         self._warned: set[str] = set()
-        self._teacher = ProfileCorrector()
+        self._teacher = ProfileCorrector(group)
         self._by_chunk_reason = ""
         """Why the model cannot go layer by layer, once that is known."""
         self._have_run: dict[int, Plan] = {}
@@ -325,8 +342,7 @@ class PlanCache:
 
     def correct(self, observer: StepObserver) -> None:
         """Plan anew, once, what the first steps have shown to run at other speeds."""
-        # Speeds that one rank has measured would make its plan another one than the others'.
-        if not self._config.correct_plan or self._group is not None:
+        if not self._config.correct_plan:
             return
         for correction_found in self._teacher.corrections_found():
             before = correction_found.plan
@@ -334,7 +350,7 @@ class PlanCache:
             if key is None:
                 continue
             rows, tokens, training, device, return_logits = key
-            after = self._make_plan(
+            after = self._shared_plan(
                 device,
                 rows,
                 tokens,

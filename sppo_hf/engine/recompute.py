@@ -39,6 +39,7 @@ from sppo_hf.engine.selective import (
     SelectiveRecorder,
     SelectiveReplayer,
 )
+from sppo_hf.engine.sequence_group import ExchangedAgain
 from sppo_hf.engine.versions import ReadTensors, Versions
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
@@ -159,6 +160,8 @@ class RecomputedLayer:
         self._states: dict[StateKey, tuple[Holder, bool]] = {}
         self.states: States = {}
         """While the layer is recomputed: the states that its mixers read."""
+        self.exchanged: ExchangedAgain | None = None
+        """While the layer is recomputed: what the ranks that share its chunk exchange."""
         self.take_keys: Callable[[Tensor, Tensor], None] | None = None
         """While the layer runs for its keys and values alone: gets them, and ends the run."""
         self._recorder: SelectiveRecorder | None = None
@@ -304,7 +307,7 @@ class RecomputedLayer:
                 _needless(self._layer)[self._kind()] = None
                 again = self._run_again(hidden, _Nothing())
         finally:
-            self._recomputing = None
+            self._recomputing = self.exchanged = None
             self.states = {}
             self._release()
         assert again is not None, "what computes all its products has no others"

@@ -13,6 +13,14 @@ begins (`sum_over_ranks`), and the average is the sum. What all ranks compute al
 tokens (`gather_tokens`) gives each of them the whole gradient, of which each takes its own tokens',
 n times as large. So nothing else in backward knows that a sequence is shared.
 
+[Note: what an exchange hides behind]
+Queries, keys and values are sent together before any of them is waited for, and in backward their
+gradients: while one travels, others are made ready to be sent, or put where they belong. Nothing
+else that a layer computes can run meanwhile: attention needs all three, and what follows needs its
+output. Where a layer is recomputed, more can: attention's output, which was kept, is sent before
+the layer runs again, so that it travels beside norm and projections; the queries, which nothing but
+attention's own backward reads, travel beside the rest of the layer and its backward.
+
 [Note: a rank without tokens]
 A chunk may have fewer tokens than there are ranks. Modules are not made for no tokens at all, so a
 rank without any runs one token of the row's: it sends nothing of it to the others, gets nothing
@@ -27,6 +35,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -38,6 +47,28 @@ from sppo_hf.errors import ConfigError
 # chunk, H head size. n is the number of ranks.
 
 ValueT = TypeVar("ValueT")
+
+
+@dataclass(slots=True)
+class ExchangedAgain:
+    """What ranks exchange while they recompute a layer; once, however often it must run."""
+
+    out: Exchange
+    """Attention's output, from heads to tokens: started before the layer runs."""
+    query: Exchange | None = None
+    """Queries, from tokens to heads: waited for when attention's own backward reads them."""
+
+
+class Exchange(Protocol):
+    """A tensor that was sent to the other ranks, for what they send."""
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        ...
+
+    def pending(self) -> Tensor:
+        """Where it will be, without a gradient; `SequenceGroup.wait_for` it before it is read."""
+        ...
 
 
 class SequenceGroup(Protocol):
@@ -53,12 +84,16 @@ class SequenceGroup(Protocol):
         """This rank's number among them."""
         ...
 
-    def tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Tensor:
+    def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """Give every rank its heads of all tokens: `[B, N, c, H]` to `[B, N / n, C, H]`."""
         ...
 
-    def heads_to_tokens(self, x_BCNH: Tensor) -> Tensor:
-        """Give every rank its tokens of all heads: `[B, C, N / n, H]` to `[B, c, N, H]`."""
+    def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
+        """Give every rank its tokens of all heads: `[B, N / n, C, H]` to `[B, N, c, H]`."""
+        ...
+
+    def wait_for(self, x: Tensor) -> Tensor:
+        """A tensor that was `pending`, once it is there; others are there at once."""
         ...
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
@@ -113,6 +148,11 @@ def part_lengths(tokens: int, size: int) -> list[int]:
 def check_heads(num_heads: int, size: int, name: str) -> None:
     """Refuse ranks that cannot have equally many heads.
 
+    Args:
+        num_heads: Query heads; of layers that have different numbers, what divides all of them.
+        size: Ranks.
+        name: Whose heads they are.
+
     Raises:
         ConfigError: `size` does not divide `num_heads`; says which sizes do.
     """
@@ -121,8 +161,8 @@ def check_heads(num_heads: int, size: int, name: str) -> None:
         raise ConfigError(
             f"sp_size={size} does not divide the {num_heads} attention heads of {name}, which the "
             "ranks that share a sequence divide among them. Allowed: "
-            f"{', '.join(map(str, allowed))}. Remedy: one of these; the other processes become "
-            "data-parallel replicas."
+            f"{', '.join(map(str, allowed))}. Remedy: one of these that divides the number of "
+            "processes, too; more processes than that are data-parallel replicas."
         )
 
 

@@ -1,12 +1,22 @@
 """The collectives of ranks that share sequences: tokens for heads, sums, decisions.
 
 What they are for: `sppo_hf.engine.sequence_group`.
+
+[Note: an exchange is two nodes]
+Autograd sees an exchange as two nodes, of which the first starts it and the second waits for it. In
+backward the second starts the exchange of the gradient, and the first waits for that. So of several
+exchanges that were started one after the other (queries, keys, values) gradients are on their way
+together, too: autograd runs all second nodes, which are younger, before any first. PyTorch's own
+differentiable collective waits within its backward. What a second node has started reaches the
+first beside autograd, since gradients must have the shape of what was received in forward; zeros
+without memory take their place in the graph.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
+from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.engine.sequence_group import check_heads, part_lengths
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
@@ -37,25 +49,28 @@ class SequenceRanks:
         self._group = mesh.sequence
         self._control = mesh.sequence_control
 
+    def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
+        """`[B, N, c, H]` to `[B, N / n, C, H]`."""
+        lengths = part_lengths(chunk_tokens, self.size)
+        assert x_BNcH.shape[2] == lengths[self.rank], "every rank has its part of the chunk"
+        return Exchange(x_BNcH, _ToHeads(self, lengths), _ToTokens(self, lengths))
+
+    def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
+        """`[B, N / n, C, H]` to `[B, N, c, H]`."""
+        lengths = part_lengths(x_BNCH.shape[2], self.size)
+        return Exchange(x_BNCH, _ToTokens(self, lengths), _ToHeads(self, lengths))
+
     def tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Tensor:
         """`[B, N, c, H]` to `[B, N / n, C, H]`."""
-        rows, num_heads, tokens, head_size = x_BNcH.shape
-        own, lengths = num_heads // self.size, part_lengths(chunk_tokens, self.size)
-        assert tokens == lengths[self.rank], "every rank has its part of the chunk"
-        x_cnBNH = x_BNcH.permute(2, 1, 0, 3).reshape(tokens, self.size, own, rows, head_size)
-        sent = x_cnBNH.permute(1, 0, 3, 2, 4).reshape(self.size * tokens, rows, own, head_size)
-        got_CBNH = self._exchange(sent, [tokens] * self.size, lengths)
-        return got_CBNH.permute(1, 2, 0, 3)
+        return self.start_tokens_to_heads(x_BNcH, chunk_tokens).wait()
 
     def heads_to_tokens(self, x_BCNH: Tensor) -> Tensor:
         """`[B, C, N / n, H]` to `[B, c, N, H]`."""
-        rows, chunk_tokens, own, head_size = x_BCNH.shape
-        lengths = part_lengths(chunk_tokens, self.size)
-        tokens = lengths[self.rank]
-        sent_CBNH = x_BCNH.transpose(0, 1).contiguous()
-        got = self._exchange(sent_CBNH, lengths, [tokens] * self.size)
-        x_ncBNH = got.view(self.size, tokens, rows, own, head_size)
-        return x_ncBNH.permute(2, 1, 0, 3, 4).reshape(rows, tokens, self.size * own, head_size)
+        return self.start_heads_to_tokens(x_BCNH.transpose(1, 2)).wait().transpose(1, 2)
+
+    def wait_for(self, x: Tensor) -> Tensor:
+        """`x`, once what an exchange brings is in it; at once where nothing is missing."""
+        return functional.wait_tensor(x)
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
         """`[B, c, D]` to `[B, C, D]`."""
@@ -104,15 +119,113 @@ class SequenceRanks:
         tokens = lengths[self.rank]
         x_cBD = x_BcD.detach()[:, :tokens].transpose(0, 1)
         sent = x_cBD.expand(self.size, *x_cBD.shape).flatten(0, 1).contiguous()
-        got_CBD = self._exchange(sent, [tokens] * self.size, lengths)
-        return got_CBD.transpose(0, 1)
+        got_CBD = self.start(sent, [tokens] * self.size, lengths)
+        return functional.wait_tensor(got_CBD).transpose(0, 1)
 
-    def _exchange(self, sent: Tensor, sent_lengths: list[int], lengths: list[int]) -> Tensor:
-        """Send runs of the first dim to the ranks in order, and join what they send."""
-        # The functional collective: autograd knows its backward, and modes that follow what
-        # depends on what (`sppo_hf.engine.selective`) see through it.
-        got = functional.all_to_all_single_autograd(sent, lengths, sent_lengths, self._group)
-        return got.wait() if isinstance(got, functional.AsyncCollectiveTensor) else got
+    def start(self, sent: Tensor, sent_lengths: list[int], lengths: list[int]) -> Tensor:
+        """Send runs of the first dim to the ranks in order; what they send will be joined.
+
+        Returns:
+            Where it will be; `wait_for` it.
+        """
+        # The functional collective: modes that follow what depends on what
+        # (`sppo_hf.engine.selective`) see through it.
+        name = self._group.group_name
+        return torch.ops._c10d_functional.all_to_all_single(sent, lengths, sent_lengths, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToHeads:
+    """`[B, N, c, H]` to `[B, N / n, C, H]`."""
+
+    ranks: SequenceRanks
+    lengths: list[int]
+    """Tokens of each rank."""
+
+    def start(self, x_BNcH: Tensor) -> Tensor:
+        rows, num_heads, tokens, head_size = x_BNcH.shape
+        size = self.ranks.size
+        own = num_heads // size
+        x_cnBNH = x_BNcH.permute(2, 1, 0, 3).reshape(tokens, size, own, rows, head_size)
+        sent = x_cnBNH.permute(1, 0, 3, 2, 4).reshape(size * tokens, rows, own, head_size)
+        return self.ranks.start(sent, [tokens] * size, self.lengths)
+
+    def unpack(self, got_CBNH: Tensor) -> Tensor:
+        return got_CBNH.permute(1, 2, 0, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToTokens:
+    """`[B, N / n, C, H]` to `[B, N, c, H]`, in memory `[B, c, N, H]`."""
+
+    ranks: SequenceRanks
+    lengths: list[int]
+    """Tokens of each rank."""
+
+    def start(self, x_BNCH: Tensor) -> Tensor:
+        sent_CBNH = x_BNCH.permute(2, 0, 1, 3).contiguous()
+        tokens = self.lengths[self.ranks.rank]
+        return self.ranks.start(sent_CBNH, self.lengths, [tokens] * self.ranks.size)
+
+    def unpack(self, got: Tensor) -> Tensor:
+        size, tokens = self.ranks.size, self.lengths[self.ranks.rank]
+        _, rows, own, head_size = got.shape
+        x_ncBNH = got.view(size, tokens, rows, own, head_size)
+        x_BcNH = x_ncBNH.permute(2, 1, 0, 3, 4).reshape(rows, tokens, size * own, head_size)
+        return x_BcNH.transpose(1, 2)
+
+
+@dataclass(slots=True)
+class _Ways:
+    """How a tensor goes to the other ranks, and how its gradient comes back."""
+
+    there: _ToHeads | _ToTokens
+    back: _ToHeads | _ToTokens
+    gradient: Tensor | None = field(default=None)
+    """On its way back, where it has been started."""
+
+
+class Exchange:
+    """A tensor on its way to the other ranks, for what they send; see `engine.sequence_group`."""
+
+    def __init__(self, x: Tensor, there: _ToHeads | _ToTokens, back: _ToHeads | _ToTokens) -> None:
+        """Start it."""
+        self._ways = _Ways(there, back)
+        self._coming = _Started.apply(x, self._ways)
+
+    def wait(self) -> Tensor:
+        """What the others have sent."""
+        return _Waited.apply(self._coming, self._ways)
+
+    def pending(self) -> Tensor:
+        """Where it will be: `SequenceRanks.wait_for` it before it is read; without a gradient."""
+        return self._ways.there.unpack(self._coming.detach())
+
+
+class _Started(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ways: _Ways) -> Tensor:  # type: ignore[override]
+        ctx.ways = ways
+        return ways.there.start(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        coming, ctx.ways.gradient = ctx.ways.gradient, None
+        return ctx.ways.back.unpack(functional.wait_tensor(coming)), None
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, ways: _Ways) -> Tensor:  # type: ignore[override]
+        ctx.ways, ctx.shape = ways, coming.shape
+        return ways.there.unpack(functional.wait_tensor(coming))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.ways.gradient = ctx.ways.back.start(grad)
+        return grad.new_zeros(()).expand(ctx.shape), None
 
 
 class _GatheredTokens(torch.autograd.Function):
@@ -146,19 +259,24 @@ class _SummedOverRanks(torch.autograd.Function):
 def refuse_unshareable(parts: ModelParts, sp_size: int) -> None:
     """Refuse models whose sequences cannot be shared.
 
+    A recurrent or convolutional mixer computes along all tokens, inside each family's own code.
+    Gathering the tokens for it would let all ranks compute the same, and save as much as without
+    sharing; its heads could be shared only by taking that code apart, between projections and
+    convolution.
+
     Raises:
         ConfigError: Heads cannot be divided among the ranks; says among how many they can.
         UnsupportedModelError: Layers carry a state along the tokens.
     """
-    stateful = [index for index in range(len(parts.layers)) if parts.has_state(index)]
+    mixers = [mixers_of(layer) for layer in parts.layers]
+    stateful = [type(found[0]).__name__ for found in mixers if found]
     if stateful:
-        mixers = sorted({type(parts.layers[index]).__name__ for index in stateful})
         raise UnsupportedModelError(
-            f"{parts.name}: layers {', '.join(map(str, stateful))} ({', '.join(mixers)}) are "
-            f"recurrent or convolutional, and sp_size={sp_size} cuts chunks along the tokens, "
-            "which only attention puts together again. Train it with sp_size=1 (with pp_size, "
-            "ranks share the layers instead)."
+            f"{parts.name}: {len(stateful)} of its {len(mixers)} layers are recurrent or "
+            f"convolutional ({', '.join(sorted({*stateful}))}), and sp_size={sp_size} cuts every "
+            "chunk along its tokens, which only attention puts together again. Allowed: sp_size=1. "
+            f"Remedy: drop sp_size; with pp_size={sp_size} the ranks share the layers instead, and "
+            "without either they shard the model (FSDP2) and have sequences of their own."
         )
-    num_heads = getattr(parts.text_config, "num_attention_heads", None)
-    if isinstance(num_heads, int):
-        check_heads(num_heads, sp_size, parts.name)
+    heads = [layer.num_heads for layer in model_shape(parts).layers if layer.num_heads]
+    check_heads(math.gcd(*heads), sp_size, parts.name)

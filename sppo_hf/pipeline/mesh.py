@@ -12,6 +12,8 @@ go one way.
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -104,11 +106,30 @@ def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
             name for name, one in (("pp_size", pp_size), ("sp_size", sp_size)) if one > 1
         )
         what = "share one sequence" if pp_size == 1 else "make one pipeline"
+        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
             f"{names}={size}, but {world_size} process{'es were' if world_size > 1 else ' was'} "
             f"started. Allowed: a multiple of {names} (each {size} {what}, the rest "
             "are data-parallel replicas). Remedy: accelerate launch --num_processes "
-            f"{max(1, world_size // size) * size}, or another {names}."
+            f"{max(1, world_size // size) * size}, or {names} of {' or '.join(map(str, fits))}."
+        )
+
+
+def warn_across_machines(sp_size: int, local_size: int) -> None:
+    """Warn where ranks of different machines share a sequence, which is right but slow.
+
+    Args:
+        sp_size: Ranks that share a sequence.
+        local_size: Processes of each machine.
+    """
+    if local_size % sp_size:
+        within = [n for n in range(1, local_size + 1) if local_size % n == 0]
+        warnings.warn(
+            f"sp_size={sp_size} does not divide the {local_size} processes of each machine, so "
+            "some sequences are shared between machines: every layer exchanges every chunk's "
+            f"tokens over the network. sp_size={' or '.join(map(str, within))} stays within a "
+            "machine; pp_size may cross machines, for stages pass on hidden states alone.",
+            stacklevel=2,
         )
 
 
@@ -129,6 +150,8 @@ def make_mesh(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     check_world(pp_size, world, sp_size)
+    if world > 1 and dist.get_rank() == 0:
+        warn_across_machines(sp_size, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     dp_size = world // (pp_size * sp_size)
     shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
     # Named backends give every dim groups of its own, apart from the launch's.

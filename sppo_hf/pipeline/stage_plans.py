@@ -13,7 +13,7 @@ import torch
 
 from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
 from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan
-from sppo_hf.errors import BudgetError
+from sppo_hf.errors import BudgetError, PipelineError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import all_say, first_rank_says
 from sppo_hf.pipeline.schedules import step_schedule
@@ -227,15 +227,20 @@ class StagePlanCache:
                 for stage, plan in waiting.plans.by_stage.items()
                 if plan.prediction is not None
             }
-        everyone = all_say(self._engine.mesh, learned)
-        if any(one is None for one in everyone):
+        everyone = [one for one in all_say(self._engine.mesh, learned) if one is not None]
+        if len(everyone) < len(self._engine.mesh.sharing_ranks):
             return
         self._waiting.pop(0)
-        corrections = [one for said in everyone for one in (said or {}).values()]
+        corrections = [one for said in everyone for one in said.values()]
         if not any(worth_correcting(before, one) for one in corrections):
             return
         shape = waiting.shape
-        self._learned[shape], self._corrected[shape] = learned or {}, waiting
+        # Of the ranks that share a stage's sequences, the slowest one's, which the others wait for.
+        self._learned[shape] = {
+            stage: max((x[stage] for x in everyone if stage in x), key=_compute_factors)
+            for stage in learned or {}
+        }
+        self._corrected[shape] = waiting
         self._steps.pop(shape, None)
         for key in [key for key in self._made if key[:-1] == shape]:
             del self._made[key]
@@ -347,7 +352,9 @@ class StagePlanCache:
                 correction = learned.get(stage)
                 planned = functools.partial(make, correction=correction)
                 plans[stage] = shared_plan(planned, engine.group)
-            except BudgetError as error:
+            except (BudgetError, PipelineError) as error:
+                if stage not in learned and isinstance(error, PipelineError):
+                    raise  # a rank that shares the stage's sequences says why
                 if stage not in learned:
                     raise BudgetError(
                         f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
@@ -356,7 +363,7 @@ class StagePlanCache:
                         "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
                     ) from error
                 # What ran so far still fits.
-                plans[stage] = make()
+                plans[stage] = shared_plan(make, engine.group)
             for warning in plans[stage].warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)
@@ -381,3 +388,7 @@ class StagePlanCache:
         made = step_schedule(config, name, micro_batches, chunks, forward_only=False, reduce=False)
         units = made.schedule.live_units[self._engine.mesh.pp_rank]
         return max(1.0, units / chunks / config.pp_virtual_stages)
+
+
+def _compute_factors(correction: Correction) -> float:
+    return correction.forward + correction.backward

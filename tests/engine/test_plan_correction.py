@@ -1,5 +1,6 @@
 """Steps are measured without waiting for the device, and each plan is corrected once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import torch
 from sppo_hf.engine import chunk_timer as stopwatch
 from sppo_hf.engine.chunk_timer import ChunkTimer
 from sppo_hf.engine.plan_cache import ProfileCorrector
+from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.measured import MeasuredStep
@@ -83,6 +85,27 @@ def test_plans_without_a_prediction_are_left_alone():
     for _ in range(2):
         _step(teacher, mixed_plan(6), None)
     assert not list(teacher.corrections_found())
+
+
+class _Group:
+    """Two ranks that share a sequence, of which the other one `took` so long."""
+
+    took: MeasuredStep | None = None
+
+    def decide(self, make: Callable[[], Any], better: Callable[[Any], float]) -> Any:
+        return min(make(), self.took, key=better)
+
+
+def test_ranks_that_share_a_sequence_learn_from_the_slowest_once_all_are_there():
+    group, plan = _Group(), _plan()
+    teacher = ProfileCorrector(cast(SequenceGroup, group))
+    slow = _slower(plan)
+    for _ in range(2):
+        _step(teacher, plan, replace(slow, forward_seconds=(0.0,) * len(slow.forward_seconds)))
+    assert not list(teacher.corrections_found()), "the other one's device is behind"
+    group.took = slow
+    (correction_found,) = teacher.corrections_found()
+    assert correction_found.measured is slow
 
 
 class _Late:

@@ -1,4 +1,4 @@
-"""A rank of a pipeline is killed in the middle of training: all end, and training goes on later."""
+"""A rank that shares batches is killed in the middle of training: all end, and it goes on later."""
 
 import os
 import signal
@@ -14,17 +14,22 @@ from tests.pipeline.nursery import Ended, shared_nursery
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
 TIMEOUT_SECONDS = 15
-SETTINGS = {"pp_size": 2, "num_chunks": 3, "pp_timeout_seconds": TIMEOUT_SECONDS}
+COMMON = {"num_chunks": 3, "pp_timeout_seconds": TIMEOUT_SECONDS}
+LAYOUTS = {
+    "stages": {"pp_size": 2, **COMMON},
+    "a shared sequence": {"sp_size": 2, **COMMON},
+    "stages that share sequences": {"pp_size": 2, "sp_size": 2, **COMMON},
+}
 # The learning rate must not depend on where training is to end.
 ARGUMENTS = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
 
 
-def _kill_one_rank_in_training(folder: Path) -> Ended:
-    """Train without end on two ranks, and kill the second when the fourth step is saved."""
+def _kill_last_rank_in_training(folder: Path, settings: dict[str, int], ranks: int) -> Ended:
+    """Train without end on some ranks, and kill the last when the fourth step is saved."""
     folder.mkdir()
     arguments = {**ARGUMENTS, "max_steps": 100_000, "save_strategy": "steps", "save_steps": 4}
-    job = {"kind": "ddp", "rows": 4, "rank": 1, "settings": SETTINGS, "arguments": arguments}
-    job |= {"out": str(folder / "never.json")}
+    job = {"kind": "ddp", "rows": 4, "rank": ranks - 1, "settings": settings}
+    job |= {"arguments": arguments, "out": str(folder / "never.json")}
 
     def kill_later(numbers: list[int]) -> None:
         saved, deadline = folder / "checkpoint-4", time.monotonic() + 90
@@ -33,22 +38,25 @@ def _kill_one_rank_in_training(folder: Path) -> Ended:
                 break
             time.sleep(0.02)
         (folder / "reached").touch()
-        os.kill(numbers[1], signal.SIGKILL)
+        os.kill(numbers[-1], signal.SIGKILL)
 
     module = "tests.integrations.two_ranks"
-    return shared_nursery().launch(module, job, ranks=2, folder=folder, started=kill_later)
+    return shared_nursery().launch(module, job, ranks=ranks, folder=folder, started=kill_later)
 
 
-def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_path):
-    ended = _kill_one_rank_in_training(tmp_path / "run")
-    log = ended.logs[0]
-    assert ended.codes[1] == -signal.SIGKILL
-    assert ended.codes[0] not in (None, 0), log[-2000:]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_path, layout):
+    settings = LAYOUTS[layout]
+    ranks = settings.get("pp_size", 1) * settings.get("sp_size", 1)
+    ended = _kill_last_rank_in_training(tmp_path / "run", settings, ranks)
+    assert ended.codes[-1] == -signal.SIGKILL
     assert ended.seconds < TIMEOUT_SECONDS
-    assert "lost rank 1, last seen " in log
-    assert "its process ended without an error" in log
-    assert "lost rank 0" not in log
-    assert "rank 0 failed" not in log
+    for rank, log in enumerate(ended.logs[:-1]):
+        assert ended.codes[rank] not in (None, 0), log[-2000:]
+        assert f"lost rank {ranks - 1}, last seen " in log
+        assert "its process ended without an error" in log
+        assert not any(f"lost rank {other}" in log for other in range(ranks - 1))
+        assert "rank 0 failed" not in log
 
     last = max(
         int(path.name.partition("-")[2])
@@ -57,7 +65,7 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_
     )
     end = {**ARGUMENTS, "max_steps": last + 6}
     job = {"kind": "ddp", "rows": 4, "arguments": end}
-    resumed = run_job({**job, "settings": SETTINGS, "resume": True}, 2, tmp_path / "run")
+    resumed = run_job({**job, "settings": settings, "resume": True}, ranks, tmp_path / "run")
     plain = run_job(job, 1, tmp_path / "plain")
     for name in ("loss", "grad_norm"):
         ours, theirs = (

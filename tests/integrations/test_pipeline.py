@@ -132,6 +132,33 @@ def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.timeout(200)
+def test_shared_sequences_by_the_trainer_under_fsdp2_and_resumed(tmp_path: Path):
+    """On two ranks; from their checkpoint at 3 again, and by the same ranks with own sequences."""
+    sharding = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    }
+    arguments = {"max_steps": 6, "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    job = {"kind": "ddp", "tied": True, "eval_labels": 17, "rows": 4}
+    plain = run_job({**job, "arguments": arguments}, 1, tmp_path / "one")
+    job |= {"settings": SHARED, "arguments": {**arguments, **sharding}}
+    ours = run_job(job, 2, tmp_path / "two")
+    assert ours["wrapper"].startswith("FSDP")
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
+    job["resume"] = str(tmp_path / "two" / "checkpoint-3")
+    for name, changes in (("again", {}), ("apart", {"settings": {"num_chunks": 3}, "rows": 2})):
+        resumed = run_job({**job, **changes}, 2, tmp_path / name)
+        _assert_same_run(resumed, plain, ("loss", "grad_norm", "eval_loss"))
+
+
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shared_sequences_of_a_model_that_fsdp2_shards(tmp_path: Path, ranks):
     """Over the ranks that share a sequence, and over those of two sequences."""

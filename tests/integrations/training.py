@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 VOCABULARY = 64
@@ -41,7 +44,7 @@ def make_rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
 
 
 def make_arguments(folder: str | Path, **changes: Any) -> TrainingArguments:
-    """Build arguments for a short, quiet run on the CPU."""
+    """Build arguments for a short, quiet run on the CPU, also of a launch that asks for FSDP."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -55,7 +58,15 @@ def make_arguments(folder: str | Path, **changes: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "seed": 7,
     }
-    return TrainingArguments(**{**settings, **changes})
+    args = TrainingArguments(**{**settings, **changes})
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        let_fsdp_run_on_cpus()
+    return args
+
+
+def let_fsdp_run_on_cpus() -> None:
+    """Have Accelerate take FSDP up, which it does only where it sees GPUs; FSDP2 runs over gloo."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def checkpointing(on: bool = True) -> dict[str, bool]:

@@ -22,7 +22,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
-    DistributedType,
     FullyShardedDataParallelPlugin,
     gather_object,
 )
@@ -35,7 +34,7 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from tests.integrations.training import make_arguments, make_model, make_rows
+from tests.integrations.training import let_fsdp_run_on_cpus, make_arguments, make_model, make_rows
 
 
 def _lora(model: nn.Module) -> nn.Module:
@@ -87,8 +86,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     """Train by a raw loop under FSDP2 on several ranks, or plainly on one."""
     sharding = None
     if job["kind"] == "fsdp2" and PartialState(cpu=True).num_processes > 1:
-        # Accelerate takes FSDP up only where it sees GPUs, though FSDP2 itself runs over gloo.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        let_fsdp_run_on_cpus()
         sharding = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",

@@ -1,8 +1,9 @@
 """A job for each rank: tiny models whose sequences ranks share, against one unmodified process.
 
 The job holds `cases` (as in `pipeline_cases`), `refused` (cases that are refused), `sp_size` and
-`out`; with `bytes`, what a forward leaves behind is measured. Rank 0 writes what was found.
-Gradients are averaged over all ranks, as DDP and FSDP2 do.
+`out`; with `bytes`, what a forward leaves behind is measured, and with `orders` (of `recompute`)
+when exchanges run. Rank 0 writes what was found. Gradients are averaged over all ranks, as DDP and
+FSDP2 do.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, convert_to_shared_sequences
+from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import Gradients, parameter_errors
 from sppo_hf.testing.tiny_models import make_batch
 from tests.pipeline.pipeline_cases import Case
@@ -55,13 +60,30 @@ def averaged(grads: Named) -> tuple[Named, list[str]]:
     return mean, uneven
 
 
+class Told(StepObserver):
+    """What this rank's engine tells its observer of corrected plans."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.corrections: list[list[str]] = []
+
+    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
+        """Note all that must be alike on all ranks."""
+        assert after.cost is not None
+        self.corrections.append(
+            [repr(measured), repr(after.cost.correction), repr(after.layer_modes)]
+        )
+
+
 def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     """Run one case on this rank; what rank 0 returns has the comparison in it."""
     settings = {"num_chunks": 4, **case.get("settings", {})}
     if "chunk_lengths" in settings:
         del settings["num_chunks"]
     model = build(case)
-    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
+    told = Told()
+    config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
+    convert_to_shared_sequences(model, config, observer=told)
     engine = get_engine(model)
     assert isinstance(engine, SequenceParallelEngine)
     mesh = engine.mesh
@@ -73,6 +95,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         "dp_rank": mesh.dp_rank,
         "attention_forwards": engine.counters.get("attention_forwards", 0),
         "attending_layers": len(engine.parts.attending_layers()),
+        "corrections": told.corrections,
     }
     everyone = gathered(mine)
     if dist.get_rank() > 0:
@@ -96,6 +119,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         "uneven": uneven,
         "attention_forwards": [one["attention_forwards"] for one in everyone],
         "attending_layers": everyone[0]["attending_layers"],
+        "corrections": [one["corrections"] for one in everyone],
         "gradients": sum(grad is not None for grad in wanted.grads.values()),
     }
 
@@ -146,6 +170,44 @@ def kept_bytes(sp_size: int) -> dict[str, int]:
     return {**kept, "saved": sum(storage.nbytes() for storage in storages.values())}
 
 
+class Order(TorchDispatchMode):
+    """Notes when exchanges are started and waited for, and what is multiplied meanwhile."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.seen: list[str] = []
+        self.coming: dict[int, int] = {}
+        self.started = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and note it: "start 3", "wait 3", or "products" for a run of them."""
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.coming[out.untyped_storage().data_ptr()] = self.started
+            self.seen.append(f"start {self.started}")
+            self.started += 1
+        elif func is torch.ops._c10d_functional.wait_tensor.default:
+            number = self.coming.pop(out.untyped_storage().data_ptr(), None)
+            self.seen += [] if number is None else [f"wait {number}"]
+        elif func is torch.ops.aten.mm.default and self.seen[-1:] != ["products"]:
+            self.seen.append("products")
+        return out
+
+
+def exchanges_in_order(sp_size: int, recompute: str) -> list[str]:
+    """What one layer does in one chunk, forward and backward."""
+    model = build({"name": "order", "family": "llama", "layers": 1})
+    settings: dict[str, Any] = {"num_chunks": 1, "recompute": recompute, "offload": "none"}
+    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
+    batch = make_batch(rows=1, tokens=16)
+    model(**batch).loss.backward()
+    with Order() as order:
+        model(**batch).loss.backward()
+    revert(model)
+    return order.seen
+
+
 def main(job: dict[str, Any]) -> None:
     """Run a job."""
     warnings.simplefilter("ignore")
@@ -162,6 +224,7 @@ def main(job: dict[str, Any]) -> None:
         result["cases"].append({**found, "seconds": time.perf_counter() - start})
     for case in job.get("refused", ()):
         result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
+    result["orders"] = [exchanges_in_order(job["sp_size"], r) for r in job.get("orders", ())]
     if job.get("bytes"):
         result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]
     if dist.get_rank() == 0:

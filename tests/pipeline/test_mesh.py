@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import shared_mesh
-from sppo_hf.pipeline.mesh import PipelineMesh, check_world, link_options
+from sppo_hf.pipeline.mesh import PipelineMesh, check_world, link_options, warn_across_machines
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
 
@@ -35,6 +35,26 @@ def test_others_are_refused_with_the_nearest_number(pp_size: int, world: int, re
     assert f"--num_processes {remedy}," in said
     with pytest.raises(ConfigError, match=rf"sp_size={pp_size}, but .*--num_processes {remedy},"):
         check_world(1, world, pp_size)
+
+
+def test_sizes_that_fit_the_launch_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"or sp_size of 1 or 2 or 3 or 6\."):
+        check_world(1, 6, 4)
+
+
+@pytest.mark.parametrize(("sp_size", "local_size"), [(16, 8), (3, 8)])
+def test_sequences_between_machines_are_warned_of(sp_size: int, local_size: int) -> None:
+    said = rf"sp_size={sp_size} does not divide the 8 .*sp_size=1 or 2 or 4 or 8 stays within"
+    with pytest.warns(UserWarning, match=said):
+        warn_across_machines(sp_size, local_size)
+
+
+@pytest.mark.parametrize(("sp_size", "local_size"), [(1, 8), (4, 8), (8, 8)])
+def test_sequences_within_a_machine_are_not(
+    sp_size: int, local_size: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    warn_across_machines(sp_size, local_size)
+    assert not recwarn
 
 
 def test_one_process_without_a_launch_is_told_how_to_start() -> None:

@@ -5,6 +5,7 @@ unmodified model in rank 0's process, in float64.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ PLANS = [
         {"recompute": recompute, "offload": offload, "offload_kv": kv, "min_offload_size": 1}
     ]
 ] + [
-    case_of("a solved plan", settings={"hardware": "h100", "num_chunks": 4}),
+    case_of(
+        "a solved plan, corrected",
+        settings={"hardware": "h100", "num_chunks": 4},
+        # Planned anew for the second, beside whose gradients there are those of the first.
+        steps=[{}, {}, {}, {}],
+    ),
     case_of("the paper's rule", settings={"hardware": "h100", "num_chunks": 4, "offload": "sppo"}),
 ]
 MODELS = [
@@ -86,7 +92,11 @@ IN_PIPELINES = [
             "recompute": "full",
         },
     ),
-    case_of("a solved plan", settings={"num_chunks": 4, "hardware": "h100"}),
+    case_of(
+        "a solved plan, corrected",
+        settings={"num_chunks": 4, "hardware": "h100"},
+        steps=[HELD, HELD, HELD, {}],
+    ),
     case_of("changed scale", steps=[{**HELD, "scale": 2.0}, {"scale": 0.5}]),
     case_of("experts, late weights", "mixtral", settings={"num_chunks": 4, **ZB}),
     case_of("windows and sinks", "gpt_oss"),
@@ -116,9 +126,24 @@ IN_PIPELINES = [
     ),
 ]
 
+_TOGETHER = "start {0} start {1} start {2} wait {0} wait {1} wait {2}"
+_FORWARD = f"products {_TOGETHER.format(0, 1, 2)} start 3 wait 3 products"
+EXCHANGES = {
+    recompute: re.findall(r"products|\w+ \d+", f"{_FORWARD} {backward} products")
+    for recompute, backward in {
+        # The gradient of attention's output; those of values, keys and queries.
+        "none": f"start 4 wait 4 {_TOGETHER.format(5, 6, 7)}",
+        # 4 is attention's output once more, 5 the queries.
+        "full": "start 4 products start 5 wait 4 products start 6 wait 6 wait 5 "
+        + _TOGETHER.format(7, 8, 9),
+    }.items()
+}
+"""What one layer does in one chunk, forward and backward, with its matrix products."""
+
 FAST = (
     *("uneven, one-token tail", "padding", "packed", "labels in one token", "accumulation"),
-    *("a loss of the caller's", "full, full, full", "a solved plan", "LoRA", "windows and sinks"),
+    *("a loss of the caller's", "full, full, full", "a solved plan, corrected", "LoRA"),
+    "windows and sinks",
 )
 """Names of those that run always on two ranks."""
 
@@ -166,8 +191,14 @@ def assert_attended_once(result: dict[str, Any], cases: list[Case]) -> None:
 def test_two_ranks_are_exact(tmp_path: Path) -> None:
     named = {case["name"]: case for case in (*BATCHES, *PLANS, *MODELS)}
     cases = [named[name] for name in FAST]
-    result = launch(cases, tmp_path, sp_size=2, ranks=2, bytes=True)
+    recomputes = ["none", "full"]
+    result = launch(cases, tmp_path, sp_size=2, ranks=2, bytes=True, orders=recomputes)
+    assert result["orders"] == [EXCHANGES[recompute] for recompute in recomputes]
     assert_attended_once(result, cases)
+    # By what each of them has measured they would have two.
+    mine, other = result["cases"][FAST.index("a solved plan, corrected")]["corrections"]
+    assert mine == other
+    assert len(mine) == 1
     one, two = result["bytes"]
     # Exactly half: 64 tokens, their chunks and all heads are even.
     assert two["keys_and_values"] * 2 == one["keys_and_values"] > 0

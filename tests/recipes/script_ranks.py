@@ -1,11 +1,12 @@
 """A job for each rank: run a script, or a module's program, as the interpreter would.
 
 {"argv": ["recipes/finetune.py", "--max_steps", "3"]}
-{"module": "sppo_hf.run", "argv": ["--config", "sppo.yaml", "train.py"]}
+{"module": "sppo_hf.run", "argv": ["--config", "sppo.yaml", "train.py"], "environment": {...}}
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 def main(job: dict[str, Any]) -> None:
     """Run a job; what ends the script ends the rank."""
+    os.environ.update(job.get("environment", {}))
     if "module" in job:
         sys.argv = [job["module"], *job["argv"]]
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)

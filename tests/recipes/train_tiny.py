@@ -3,7 +3,7 @@
     train_tiny.py FOLDER ROWS_PER_DEVICE [FAMILY]
 
 Trains an eight-layer Llama, or a tiny model of FAMILY, for two steps on the CPU; rank 0 writes its
-log to FOLDER/history.json.
+log to FOLDER/history.json, and last what the model was wrapped in.
 """
 
 from __future__ import annotations
@@ -28,4 +28,5 @@ if __name__ == "__main__":
     trainer = Trainer(model, args, train_dataset=make_rows(32))
     trainer.train()
     if args.process_index == 0:
-        (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
+        wrapper = {"wrapper": type(trainer.model_wrapped).__name__}
+        (folder / "history.json").write_text(json.dumps([*trainer.state.log_history, wrapper]))

@@ -1,0 +1,32 @@
+"""What models' sequences can be shared; the collectives are checked over gloo ranks.
+
+See test_sequence_exactness.py for those.
+"""
+
+import pytest
+
+from sppo_hf.engine.structure import find_parts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.pipeline.exchange import refuse_unshareable
+from sppo_hf.testing.tiny_families import _STATES
+from sppo_hf.testing.tiny_models import build_tiny_model
+
+
+@pytest.mark.parametrize("name", _STATES)
+def test_every_family_with_states_is_refused_before_anything_runs(name: str) -> None:
+    model = build_tiny_model(name)
+    with pytest.raises(UnsupportedModelError) as caught:
+        refuse_unshareable(find_parts(model), 2)
+    said = str(caught.value)
+    assert said.startswith(type(model).__name__)
+    # Some are refused on one rank already.
+    chunks_alone = "its recurrent layers", "it carries a state from token to token", "an indexer"
+    assert "layers are recurrent or convolutional (" in said or any(x in said for x in chunks_alone)
+
+
+def test_layers_with_other_numbers_of_heads_count() -> None:
+    heads = {"num_attention_heads_per_layer": [4, 6, 6], "num_key_value_heads": 2}
+    parts = find_parts(build_tiny_model("laguna", **heads))
+    refuse_unshareable(parts, 2)
+    with pytest.raises(ConfigError, match=r"sp_size=4 does not divide the 2 .*Allowed: 1, 2\. "):
+        refuse_unshareable(parts, 4)
