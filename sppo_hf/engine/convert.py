@@ -16,6 +16,7 @@ then chooses, for every chunk, exactly what it would have chosen for the whole. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -213,6 +214,18 @@ def get_engine(model: nn.Module) -> Engine | None:
 
 
 def _attach(
+    causal_lm: Any,
+    config: SPPOConfig,
+    observer: StepObserver,
+    old: Engine | None,
+    make_engine: MakeEngine,
+) -> None:
+    staged = staged_model_of(causal_lm)
+    with contextlib.nullcontext() if staged is None else staged.whole():
+        _attach_whole(causal_lm, config, observer, old, make_engine)
+
+
+def _attach_whole(
     causal_lm: Any,
     config: SPPOConfig,
     observer: StepObserver,

@@ -143,6 +143,43 @@ def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
     return [first // sharing for first in range(0, num_heads, group)]
 
 
+def key_positions(
+    num_heads: int, num_kv_heads: int, here: tuple[int, int], there: tuple[int, int]
+) -> tuple[list[int], list[int]]:
+    """Which keys pass between ranks of two sets that divide the same heads otherwise.
+
+    Each key/value head that a rank of the second set holds comes from the rank of the first that
+    has the first of the query heads for which it is held; gradients go back the same way.
+
+    Args:
+        num_heads: N.
+        num_kv_heads: K.
+        here: Part and size of the set whose rank has them.
+        there: Part and size of the set whose rank needs them.
+
+    Returns:
+        Their places among the key/value heads that the first rank holds, and, as many, among those
+        of the second.
+    """
+    (mine, size), (yours, other) = here, there
+    begin, own = num_heads * mine // size, num_heads // size
+    per_group = own // (held := held_heads(num_heads, num_kv_heads, size))
+    its_groups = held_heads(num_heads, num_kv_heads, other)
+    its_own = num_heads // other
+    firsts = [yours * its_own + place * (its_own // its_groups) for place in range(its_groups)]
+    places = [(first, place) for place, first in enumerate(firsts)]
+    crossing = [(f, place) for f, place in places if begin <= f < begin + own]
+    source = [(first - begin) // per_group for first, _ in crossing]
+    assert all(place < held for place in source), "a group of query heads has one key"
+    return source, [place for _, place in crossing]
+
+
+def held_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
+    """How many key/value heads each of `size` ranks holds."""
+    heads = key_heads(num_heads, num_kv_heads, size)
+    return (num_kv_heads if heads is None else len(heads)) // size
+
+
 def key_heads_of(x_BKcH: Tensor, heads: list[int] | None) -> Tensor:
     """The heads of `key_heads`, `[B, len(heads), c, H]`; their gradients are summed."""
     if heads is None:

@@ -149,7 +149,14 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
     """Run a case's micro-steps; the same for the unmodified model and for a pipeline."""
     engine = get_engine(model)
     losses: list[float] = []
-    with float64_everywhere(model), hooks_of(model, case, replicas) as hooks:
+    helped = nn.ModuleList()
+    if isinstance(engine, PipelineEngine) and engine.staged.helps:
+        helped.extend(engine.staged.helped_modules())
+    with (
+        float64_everywhere(model),
+        float64_everywhere(helped),
+        hooks_of(model, case, replicas) as hooks,
+    ):
         for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
             if isinstance(engine, PipelineEngine):
                 engine.reduces = lambda step=step: step.get("reduces", True)
