@@ -33,6 +33,7 @@ from sppo_hf.engine.sequence_group import (
     check_heads,
     key_heads,
     key_heads_of,
+    own_heads,
     part_of,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
@@ -247,26 +248,29 @@ def _own_heads(
     are not sent.
     """
     num_heads, tokens = q_BNcH.shape[1], call.end - call.start
-    check_heads(num_heads, group.size, f"layer {call.layer} of {call.model_name}")
-    own = num_heads // group.size
+    heads = None
+    if group.granules is None:
+        check_heads(num_heads, group.size, f"layer {call.layer} of {call.model_name}")
+        heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
     first, end = part_of(call.start, call.end, group.rank, group.size)
     if first == end:
         q_BNcH, k_BKcH, v_BKcH = (x[:, :, :0] for x in (q_BNcH, k_BKcH, v_BKcH))
-    heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
     q_BNCH = group.tokens_to_heads(q_BNcH, tokens)
     k_BKcH, v_BKcH = key_heads_of(k_BKcH, heads), key_heads_of(v_BKcH, heads)
     if needs_keys and call.owners is not None:
         k_BKCH, v_BKCH = (group.tokens_to_heads(x, tokens) for x in (k_BKcH, v_BKcH))
     else:
-        k_BKCH, v_BKCH = (_unsent(x, group.size, tokens) for x in (k_BKcH, v_BKcH))
+        k_BKCH, v_BKCH = (_unsent(x, group, tokens) for x in (k_BKcH, v_BKcH))
     if sinks_N is not None:
-        sinks_N = sinks_N[group.rank * own : (group.rank + 1) * own]
+        mine = own_heads(num_heads, group.rank, group.size, group.granules)
+        sinks_N = sinks_N[mine.start : mine.stop]
     return q_BNCH, k_BKCH, v_BKCH, sinks_N
 
 
-def _unsent(x_BKcH: Tensor, size: int, tokens: int) -> Tensor:
+def _unsent(x_BKcH: Tensor, group: SequenceGroup, tokens: int) -> Tensor:
     rows, num_heads, _, head_size = x_BKcH.shape
-    empty = x_BKcH.detach().new_empty(rows, num_heads // size, tokens, head_size)
+    own = own_heads(num_heads, group.rank, group.size, group.granules)
+    empty = x_BKcH.detach().new_empty(rows, len(own), tokens, head_size)
     return empty.requires_grad_(x_BKcH.requires_grad and torch.is_grad_enabled())
 
 

@@ -53,6 +53,11 @@ class SequenceGroup(Protocol):
         """This rank's number among them."""
         ...
 
+    @property
+    def granules(self) -> int | None:
+        """See `own_heads`."""
+        ...
+
     def tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Tensor:
         """Give every rank its heads of all tokens: `[B, N, c, H]` to `[B, N / n, C, H]`."""
         ...
@@ -143,41 +148,53 @@ def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
     return [first // sharing for first in range(0, num_heads, group)]
 
 
-def key_positions(
-    num_heads: int, num_kv_heads: int, here: tuple[int, int], there: tuple[int, int]
-) -> tuple[list[int], list[int]]:
-    """Which keys pass between ranks of two sets that divide the same heads otherwise.
-
-    Each key/value head that a rank of the second set holds comes from the rank of the first that
-    has the first of the query heads for which it is held; gradients go back the same way.
+def own_heads(num_heads: int, part: int, size: int, granules: int | None = None) -> range:
+    """The heads, of so many, of one of the ranks that divide them.
 
     Args:
-        num_heads: N.
-        num_kv_heads: K.
-        here: Part and size of the set whose rank has them.
-        there: Part and size of the set whose rank needs them.
+        num_heads: Of queries, keys or values.
+        part: The rank's number among them.
+        size: Ranks.
+        granules: Runs of equally many heads that are not divided further; None where `size` divides
+            `num_heads`.
+    """
+    runs = num_heads if granules is None else granules
+    heads = num_heads // runs
+    return range(heads * (runs * part // size), heads * (runs * (part + 1) // size))
+
+
+def held_keys(
+    num_heads: int, num_kv_heads: int, part: int, size: int, granules: int | None = None
+) -> list[range]:
+    """For each key/value head that a rank holds, in order, the query heads it is held for."""
+    order = None if granules is not None else key_heads(num_heads, num_kv_heads, size)
+    count = num_kv_heads if order is None else len(order)
+    group = num_heads // count
+    held = own_heads(count, part, size, granules)
+    return [range(group * head, group * (head + 1)) for head in held]
+
+
+def key_positions(have: list[range], need: list[range]) -> tuple[list[int], list[int]]:
+    """Which keys pass between two ranks, of sets that divide the same heads otherwise.
+
+    Each key/value head that the second rank holds comes from the rank that has the first of the
+    query heads for which it is held; gradients go back the same way.
+
+    Args:
+        have: `held_keys` of the first rank.
+        need: Of the second.
 
     Returns:
         Their places among the key/value heads that the first rank holds, and, as many, among those
         of the second.
     """
-    (mine, size), (yours, other) = here, there
-    begin, own = num_heads * mine // size, num_heads // size
-    per_group = own // (held := held_heads(num_heads, num_kv_heads, size))
-    its_groups = held_heads(num_heads, num_kv_heads, other)
-    its_own = num_heads // other
-    firsts = [yours * its_own + place * (its_own // its_groups) for place in range(its_groups)]
-    places = [(first, place) for place, first in enumerate(firsts)]
-    crossing = [(f, place) for f, place in places if begin <= f < begin + own]
-    source = [(first - begin) // per_group for first, _ in crossing]
-    assert all(place < held for place in source), "a group of query heads has one key"
-    return source, [place for _, place in crossing]
-
-
-def held_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
-    """How many key/value heads each of `size` ranks holds."""
-    heads = key_heads(num_heads, num_kv_heads, size)
-    return (num_kv_heads if heads is None else len(heads)) // size
+    pairs = [
+        (source, target)
+        for target, wanted in enumerate(need)
+        for source, held in enumerate(have)
+        if wanted.start in held
+    ]
+    return [source for source, _ in pairs], [target for _, target in pairs]
 
 
 def key_heads_of(x_BKcH: Tensor, heads: list[int] | None) -> Tensor:

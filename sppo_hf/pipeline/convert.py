@@ -413,7 +413,7 @@ def convert_to_stages(
     if config.sp_size > 1:
         refuse_unshareable(parts, config.sp_size)
     if config.pp_msp == "on":
-        refuse_unsharable_units(parts, config.pp_size)
+        refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
     helps = _shares_units(parts, config, mesh)
     if helps:
@@ -450,7 +450,7 @@ def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> 
         return False
     possible = device_facts(mesh.device, config).profile is not None
     try:
-        refuse_unsharable_units(parts, config.pp_size)
+        refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
     except (ConfigError, UnsupportedModelError):
         possible = False
     answer = torch.tensor(int(possible))

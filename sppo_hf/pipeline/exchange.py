@@ -29,6 +29,8 @@ ValueT = TypeVar("ValueT")
 class SequenceRanks:
     """The ranks of this process's sequence; see `SequenceGroup` for what they do."""
 
+    granules: int | None = None
+
     def __init__(self, mesh: PipelineMesh) -> None:
         """Wrap the groups of a mesh whose `sp_size` is above 1."""
         assert mesh.sequence is not None, "ranks share a sequence only where sp_size is above 1"

@@ -17,6 +17,9 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   run they are reduced to the owner, stage by stage too. Helpers have no optimizer states, and to
   the model's `parameters()` a helped stage is not there. With replicas of the pipeline, owners
   average theirs at the end of the step.
+- *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
+  heads cannot be divided evenly, ranks divide key/value heads as evenly as can be
+  (`head_granules`).
 - *Keys and values.* In a set each rank has the heads that its size gives it. When the set of a
   stage changes, the ranks that come in get the heads that they will attend with, of all chunks so
   far; a chunk's are sent as soon as it has run. Each run of units that one set computes has a store
@@ -34,6 +37,7 @@ fewer chunks than stages run without shared units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,11 +49,17 @@ from torch import distributed as dist
 
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.engine.chunk_runner import ChunkRunner
-from sppo_hf.engine.sequence_group import check_heads, held_heads, key_positions, part_of
+from sppo_hf.engine.sequence_group import (
+    held_keys,
+    key_positions,
+    own_heads,
+    part_lengths,
+    part_of,
+)
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.exchange import SequenceRanks, refuse_unshareable
+from sppo_hf.pipeline.exchange import SequenceRanks
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.transport import Transport
@@ -66,11 +76,51 @@ from sppo_hf.schedule.schedule import Schedule
 class SetRanks(SequenceRanks):
     """The ranks of one set, which are ranks of one pipeline."""
 
-    def __init__(self, group: Any, ranks: tuple[int, ...], pp_rank: int) -> None:
-        """Wrap the group of `ranks`, one of them `pp_rank`."""
+    def __init__(
+        self, group: Any, ranks: tuple[int, ...], pp_rank: int, granules: int | None
+    ) -> None:
+        """Wrap the group of `ranks`, one of them `pp_rank`, that divide heads by `granules`."""
         self.size = len(ranks)
         self.rank = ranks.index(pp_rank)
+        self.granules = granules
         self._group = group
+
+    def tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Tensor:
+        """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
+        if self.granules is None:
+            return super().tokens_to_heads(x_BNcH, chunk_tokens)
+        rows, num_heads, tokens, head_size = x_BNcH.shape
+        counts, lengths = self._counts(num_heads), part_lengths(chunk_tokens, self.size)
+        x_NcBH = x_BNcH.permute(1, 2, 0, 3)
+        # By rank and token, of each all heads that go there.
+        sent = [x.transpose(0, 1).reshape(-1, rows, head_size) for x in x_NcBH.split(counts)]
+        own = counts[self.rank]
+        got = self._exchange(
+            torch.cat(sent), [tokens * count for count in counts], [own * c for c in lengths]
+        )
+        return got.view(chunk_tokens, own, rows, head_size).permute(2, 1, 0, 3)
+
+    def heads_to_tokens(self, x_BCNH: Tensor) -> Tensor:
+        """`[B, C, n, H]`, n of the N heads, to `[B, c, N, H]`."""
+        if self.granules is None:
+            return super().heads_to_tokens(x_BCNH)
+        rows, chunk_tokens, own, head_size = x_BCNH.shape
+        per_granule = own // len(own_heads(self.granules, self.rank, self.size, self.granules))
+        counts = self._counts(per_granule * self.granules)
+        lengths = part_lengths(chunk_tokens, self.size)
+        tokens = lengths[self.rank]
+        sent = x_BCNH.permute(1, 2, 0, 3).reshape(chunk_tokens * own, rows, head_size)
+        came = [tokens * count for count in counts]
+        got = self._exchange(sent, [own * c for c in lengths], came)
+        parts = [
+            x.view(tokens, count, rows, head_size)
+            for x, count in zip(got.split(came), counts, strict=True)
+        ]
+        return torch.cat(parts, dim=1).permute(2, 0, 1, 3)
+
+    def _counts(self, num_heads: int) -> list[int]:
+        ranks = range(self.size)
+        return [len(own_heads(num_heads, rank, self.size, self.granules)) for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,34 +148,60 @@ def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
     return found
 
 
-def refuse_unsharable_units(parts: ModelParts, pp_size: int) -> None:
+def head_granules(layers: Iterable[LayerProfile], pp_size: int, name: str) -> int | None:
+    """How ranks of sets of every size up to `pp_size` divide the attention heads of a model.
+
+    Where all sizes divide the query heads, evenly. Else by key/value heads, as evenly as these can
+    be divided: with 8 of them, three ranks have 2, 3 and 3, and the largest share sets the pace.
+
+    Args:
+        layers: Those that attend.
+        pp_size: P.
+        name: Of the model.
+
+    Returns:
+        See `own_heads`; one for all layers.
+
+    Raises:
+        ConfigError: Some size does neither.
+    """
+    heads = {(layer.num_heads, layer.num_kv_heads) for layer in layers}
+    queries = math.gcd(*(queries for queries, _ in heads))
+    keys = math.gcd(*(keys for _, keys in heads))
+    if all(queries % size == 0 for size in range(2, pp_size + 1)):
+        return None
+    if keys >= pp_size:
+        return keys
+    least = next(size for size in range(2, pp_size + 1) if queries % size)
+    allowed = range(2, max(keys + 1, least))
+    raise ConfigError(
+        f"pp_msp='on' with pp_size={pp_size} lets 2 to {pp_size} ranks share units of {name}, and "
+        f"{least} ranks cannot divide its {queries} attention heads, nor {pp_size} its {keys} "
+        f"key/value heads. Allowed: pp_size={' or '.join(map(str, allowed)) or 'none'} with this "
+        "model. Remedy: one of these, or pp_msp='off'."
+    )
+
+
+def refuse_unsharable_units(
+    parts: ModelParts, layers: Iterable[LayerProfile], pp_size: int
+) -> None:
     """Refuse models whose units ranks cannot share.
 
     Raises:
         ConfigError: Heads cannot be divided among the ranks of every set.
         UnsupportedModelError: Layers carry a state along the tokens, or read other layers' keys.
     """
-    refuse_unshareable(parts, pp_size)
-    if getattr(parts.text_config, "num_kv_shared_layers", 0):
+    reason = None
+    if parts.has_states:
+        reason = "it has recurrent or convolutional layers, whose states go from token to token"
+    elif getattr(parts.text_config, "num_kv_shared_layers", 0):
+        reason = "it has layers that read the keys of other layers (num_kv_shared_layers)"
+    if reason is not None:
         raise UnsupportedModelError(
-            f"{parts.name}: layers read the keys of other layers (num_kv_shared_layers), and "
-            "pp_msp='on' moves keys between ranks layer by layer. Train it with pp_msp='off'."
+            f"{parts.name} cannot be trained with pp_msp='on': {reason}. Allowed: models in which "
+            "every layer attends to keys of its own. Remedy: pp_msp='off'."
         )
-    num_heads = getattr(parts.text_config, "num_attention_heads", None)
-    for size in range(2, pp_size + 1) if isinstance(num_heads, int) else ():
-        if num_heads % size:
-            possible = [p for p in range(1, num_heads + 1) if _divides(num_heads, p)]
-            raise ConfigError(
-                f"pp_msp='on' with pp_size={pp_size} lets sets of 2 to {pp_size} ranks share units "
-                f"of {parts.name}, and {size} ranks cannot divide its {num_heads} attention heads. "
-                f"Allowed: pp_size of {' or '.join(map(str, possible[1:])) or 'none'} with this "
-                "model. Remedy: one of these, or pp_msp='off'."
-            )
-        check_heads(num_heads, size, parts.name)
-
-
-def _divides(num_heads: int, pp_size: int) -> bool:
-    return all(num_heads % size == 0 for size in range(2, pp_size + 1))
+    head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
 
 
 class HelpedWeights:
@@ -247,6 +323,7 @@ class SharedUnits:
         rows: list[tuple[int, int]],
         widths: Callable[[int], int],
         layers: Callable[[int], list[LayerProfile]],
+        granules: int | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         stores: Stores,
         weights: HelpedWeights,
@@ -262,6 +339,7 @@ class SharedUnits:
             rows: Half-open rows of each micro-batch.
             widths: W of the messages to a stage.
             layers: The attending layers of a stage.
+            granules: How sets divide heads, see `head_granules`.
             dtypes: Of hidden states between stages, and of keys and values.
             stores: Gives a run's keys and values.
             weights: Of other ranks' stages.
@@ -274,6 +352,7 @@ class SharedUnits:
         self._rows = rows
         self._widths = widths
         self._layers = layers
+        self._granules = granules
         self._dtype, self._key_dtype = dtypes
         self._stores = stores
         self._weights = weights
@@ -368,14 +447,16 @@ class SharedUnits:
         self, forward: Action, late: Action
     ) -> list[tuple[LayerProfile, list[int], list[int]]]:
         """By layer, the heads that pass from the ranks of one unit to those of a later one."""
-        here, there = (
-            (action.part or 0, len(self._schedule.unit_ranks(action.stage, action.unit)))
-            for action in (forward, late)
-        )
         return [
-            (layer, *key_positions(layer.num_heads, layer.num_kv_heads, here, there))
+            (layer, *key_positions(self._held(layer, forward), self._held(layer, late)))
             for layer in self._layers(forward.stage)
         ]
+
+    def _held(self, layer: LayerProfile, action: Action) -> list[range]:
+        """What a rank holds of a layer's keys for one of its computes; see `held_keys`."""
+        size = len(self._schedule.unit_ranks(action.stage, action.unit))
+        heads = layer.num_heads, layer.num_kv_heads
+        return held_keys(*heads, action.part or 0, size, self._granules)
 
     def _key_numbers(self, message: Message) -> int:
         """Numbers in a message of keys and values, or of their gradients."""
@@ -404,8 +485,7 @@ class SharedUnits:
         return torch.cat(flat)
 
     def _check_keys(self, action: Action, layer: LayerProfile, x_BKCH: Tensor, size: int) -> None:
-        ranks = len(self._schedule.unit_ranks(action.stage, action.unit))
-        heads = held_heads(layer.num_heads, layer.num_kv_heads, ranks)
+        heads = len(self._held(layer, action))
         if (x_BKCH.shape[1], x_BKCH.shape[3], x_BKCH.dtype) != (heads, size, self._key_dtype):
             raise PipelineError(
                 f"keys or values of stage {action.stage} are {list(x_BKCH.shape)} in "
@@ -461,10 +541,9 @@ class SharedUnits:
         """Put heads that another set had, or this rank in it, where this run wants them."""
         start, end = self._bounds[chunk]
         row, row_end = self._rows[self._schedule.micro_batch(late)]
-        ranks = len(self._schedule.unit_ranks(late.stage, late.unit))
         offset = 0
         for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
-            held = held_heads(layer.num_heads, layer.num_kv_heads, ranks)
+            held = len(self._held(layer, late))
             shapes = [
                 (row_end - row, held, end - start, size)
                 for size in (layer.qk_head_size, layer.v_head_size)

@@ -50,7 +50,14 @@ from sppo_hf.pipeline.gradients import (
     refuse_post_accumulate_hooks,
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.multiplex import HelpedWeights, Run, SetRanks, SharedUnits, runs_of
+from sppo_hf.pipeline.multiplex import (
+    HelpedWeights,
+    Run,
+    SetRanks,
+    SharedUnits,
+    head_granules,
+    runs_of,
+)
 from sppo_hf.pipeline.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
@@ -213,7 +220,7 @@ class Prepared:
     step: StepSchedule
     reduces: bool
     """Whether gradients are reduced over replicas."""
-    runs: dict[tuple[int, int], Run] | None
+    runs: dict[tuple[int, int], Run] | None = None
     """Where ranks share units: by (stage, chunk) the run that it belongs to."""
     watch: PipelineStepTimer = field(init=False)
     units: list[UnitMarks] = field(init=False)
@@ -590,7 +597,12 @@ class PipelineEngine(Engine):
         return units
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SetRanks:
-        return SetRanks(self.mesh.sets[ranks], ranks, self.mesh.pp_rank)
+        group = self.mesh.sets[ranks]
+        return SetRanks(group, ranks, self.mesh.pp_rank, self._head_granules())
+
+    def _head_granules(self) -> int | None:
+        layers = (layer for layer in self.shape().layers if layer.num_heads)
+        return head_granules(layers, self.mesh.pp_size, self.parts.name)
 
     def _label_loss(self, call: ForwardCall, layout: BatchLayout, prepared: Prepared) -> AddLoss:
         """Sums up the model's own loss, for the rank that has the last stage."""
@@ -681,6 +693,7 @@ class PipelineEngine(Engine):
             rows=prepared.rows,
             widths=lambda stage: messages.width(stages[stage].start),
             layers=lambda stage: [shape.layers[i] for i in stages[stage] if i in attending],
+            granules=self._head_granules(),
             dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
             stores=lambda stage, micro_batch, run: units.sequence(
                 stage, micro_batch, run.chunks.start
