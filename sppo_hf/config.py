@@ -115,6 +115,11 @@ class SPPOConfig:
     pp_virtual_stages: int = 1
     """Stages of each rank of a pipeline; above 1 for "interleaved_seq1f1b" alone."""
 
+    pp_msp: Literal["auto", "off", "on"] = "auto"
+    """Whether ranks share the units that fill and drain a pipeline (multiplexed sequence
+    partitioning): "on" in every training step with the model's own loss; "auto" where speeds are
+    known and a simulation finds it faster. Each rank then holds all frozen weights."""
+
     pp_layers: tuple[int, ...] | None = None
     """Decoder layers of each stage, first to last; None balances the stages."""
 
@@ -170,6 +175,8 @@ class SPPOConfig:
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         _check_one_way_to_cut(self)
         _check_pipeline(self)
+        if self.pp_msp == "on":
+            _check_multiplexing(self)
 
     @property
     def sharing_ranks(self) -> int:
@@ -314,6 +321,7 @@ _RULES: dict[str, Rule] = {
     "pp_size": count(1),
     "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
     "pp_virtual_stages": count(1),
+    "pp_msp": choice("auto", "off", "on"),
     "pp_layers": whole_numbers("layers"),
     "pp_timeout_seconds": count(1),
     "device_memory": budget,
@@ -417,6 +425,40 @@ def _check_pipeline(config: SPPOConfig) -> None:
                 f"{name}={show(unset)} with pp_size=1. Remedy: set pp_size to the number of ranks "
                 f"that share the model, or drop {name}."
             )
+
+
+def _check_multiplexing(config: SPPOConfig) -> None:
+    """Refuse settings that units shared by ranks do not go with."""
+    chunks = len(config.chunk_lengths or ()) or config.num_chunks
+    against = {
+        "pp_schedule": (config.pp_schedule != "auto", "'auto'", "it is an order of its own"),
+        "sp_size": (config.sp_size > 1, "1", "it divides sequences by itself"),
+        "offload_kv": (
+            config.offload_kv == "full",
+            "'auto' or 'none'",
+            "keys and values pass from rank to rank, and stay on the device",
+        ),
+    }
+    for name, (refused, allowed, reason) in against.items():
+        if refused:
+            raise ConfigError(
+                f"pp_msp='on' contradicts {name}={show(getattr(config, name))}: {reason}. Allowed: "
+                f"{name}={allowed} with pp_msp='on'. Remedy: drop {name}, or pp_msp='off'."
+            )
+    if config.pp_size == 1:
+        raise ConfigError(
+            "pp_msp='on' is of a pipeline, but pp_size=1 makes none. Allowed: pp_msp='auto' or "
+            "'off' with pp_size=1. Remedy: set pp_size to the number of ranks that share the "
+            "model, or drop pp_msp."
+        )
+    if chunks != "auto" and chunks < config.pp_size:
+        name = "chunk_lengths" if config.chunk_lengths else "num_chunks"
+        raise ConfigError(
+            f"pp_msp='on' contradicts {name}={show(getattr(config, name))}: ranks share the first "
+            f"and the last chunks of each stage, and {chunks} are fewer than pp_size="
+            f"{config.pp_size}. Allowed: as many chunks as ranks, or more. Remedy: more chunks, or "
+            "pp_msp='off'."
+        )
 
 
 def _refuse_key(key: object, value: object = None) -> NoReturn:

@@ -211,6 +211,28 @@ class LayerKV:
             return torch.zeros_like(k), torch.zeros_like(v)
         return sums[0].to(k.dtype), sums[1].to(v.dtype)
 
+    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `chunk`, each BKCH, which stay here."""
+        return self._keys[chunk]
+
+    def take_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return the sums of dK and dV of `chunk` as they were summed, and free its entry.
+
+        Where units change ranks: what these chunks give an earlier one, whose own backward runs
+        with another store.
+        """
+        k, v = self._keys.pop(chunk)
+        self._taken.add(chunk)
+        return self._grads.pop(chunk, None) or (sum_zeros(k), sum_zeros(v))
+
+    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
+        """Add what another store's `take_sums` has returned, for some heads; one may come twice."""
+        if chunk not in self._grads:
+            self._grads[chunk] = tuple(sum_zeros(x) for x in self._keys[chunk])  # type: ignore
+        index = torch.tensor(heads, device=dk_BKCH.device)
+        for total, more in zip(self._grads[chunk], (dk_BKCH, dv_BKCH), strict=True):
+            total.index_add_(1, index, more)
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""

@@ -34,6 +34,7 @@ from sppo_hf.engine.sequence_group import (
     check_heads,
     key_heads,
     key_heads_of,
+    own_heads,
     part_of,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
@@ -251,15 +252,17 @@ def _own_heads(
     are not sent.
     """
     num_heads, tokens = q_BNcH.shape[1], call.end - call.start
-    check_heads(num_heads, group.size, f"layer {call.layer} of {call.model_name}")
-    own = num_heads // group.size
+    heads = None
+    if group.granules is None:
+        check_heads(num_heads, group.size, f"layer {call.layer} of {call.model_name}")
+        heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
     first, end = part_of(call.start, call.end, group.rank, group.size)
     if first == end:
         q_BNcH, k_BKcH, v_BKcH = (x[:, :, :0] for x in (q_BNcH, k_BKcH, v_BKcH))
-    heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
     k_BKcH, v_BKcH = key_heads_of(k_BKcH, heads), key_heads_of(v_BKcH, heads)
     if sinks_N is not None:
-        sinks_N = sinks_N[group.rank * own : (group.rank + 1) * own]
+        mine = own_heads(num_heads, group.rank, group.size, group.granules)
+        sinks_N = sinks_N[mine.start : mine.stop]
     # See [Note: what an exchange hides behind] in sequence_group.
     again = call.exchanged
     if again is not None:
@@ -271,7 +274,7 @@ def _own_heads(
         return q_BNCH, k_BKCH, v_BKCH, sinks_N
     else:
         q_BNCH = group.start_tokens_to_heads(q_BNcH, tokens).wait()
-    k_BKCH, v_BKCH = (_unsent(x, group.size, tokens) for x in (k_BKcH, v_BKcH))
+    k_BKCH, v_BKCH = (_unsent(x, group, tokens) for x in (k_BKcH, v_BKcH))
     return q_BNCH, k_BKCH, v_BKCH, sinks_N
 
 
@@ -282,9 +285,10 @@ def _own_tokens(call: LayerCall, group: SequenceGroup, out_BCNH: Tensor) -> Tens
     return group.start_heads_to_tokens(out_BCNH.transpose(1, 2)).wait().transpose(1, 2)
 
 
-def _unsent(x_BKcH: Tensor, size: int, tokens: int) -> Tensor:
+def _unsent(x_BKcH: Tensor, group: SequenceGroup, tokens: int) -> Tensor:
     rows, num_heads, _, head_size = x_BKcH.shape
-    return _as_of(x_BKcH, x_BKcH.detach().new_empty(rows, num_heads // size, tokens, head_size))
+    own = own_heads(num_heads, group.rank, group.size, group.granules)
+    return _as_of(x_BKcH, x_BKcH.detach().new_empty(rows, len(own), tokens, head_size))
 
 
 def _as_of(x: Tensor, found: Tensor) -> Tensor:

@@ -252,6 +252,10 @@ class ChunkRunner:
                 self._log.end_head()  # the loss is done when the next chunk is asked for
         self.end_forward()
 
+    def key_stores(self) -> list[LayerKV]:
+        """Keys and values of each layer that has its own, first to last, where all stay here."""
+        return [store for store in self._stores if isinstance(store, LayerKV)]
+
     def part(self, chunk: int) -> tuple[int, int]:
         """The tokens of a chunk that are this rank's: all, or its part of them."""
         start, end = self._plan.bounds[chunk]

@@ -15,6 +15,7 @@ alone and are left as they are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -212,6 +213,18 @@ def get_engine(model: nn.Module) -> Engine | None:
 
 
 def _attach(
+    causal_lm: Any,
+    config: SPPOConfig,
+    observer: StepObserver,
+    old: Engine | None,
+    make_engine: MakeEngine,
+) -> None:
+    staged = staged_model_of(causal_lm)
+    with contextlib.nullcontext() if staged is None else staged.whole():
+        _attach_whole(causal_lm, config, observer, old, make_engine)
+
+
+def _attach_whole(
     causal_lm: Any,
     config: SPPOConfig,
     observer: StepObserver,

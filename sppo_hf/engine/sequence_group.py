@@ -84,6 +84,11 @@ class SequenceGroup(Protocol):
         """This rank's number among them."""
         ...
 
+    @property
+    def granules(self) -> int | None:
+        """See `own_heads`."""
+        ...
+
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """Give every rank its heads of all tokens: `[B, N, c, H]` to `[B, N / n, C, H]`."""
         ...
@@ -181,6 +186,55 @@ def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
     if group == sharing:
         return None
     return [first // sharing for first in range(0, num_heads, group)]
+
+
+def own_heads(num_heads: int, part: int, size: int, granules: int | None = None) -> range:
+    """The heads, of so many, of one of the ranks that divide them.
+
+    Args:
+        num_heads: Of queries, keys or values.
+        part: The rank's number among them.
+        size: Ranks.
+        granules: Runs of equally many heads that are not divided further; None where `size` divides
+            `num_heads`.
+    """
+    runs = num_heads if granules is None else granules
+    heads = num_heads // runs
+    return range(heads * (runs * part // size), heads * (runs * (part + 1) // size))
+
+
+def held_keys(
+    num_heads: int, num_kv_heads: int, part: int, size: int, granules: int | None = None
+) -> list[range]:
+    """For each key/value head that a rank holds, in order, the query heads it is held for."""
+    order = None if granules is not None else key_heads(num_heads, num_kv_heads, size)
+    count = num_kv_heads if order is None else len(order)
+    group = num_heads // count
+    held = own_heads(count, part, size, granules)
+    return [range(group * head, group * (head + 1)) for head in held]
+
+
+def key_positions(have: list[range], need: list[range]) -> tuple[list[int], list[int]]:
+    """Which keys pass between two ranks, of sets that divide the same heads otherwise.
+
+    Each key/value head that the second rank holds comes from the rank that has the first of the
+    query heads for which it is held; gradients go back the same way.
+
+    Args:
+        have: `held_keys` of the first rank.
+        need: Of the second.
+
+    Returns:
+        Their places among the key/value heads that the first rank holds, and, as many, among those
+        of the second.
+    """
+    pairs = [
+        (source, target)
+        for target, wanted in enumerate(need)
+        for source, held in enumerate(have)
+        if wanted.start in held
+    ]
+    return [source for source, _ in pairs], [target for _, target in pairs]
 
 
 def key_heads_of(x_BKcH: Tensor, heads: list[int] | None) -> Tensor:

@@ -9,6 +9,11 @@ Knows modules and names; nothing of ranks, schedules, or how a stage is run.
 [Note: tied embeddings] The last stage keeps the embedding as well where the head shares its matrix,
 under the embedding's name, as a checkpoint has it. So two stages hold a parameter of that name, and
 the sum of their gradients is its gradient.
+
+[Note: stages that are helped with] Where units are shared between ranks, a rank runs layers of
+other stages too. These are no part of the model: an optimizer, a checkpoint, a norm of gradients
+see a rank's own stages alone. They come into the model while one of their units runs, and for
+`whole`.
 """
 
 from __future__ import annotations
@@ -145,8 +150,14 @@ class AbsentEmbedding(nn.Module):
 class StagedModel:
     """A model of which only some stages are left, and the views that run one of them."""
 
-    def __init__(self, parts: ModelParts, cut: StageCut) -> None:
+    def __init__(self, parts: ModelParts, cut: StageCut, *, helps: bool = False) -> None:
         """Cut `parts` in place; what is not kept is let go.
+
+        Args:
+            parts: The whole model.
+            cut: Which stages there are, and which are this rank's.
+            helps: Whether units of all other stages may run here too; see [Note: stages that are
+                helped with].
 
         Raises:
             ConfigError: The stages do not cover the model's layers.
@@ -161,6 +172,11 @@ class StagedModel:
         """Parameters that the first and the last stage both hold."""
         self.all_names = tuple(name for name, _ in parts.causal_lm.named_parameters())
         """Names of the whole model's parameters, in its order."""
+        self.helps = helps
+        """Whether units of other stages may run here."""
+        whole = tuple(parts.layers)
+        before = [(parent, name, parent._modules[name]) for parent, name in ends.before]
+        after = [(parent, name, parent._modules[name]) for parent, name in ends.after]
         for index, layer in enumerate(parts.layers):
             if index not in cut.own_layers:
                 ends.layers[index] = AbsentLayer(layer)
@@ -170,14 +186,12 @@ class StagedModel:
             _remove(ends.before, keep if self.shared_names else None)
         if not cut.has_last:
             _remove(ends.after)
-        self.parts = ModelParts(
-            parts.causal_lm,
-            parts.base,
-            parts.decoder,
-            tuple(_layer_list(parts.decoder)[1]),
-            parts.configs,
-        )
-        self._views = {stage: self._make_view(stage) for stage in cut.own}
+        layers = whole if helps else tuple(_layer_list(parts.decoder)[1])
+        self.parts = ModelParts(parts.causal_lm, parts.base, parts.decoder, layers, parts.configs)
+        stages = range(cut.num_stages) if helps else cut.own
+        self._views = {stage: self._make_view(stage) for stage in stages}
+        self._ends = {0: before, cut.num_stages - 1: after} if helps else {}
+        """Of the first and the last stage: (parent, name, module) of what is around the layers."""
         parts.causal_lm.__dict__[_ATTRIBUTE] = self
         self._ties = dict(getattr(parts.causal_lm, "all_tied_weights_keys", None) or {})
         _forget_absent_ties(parts.causal_lm)
@@ -194,11 +208,53 @@ class StagedModel:
         if made_before:
             setattr(decoder, _MAKES_PER_LAYER_INPUTS, lambda _, made: made)
         try:
-            yield
+            with self._with_ends(stage):
+                yield
         finally:
             modules[self._layers_name] = whole
             if made_before:
                 delattr(decoder, _MAKES_PER_LAYER_INPUTS)
+
+    @contextlib.contextmanager
+    def _with_ends(self, *stages: int) -> Iterator[None]:
+        """Let what is around the layers of helped stages be in the model, at the moment."""
+        ends = [end for stage in stages for end in self._ends.get(stage, ())]
+        before = [parent._modules[name] for parent, name, _ in ends]
+        for parent, name, module in ends:
+            parent._modules[name] = module
+        try:
+            yield
+        finally:
+            for (parent, name, _), module in zip(ends, before, strict=True):
+                parent._modules[name] = module
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let all stages that may run here be in the model, at the moment."""
+        if not self.helps:
+            yield
+            return
+        modules = self.parts.decoder._modules
+        own = modules[self._layers_name]
+        modules[self._layers_name] = nn.ModuleList(self.parts.layers)
+        try:
+            with self._with_ends(*sorted({0, self.cut.num_stages - 1})):
+                yield
+        finally:
+            modules[self._layers_name] = own
+
+    def helped_modules(self) -> list[nn.Module]:
+        """Layers and ends of other stages that are here."""
+        own = {id(module) for module in self.parts.causal_lm.modules()}
+        found = [*self.parts.layers, *(m for ends in self._ends.values() for *_, m in ends)]
+        return [m for m in found if isinstance(m, nn.Module) and id(m) not in own]
+
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """Parameters of a stage that may run here, in an order that all its ranks share."""
+        modules: list[nn.Module | None] = [self.parts.layers[i] for i in self.cut.layers[stage]]
+        modules += [module for *_, module in self._ends.get(stage, ())]
+        found = [p for module in modules if module is not None for p in module.parameters()]
+        return list({id(p): p for p in found}.values())
 
     def take_given(self, stage: int) -> list[Tensor]:
         """What the layers after `stage` were given beside hidden states when it ran, in order."""

@@ -20,7 +20,7 @@ from sppo_hf.pipeline.mesh import PipelineMesh
 
 _SHARED_SETTINGS = (
     *("num_chunks", "chunk_lengths", "chunk_tokens", "partition", "micro_batch_size"),
-    *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers", "sp_size"),
+    *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers", "pp_msp", "sp_size"),
     "correct_plan",
 )
 

@@ -34,14 +34,15 @@ from transformers.core_model_loading import WeightConverter
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_family
 from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged_model_of
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline.exchange import refuse_unshareable
-from sppo_hf.pipeline.mesh import PipelineMesh, check_world, make_mesh
+from sppo_hf.pipeline.mesh import PipelineMesh, check_world, make_mesh, with_sets
+from sppo_hf.pipeline.multiplex import refuse_unsharable_units
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
 from sppo_hf.planning.flops import layer_costs
@@ -408,8 +409,14 @@ def convert_to_stages(
     device = next(parts.causal_lm.parameters()).device if device is None else device
     if config.sp_size > 1:
         refuse_unshareable(parts, config.sp_size)
+    if config.pp_msp == "on":
+        refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
-    staged = staged_model(parts, config, mesh.pp_rank)
+    helps = _shares_units(parts, config, mesh)
+    if helps:
+        with launch_watchdog(config.pp_size, config.pp_timeout_seconds).explaining("forming sets"):
+            mesh = _mesh_with_sets(mesh, config.pp_timeout_seconds)
+    staged = staged_model(parts, config, mesh.pp_rank, helps=helps)
     make_engine = functools.partial(
         PipelineEngine,
         staged=staged,
@@ -419,8 +426,47 @@ def convert_to_stages(
     return convert(model, config, observer=observer, make_engine=make_engine)
 
 
-def staged_model(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StagedModel:
+@functools.cache
+def _mesh_with_sets(mesh: PipelineMesh, timeout_seconds: int) -> PipelineMesh:
+    return with_sets(mesh, timeout_seconds=timeout_seconds + GROUP_MARGIN_SECONDS)
+
+
+def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> bool:
+    """Whether ranks may share units, for which each keeps other ranks' stages; all ask at once."""
+    loaded = staged_model_of(parts.causal_lm)
+    if config.pp_msp == "on" and loaded is not None and not loaded.helps:
+        raise ConfigError(
+            f"pp_msp='on' lets every rank run units of all stages, but {parts.name} was loaded "
+            "stage by stage for other settings. Allowed: a model that is whole when it is "
+            "converted. Remedy: load it with from_pretrained, or by a plugin that has pp_msp='on'."
+        )
+    if loaded is not None or config.pp_msp != "auto":
+        return config.pp_msp != "off" and (loaded is None or loaded.helps)
+    alone = config.pp_schedule == "auto" and config.offload_kv != "full"
+    if not alone or config.sp_size > 1 or config.pp_size == 1:
+        return False
+    possible = device_facts(mesh.device, config).profile is not None
+    try:
+        refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
+    except (ConfigError, UnsupportedModelError):
+        possible = False
+    answer = torch.tensor(int(possible))
+    for group in (mesh.control, mesh.replicas_control):
+        if group is not None:
+            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+    return bool(answer)
+
+
+def staged_model(
+    parts: ModelParts, config: SPPOConfig, pp_rank: int, *, helps: bool = False
+) -> StagedModel:
     """The stages of a rank: as they were loaded, or cut out of `parts` in place now.
+
+    Args:
+        parts: The model.
+        config: The settings.
+        pp_rank: The rank's place in its pipeline.
+        helps: See `StagedModel`.
 
     Raises:
         ConfigError: There are more stages than layers, or the model was cut for another rank or
@@ -428,7 +474,7 @@ def staged_model(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StagedM
     """
     staged = staged_model_of(parts.causal_lm)
     if staged is None:
-        return StagedModel(parts, choose_cut(parts, config, pp_rank))
+        return StagedModel(parts, choose_cut(parts, config, pp_rank), helps=helps)
     stages = config.pp_size * config.pp_virtual_stages
     own = tuple(range(pp_rank, stages, config.pp_size))
     if staged.cut.num_stages != stages or staged.cut.own != own:
@@ -447,6 +493,8 @@ def load_model_stages(
 ) -> PreTrainedModel:
     """Load this rank's stages of a model, reading nothing else of it; see `load_stages`.
 
+    With pp_msp="on" all of it, for ranks run units of all stages.
+
     Args:
         model_class: `AutoModelForCausalLM` or a model class.
         name_or_path: A hub id or a folder.
@@ -460,6 +508,8 @@ def load_model_stages(
     """
     launch_watchdog(config.pp_size, config.pp_timeout_seconds)
     check_world(config.pp_size, dist.get_world_size(), config.sp_size)
+    if config.pp_msp == "on":  # ranks run units of all stages
+        return model_class.from_pretrained(name_or_path, **kwargs)
     pp_rank = dist.get_rank() // config.sp_size % config.pp_size
     return load_stages(
         model_class, name_or_path, lambda parts: choose_cut(parts, config, pp_rank), **kwargs

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ ValueT = TypeVar("ValueT")
 class SequenceRanks:
     """The ranks of this process's sequence; see `SequenceGroup` for what they do."""
 
+    granules: int | None = None
+
     def __init__(self, mesh: PipelineMesh) -> None:
         """Wrap the groups of a mesh whose `sp_size` is above 1."""
         assert mesh.sequence is not None, "ranks share a sequence only where sp_size is above 1"
@@ -59,14 +61,6 @@ class SequenceRanks:
         """`[B, N / n, C, H]` to `[B, N, c, H]`."""
         lengths = part_lengths(x_BNCH.shape[2], self.size)
         return Exchange(x_BNCH, _ToTokens(self, lengths), _ToHeads(self, lengths))
-
-    def tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Tensor:
-        """`[B, N, c, H]` to `[B, N / n, C, H]`."""
-        return self.start_tokens_to_heads(x_BNcH, chunk_tokens).wait()
-
-    def heads_to_tokens(self, x_BCNH: Tensor) -> Tensor:
-        """`[B, C, N / n, H]` to `[B, c, N, H]`."""
-        return self.start_heads_to_tokens(x_BCNH.transpose(1, 2)).wait().transpose(1, 2)
 
     def wait_for(self, x: Tensor) -> Tensor:
         """`x`, once what an exchange brings is in it; at once where nothing is missing."""
@@ -134,6 +128,18 @@ class SequenceRanks:
         return torch.ops._c10d_functional.all_to_all_single(sent, lengths, sent_lengths, name)
 
 
+class Way(Protocol):
+    """How a tensor goes to the other ranks."""
+
+    def start(self, x: Tensor, /) -> Tensor:
+        """Send it; returns where what the others send will be."""
+        ...
+
+    def unpack(self, got: Tensor, /) -> Tensor:
+        """What has come, in its right shape."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _ToHeads:
     """`[B, N, c, H]` to `[B, N / n, C, H]`."""
@@ -179,8 +185,8 @@ class _ToTokens:
 class _Ways:
     """How a tensor goes to the other ranks, and how its gradient comes back."""
 
-    there: _ToHeads | _ToTokens
-    back: _ToHeads | _ToTokens
+    there: Way
+    back: Way
     gradient: Tensor | None = field(default=None)
     """On its way back, where it has been started."""
 
@@ -188,7 +194,7 @@ class _Ways:
 class Exchange:
     """A tensor on its way to the other ranks, for what they send; see `engine.sequence_group`."""
 
-    def __init__(self, x: Tensor, there: _ToHeads | _ToTokens, back: _ToHeads | _ToTokens) -> None:
+    def __init__(self, x: Tensor, there: Way, back: Way) -> None:
         """Start it."""
         self._ways = _Ways(there, back)
         self._coming = _Started.apply(x, self._ways)

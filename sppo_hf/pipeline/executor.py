@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from sppo_hf.engine.chunk_timer import Mark, mark
 from sppo_hf.errors import PipelineError
+from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.stage_runner import StageRunner
 from sppo_hf.pipeline.transport import Transport
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
@@ -46,6 +47,7 @@ class Executor:
         scale: Tensor,
         reduce: Callable[[int], None],
         on_action: Callable[[Action, str], None],
+        shared: SharedUnits | None = None,
     ) -> None:
         """Prepare; runs nothing.
 
@@ -60,6 +62,7 @@ class Executor:
             scale: Gradient of the loss's sum, `[]`.
             reduce: Starts reducing a stage's gradients over replicas.
             on_action: Is told before each action, which it is and in words.
+            shared: What goes in and out where ranks share units; None where none do.
         """
         self._schedule = schedule
         self._rank = rank
@@ -70,6 +73,7 @@ class Executor:
         self._scale = scale
         self._reduce = reduce
         self._on_action = on_action
+        self._shared = shared
         self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
         self._last_stage = schedule.num_stages - 1
         self._ready_seconds = 0.0
@@ -90,6 +94,11 @@ class Executor:
             "RECV_B": lambda action: self._receive(action, action.stage + 1),
             "REDUCE_GRAD": lambda action: self._reduce(action.stage),
         }
+        if shared is not None:
+            names: tuple[Kind, ...] = ("F", "B", "KV", "DKV")  # type: ignore[assignment]
+            for name in names:
+                self._handlers[f"SEND_{name}"] = shared.send  # type: ignore[index]
+                self._handlers[f"RECV_{name}"] = shared.receive  # type: ignore[index]
 
     def run(self) -> list[ActionRecord]:
         """Carry out all actions.
@@ -114,7 +123,8 @@ class Executor:
                 self.units.append(UnitMarks(action, self._ready, mark(self._device)))
             done.append(ActionRecord(action, start, time.perf_counter(), self._ready_seconds))
         self._transport.finish()
-        if self._outbox or not self._units.finished():
+        taken = not self._outbox and (self._shared is None or self._shared.finished())
+        if not taken or not self._units.finished():
             raise PipelineError(
                 f"rank {self._rank} of the pipeline has work left after its last action. The "
                 "schedule is wrong."
@@ -133,6 +143,7 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         received = self._take("RECV_F", action) if action.stage > 0 else None
+        self._begin(action)
         given = self._units.forward(*self._place(action), received)
         if given is not None:
             if given.dtype != self._dtype:
@@ -140,24 +151,47 @@ class Executor:
                     f"stage {action.stage} gives on hidden states in {given.dtype}, the next one "
                     f"expects {self._dtype}, the model's own. Train this model with pp_size=1."
                 )
-            self._outbox["SEND_F", action.stage, action.unit] = given
+            self._put("SEND_F", action, given)
+        if self._shared is not None:
+            self._shared.end(action)
 
     def _backward(self, action: Action) -> None:
         self._units.before_backward()
         grad = self._take("RECV_B", action) if action.stage < self._last_stage else None
+        self._begin(action)
         given = self._units.backward(*self._place(action), grad, scale=self._scale)
         if given is not None:
-            self._outbox["SEND_B", action.stage, action.unit] = given
+            self._put("SEND_B", action, given)
+        if self._shared is not None:
+            self._shared.end(action)
 
     def _weights(self, action: Action) -> None:
         self._units.weights(*self._place(action))
 
+    def _begin(self, action: Action) -> None:
+        """What a unit needs besides what neighbours give it is here, where units are shared."""
+        if self._shared is not None:
+            self._shared.begin(action)
+            self._note_ready()
+
     def _take(self, kind: Kind, action: Action) -> Tensor:
+        if self._shared is not None:
+            stage = action.stage + (-1 if kind == "RECV_F" else 1)
+            return self._shared.take(action, stage)
         tensor = self._transport.take(Action(kind, action.stage, action.unit))
+        self._note_ready()
+        return tensor
+
+    def _note_ready(self) -> None:
         # What was waited is no part of the unit's own seconds.
         self._ready_seconds = time.perf_counter()
         self._ready = mark(self._device)
-        return tensor
+
+    def _put(self, kind: Kind, action: Action, given: Tensor) -> None:
+        if self._shared is not None:
+            self._shared.put(action, given)
+        else:
+            self._outbox[kind, action.stage, action.unit] = given
 
     def _send(self, action: Action, stage: int) -> None:
         tensor = self._outbox.pop((action.kind, action.stage, action.unit))

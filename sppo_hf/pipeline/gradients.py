@@ -78,7 +78,7 @@ class StepGradients:
         """
         self._replicas = replicas
         earlier = {id(p): g for p, g in zip(self._parameters, self._earlier, strict=True)}
-        for bucket in _buckets([p for p in parameters if id(p) in earlier]):
+        for bucket in buckets_of([p for p in parameters if id(p) in earlier]):
             flat = torch.cat([_sum(p, p.grad, earlier[id(p)]).reshape(-1) for p in bucket])
             self._buckets.append((replicas.average(flat), flat, bucket))
 
@@ -219,7 +219,7 @@ def average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -
     @torch.no_grad()
     def average() -> None:
         averaged: dict[int, Tensor] = {}
-        for bucket in _buckets(parameters):
+        for bucket in buckets_of(parameters):
             flat = torch.cat([_sum(p, p.grad, None).reshape(-1) for p in bucket])
             replicas.average(flat).wait()
             averaged |= _cut(flat, bucket)
@@ -247,7 +247,7 @@ def _cut(flat: Tensor, bucket: Sequence[nn.Parameter]) -> dict[int, Tensor]:
     return {id(p): part.view_as(p) for p, part in zip(bucket, parts, strict=True)}
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters of one dtype in runs of about `BUCKET_BYTES`."""
     buckets: list[list[nn.Parameter]] = []
     room: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}

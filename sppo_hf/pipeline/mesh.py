@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +65,9 @@ class PipelineMesh:
     """The ranks that share a sequence and hold the same stages; None where there is one."""
     sequence_control: Any = field(default=None, repr=False)
     """The same, for a few numbers on the CPU."""
+    sets: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+    """By ranks of the pipeline, this one among them: those that share units of a stage. Where there
+    are any, there are links between all ranks of a pipeline."""
 
     @property
     def sharing_ranks(self) -> range:
@@ -85,7 +88,8 @@ class PipelineMesh:
     def allow_seconds(self, seconds: float) -> None:
         """Let operations from now on wait for so long, in all groups but the one for storage."""
         groups = (self.pipeline, self.control, self.replicas, self.replicas_control, self.ends)
-        for group in (*groups, self.sequence, self.sequence_control, *self.links.values()):
+        groups += (self.sequence, self.sequence_control)
+        for group in (*groups, *self.links.values(), *self.sets.values()):
             if group is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -188,6 +192,43 @@ def make_mesh(
     return mesh
 
 
+def with_sets(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMesh:
+    """The same with groups for units that ranks share; every process of the launch calls this.
+
+    Args:
+        mesh: One whose `sp_size` is 1.
+        timeout_seconds: As for `make_mesh`.
+    """
+    timeout, size = timedelta(seconds=timeout_seconds), mesh.pp_size
+    backend = "nccl" if mesh.device.type == "cuda" else "gloo"
+    first = {tuple(range(stage + 1)) for stage in range(1, size)}
+    last = {tuple(range(stage, size)) for stage in range(size - 1)}
+    links, sets = {}, {}
+    near = {pair for rank in range(size) for pair in _neighbours(rank, size)}
+    far = [(a, b) for a in range(size) for b in range(size) if a != b and (a, b) not in near]
+    for replica in range(mesh.dp_size):
+        here = replica == mesh.dp_rank
+        for ranks in sorted(first | last):
+            members = [replica * size + rank for rank in ranks]
+            group = dist.new_group(members, timeout=timeout, backend=backend)
+            if here and mesh.pp_rank in ranks:
+                sets[ranks] = group
+        for source, target in far:
+            pair = sorted((replica * size + source, replica * size + target))
+            options = link_options(mesh.device, timeout)
+            group = dist.new_group(pair, timeout=timeout, pg_options=options)
+            if here and mesh.pp_rank in (source, target):
+                links[source, target] = group
+    more = replace(mesh, links=links, sets=sets, pipeline=None, ends=None, replicas=None)
+    _try_groups(more)
+    return replace(mesh, links={**mesh.links, **links}, sets=sets)
+
+
+def _neighbours(rank: int, size: int) -> list[tuple[int, int]]:
+    """A rank and each that it sends to, where units are not shared."""
+    return [(rank, to) for to in sorted({(rank + 1) % size, (rank - 1) % size})]
+
+
 def _group(mesh: DeviceMesh, backend: str, *dims: str) -> Any:
     """The group of this rank along some dims of a mesh."""
     long = [dim for dim in dims if mesh[dim].size() > 1]
@@ -221,7 +262,7 @@ def _hand_made(
             if here and pp_rank in (0, pp_size - 1):
                 mine["ends"] = ends
             for source in range(pp_size):
-                for target in sorted({(source + 1) % pp_size, (source - 1) % pp_size}):
+                for _, target in _neighbours(source, pp_size):
                     pair = sorted((ranks[source], ranks[target]))
                     group = dist.new_group(
                         pair, timeout=timeout, pg_options=link_options(device, timeout)
@@ -252,7 +293,8 @@ def _try_groups(mesh: PipelineMesh) -> None:
     NCCL sets a group up when it is first used, and its ranks wait for each other then; within a
     schedule that would stall the first step, and here one that does not work is found at once.
     """
-    for group in (mesh.pipeline, mesh.ends, mesh.sequence, mesh.replicas):
+    sets = (mesh.sets[ranks] for ranks in sorted(mesh.sets))
+    for group in (mesh.pipeline, mesh.ends, mesh.sequence, mesh.replicas, *sets):
         if group is not None:
             dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
     for source, target in sorted(mesh.links):

@@ -32,7 +32,7 @@ from sppo_hf.engine.fused import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.parameter_hooks import hooks_set_aside
 from sppo_hf.engine.router_loss import RouterLoss
-from sppo_hf.engine.sequence_group import own_random_numbers, part_of
+from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
 from sppo_hf.engine.stage_message import MessageLayout
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
@@ -49,6 +49,14 @@ from sppo_hf.pipeline.gradients import (
     refuse_post_accumulate_hooks,
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
+from sppo_hf.pipeline.multiplex import (
+    HelpedWeights,
+    Run,
+    SetRanks,
+    SharedUnits,
+    head_granules,
+    runs_of,
+)
 from sppo_hf.pipeline.schedules import StepSchedule, check_size, step_schedule
 from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
@@ -58,9 +66,10 @@ from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.pipeline_choice import RULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.generate import Size
+from sppo_hf.schedule.generate import MSP, Size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,6 +218,8 @@ class Prepared:
     step: StepSchedule
     reduces: bool
     """Whether gradients are reduced over replicas."""
+    runs: dict[tuple[int, int], Run] | None = None
+    """Where ranks share units: by (stage, chunk) the run that it belongs to."""
     watch: PipelineStepTimer = field(init=False)
     units: list[UnitMarks] = field(init=False)
     """When they ran."""
@@ -288,11 +299,13 @@ class PipelineEngine(Engine):
         self._size_checked = False
         self._allowed_seconds = float(config.pp_timeout_seconds + GROUP_MARGIN_SECONDS)
         self._units: StageRunner | None = None
+        self._helped: HelpedWeights | None = None
+        """Weights of other ranks' stages, once units of these run here."""
         self._hook_ends()
 
     def _hook_ends(self) -> None:
         cut = self.staged.cut
-        for stage in cut.own:
+        for stage in range(cut.num_stages) if self.staged.helps else cut.own:
             layers = cut.layers[stage]
             first, last = self.parts.layers[layers[0]], self.parts.layers[layers[-1]]
             if stage > 0:
@@ -402,18 +415,26 @@ class PipelineEngine(Engine):
         """
         training = torch.is_grad_enabled()
         prepared = self._prepare(call, layout, training=training, reduces=reduces)
-        add_loss = make_loss(prepared) if self.staged.cut.has_last else None
+        add_loss = None
+        if self.staged.cut.has_last or prepared.step.name == MSP:
+            with self.staged.running(self.staged.cut.num_stages - 1):
+                add_loss = make_loss(prepared)
         units = self._make_units(call, layout, prepared, add_loss)
         parameters = list(self.parts.causal_lm.parameters())
         gradients = StepGradients(parameters) if training else None
         try:
-            with hooks_set_aside(parameters), own_random_numbers(self.group, call.device):
+            drawing = self.group
+            if prepared.step.name == MSP:
+                drawing = self._set_ranks(tuple(range(self.mesh.pp_size)))
+            with hooks_set_aside(parameters), own_random_numbers(drawing, call.device):
                 self._execute(prepared, units, gradients, scale)
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)
         except BaseException:
             if gradients is not None:
                 gradients.abandon()
+            if self._helped is not None:
+                self._helped.drop_gradients()
             raise
         finally:
             self._units = None
@@ -426,7 +447,9 @@ class PipelineEngine(Engine):
                 training=training,
                 planned_seconds=None if step is None else step.step_seconds,
             )
-            if training and prepared.bounds == prepared.plans.bounds:
+            # Of shared units a rank has seen a share alone.
+            whole = prepared.bounds == prepared.plans.bounds and prepared.step.name != MSP
+            if training and whole:
                 self._stage_plans.step_done(prepared.plans, prepared.units, stats)
         return gradients, units
 
@@ -480,9 +503,12 @@ class PipelineEngine(Engine):
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
+        name = plans.schedule
+        if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):
+            name = RULE
         step = step_schedule(
             self.config,
-            plans.schedule,
+            name,
             len(rows),
             len(bounds),
             forward_only=not training,
@@ -496,7 +522,8 @@ class PipelineEngine(Engine):
             # run, with more idle time.
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
             self._size_checked = True
-        return Prepared(rows, plans, bounds, step, reduces)
+        runs = runs_of(step.schedule, len(bounds)) if name == MSP else None
+        return Prepared(rows, plans, bounds, step, reduces, runs)
 
     def _allow_step(self, plans: BatchPlans) -> None:
         """Let messages wait for as long as a step may take, which may be hours.
@@ -532,7 +559,13 @@ class PipelineEngine(Engine):
         prepared: Prepared,
         add_loss: AddLoss | None,
     ) -> StageRunner:
-        cut = self.staged.cut
+        cut, runs = self.staged.cut, prepared.runs
+
+        def run_of(stage: int, chunk: int) -> tuple[range, SequenceGroup | None]:
+            if runs is None:
+                return range(len(prepared.bounds)), self.group
+            run = runs[stage, chunk]
+            return run.chunks, self._set_ranks(run.ranks) if run.is_shared else None
 
         def make_sequence(stage: int, micro_batch: int, **varying: Any) -> ChunkRunner:
             return ChunkRunner(
@@ -543,7 +576,6 @@ class PipelineEngine(Engine):
                 offload=self.offload,
                 layers=cut.layers[stage],
                 linked=False,
-                group=self.group,
                 **varying,
             )
 
@@ -573,9 +605,18 @@ class PipelineEngine(Engine):
             split=prepared.step.splits,
             router_loss=router_loss,
             router_gradient=None if router_loss is None else router_gradient,
+            run_of=run_of,
         )
         self._units = units
         return units
+
+    def _set_ranks(self, ranks: tuple[int, ...]) -> SetRanks:
+        group = self.mesh.sets[ranks]
+        return SetRanks(group, ranks, self.mesh.pp_rank, self._head_granules())
+
+    def _head_granules(self) -> int | None:
+        layers = (layer for layer in self.shape().layers if layer.num_heads)
+        return head_granules(layers, self.mesh.pp_size, self.parts.name)
 
     def _label_loss(self, call: ForwardCall, layout: BatchLayout, prepared: Prepared) -> AddLoss:
         """Sums up the model's own loss, for the rank that has the last stage."""
@@ -590,10 +631,12 @@ class PipelineEngine(Engine):
             head_in_backward=self.parts.head_is_hooked(),
         )
 
-        def add(hidden_BCD: Tensor, rows: slice, tokens: slice) -> Tensor:
+        def add(
+            hidden_BCD: Tensor, rows: slice, tokens: slice, group: SequenceGroup | None
+        ) -> Tensor:
             assert call.shift_labels is not None, "calls without labels were refused"
             bounds_of = (tokens.start, tokens.stop)
-            labels_BC = labels_of(call.shift_labels[rows], bounds_of, self.group, call.ignore_index)
+            labels_BC = labels_of(call.shift_labels[rows], bounds_of, group, call.ignore_index)
             return loss.add(hidden_BCD, labels_BC, last=tokens.start == last_start)
 
         return add
@@ -626,19 +669,51 @@ class PipelineEngine(Engine):
             assert gradients is not None, "only a training step reduces"
             gradients.start_reducing(self._parameters_of(stage), self.replicas)
 
+        transport = Transport(self.mesh)
         executor = Executor(
             prepared.step.schedule,
             self.mesh.pp_rank,
             units,
-            Transport(self.mesh),
+            transport,
             shapes=shape,
             dtype=prepared.plans.dtype,
             scale=scale,
             reduce=reduce,
             on_action=prepared.watch.action,
+            shared=self._shared_units(prepared, units, transport),
         )
         self.executed = executor.run()
         prepared.units = executor.units
+
+    def _shared_units(
+        self, prepared: Prepared, units: StageRunner, transport: Transport
+    ) -> SharedUnits | None:
+        if prepared.runs is None:
+            return None
+        if self._helped is None:
+            self._helped = HelpedWeights(self.staged, self.mesh)
+        self._helped.begin_step(self.mesh.device)
+        stages, messages, shape = self.staged.cut.layers, self.messages(), self.shape()
+        attending = self.parts.attending_layers()
+        dtype = prepared.plans.dtype
+        kind = self.mesh.device.type
+        autocast = torch.is_autocast_enabled(kind) and dtype != torch.float64
+        return SharedUnits(
+            prepared.step.schedule,
+            self.mesh.pp_rank,
+            transport,
+            runs=prepared.runs,
+            bounds=prepared.bounds,
+            rows=prepared.rows,
+            widths=lambda stage: messages.width(stages[stage].start),
+            layers=lambda stage: [shape.layers[i] for i in stages[stage] if i in attending],
+            granules=self._head_granules(),
+            dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
+            stores=lambda stage, micro_batch, run: units.sequence(
+                stage, micro_batch, run.chunks.start
+            ),
+            weights=self._helped,
+        )
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
         shared = self.shared_parameters()
@@ -733,8 +808,8 @@ class PipelineEngine(Engine):
         total = torch.zeros((), dtype=wide, device=call.device)
         if units.losses:
             total = torch.stack(units.losses).sum().to(wide)
-        last = self.mesh.world_rank(self.mesh.pp_size - 1)
-        dist.broadcast(total, last, group=self.mesh.pipeline)
+        # Zero on all but the last rank, unless they share its units.
+        dist.all_reduce(total, group=self.mesh.pipeline)
         if self.mesh.sequence is not None:
             dist.all_reduce(total, group=self.mesh.sequence)
         output = CausalLMOutputWithPast(loss=divide_loss(total, *self._count_and_divisor(call)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 
 from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
 from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan
@@ -34,6 +35,7 @@ from sppo_hf.planning.pipeline_choice import (
     stage_seconds,
 )
 from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
+from sppo_hf.schedule.generate import MSP
 
 if TYPE_CHECKING:
     from sppo_hf.pipeline.executor import UnitMarks
@@ -138,6 +140,10 @@ class StagePlanCache:
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
+        if self._engine.mesh.sets:  # then ranks plan together
+            twice = torch.tensor(int(self._accumulates))
+            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control)
+            self._accumulates = bool(twice)
         shape = (rows, total_tokens, micro_batches, training, device)
         if shape not in self._choices:
             self._choices[shape] = self._choose(*shape)
@@ -146,10 +152,22 @@ class StagePlanCache:
             choice, dtype = self._choices[shape]
             learned = self._learned.get(shape, {})
             plans = self._make(rows, total_tokens, device, micro_batches, training, choice, learned)
+            if training and choice.schedule == MSP:
+                plans = self._everyones(plans)
             made = BatchPlans(choice.bounds, dtype, plans, micro_batches, choice.schedule)
             step = self._steps.get(shape)
             self._made[key] = made if step is None else self._with_step(made, step)
         return self._made[key]
+
+    def _everyones(self, plans: dict[int, Plan]) -> dict[int, Plan]:
+        """The plans of all stages, of which each rank has made its own: ranks share their units.
+
+        What of a unit is computed again must be the same on all of them.
+        """
+        found: dict[int, Plan] = {}
+        for said in all_say(self._engine.mesh, plans):
+            found |= said
+        return found | plans
 
     def _choose(
         self,
@@ -162,8 +180,14 @@ class StagePlanCache:
         """Schedule, chunks and dtype of messages, on which all ranks agree; all ask at once."""
         engine = self._engine
         config, shape = engine.config, engine.shape()
+        may_share = training and bool(engine.mesh.sets)
         choice = rule_choice(
-            config, shape, total_tokens, micro_batches=micro_batches, device_kind=device.type
+            config,
+            shape,
+            total_tokens,
+            micro_batches=micro_batches,
+            device_kind=device.type,
+            may_share=may_share,
         )
         # The first rank decides for all: it alone simulates.
         if training and engine.mesh.pp_rank == 0:
@@ -175,6 +199,7 @@ class StagePlanCache:
                 batch_rows=rows,
                 device=device_facts(device, config),
                 dtype_name=dtype_name(engine.parts),
+                may_share=may_share,
             )
         return first_rank_says(engine.mesh, (choice, engine.parts.causal_lm.dtype))
 
@@ -247,8 +272,8 @@ class StagePlanCache:
 
     def _with_step(self, plans: BatchPlans, step: PipelineStep) -> BatchPlans:
         by_stage = {stage: replace(p, pipeline=step) for stage, p in plans.by_stage.items()}
-        for stage, plan in by_stage.items():
-            self._announce(stage, plan)
+        for stage in self._engine.staged.cut.own:
+            self._announce(stage, by_stage[stage])
         return replace(plans, by_stage=by_stage, step=step)
 
     def _predict(self, plans: BatchPlans, choice: PipelineChoice, *, reduces: bool) -> PipelineStep:
@@ -321,6 +346,8 @@ class StagePlanCache:
     ) -> dict[int, Plan]:
         engine = self._engine
         config, cut, bounds = engine.config, engine.staged.cut, choice.bounds
+        if choice.schedule == MSP:  # keys and values move between ranks, not between tiers
+            config = config.replace(offload_kv="none")
         whole = engine.shape()
         alive = self._alive(choice.schedule, micro_batches, len(bounds)) if training else 1.0
         backend, reason = engine.plans.describe_backends(whole, device)

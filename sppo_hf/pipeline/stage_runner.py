@@ -32,6 +32,7 @@ from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.router_loss import RouterLoss
+from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stage_input import StageInput, StateEnd, UnitGraph, enter
 from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout, Received
 from sppo_hf.engine.stages import StagedModel
@@ -131,17 +132,25 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
 MakeSequence = Callable[..., ChunkRunner]
 """Makes the sequence of (stage, micro-batch); takes Sequence's keywords that vary."""
 
-AddLoss = Callable[[Tensor, slice, slice], Tensor]
-"""Takes a chunk's hidden states `[B, C, D]`, which rows of the batch they are and which tokens;
-returns what backward starts from, shape `[]`."""
+AddLoss = Callable[[Tensor, slice, slice, SequenceGroup | None], Tensor]
+"""Takes a chunk's hidden states `[B, C, D]`, which rows of the batch they are, which tokens, and
+who shares these; returns what backward starts from, shape `[]`."""
+
+RunOf = Callable[[int, int], tuple[range, SequenceGroup | None]]
+"""Of (stage, chunk): the chunks around it that the same ranks run, and these, if they are several;
+keys and values of each such run are apart."""
 
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """One micro-batch on one stage."""
+    """One micro-batch on one stage; where units change ranks, a run of its chunks."""
 
     sequence: ChunkRunner
     slices: ChunkInputs
+    chunks: range
+    """Those that run on it."""
+    group: SequenceGroup | None
+    """The ranks that share them."""
     embedded: Tensor | None = None
     """`[B, T, D]`, with the embedding's graph, where tokens are embedded once."""
     embedded_grad: Tensor | None = None
@@ -167,6 +176,7 @@ class StageRunner:
         head: ModelHead,
         add_loss: AddLoss | None,
         labelled: frozenset[int],
+        run_of: RunOf,
         split: bool = False,
         router_loss: RouterLoss | None = None,
         router_gradient: Callable[[], Tensor] | None = None,
@@ -185,6 +195,7 @@ class StageRunner:
             head: Is told the class of the base model's outputs.
             add_loss: Ends the forward of a chunk; None where the last stage is not here.
             labelled: Chunks whose loss is computed.
+            run_of: See `RunOf`.
             split: Whether backward comes in two halves.
             router_loss: Is given the routers' logits of every unit; None where they have no loss.
             router_gradient: Returns the gradient of a unit's sums of router probabilities, `[E]`;
@@ -206,7 +217,9 @@ class StageRunner:
         """Of this step; None where routers have none."""
         self._make_router_gradient = router_gradient
         self._router_gradient: Tensor | None = None
-        self._running: dict[tuple[int, int], _MicroBatch] = {}
+        self._run_of = run_of
+        self._running: dict[tuple[int, int, int], _MicroBatch] = {}
+        """By stage, micro-batch and first chunk of a run."""
         self._due: dict[tuple[int, int, int], WeightGradients] = {}
         self._now = WeightGradients()
         self._received: Received | None = None
@@ -233,7 +246,7 @@ class StageRunner:
         Raises:
             SPPOError: Another chunk is due.
         """
-        running = self._open(stage, micro_batch)
+        running = self._open(stage, micro_batch, chunk)
         if chunk != running.due_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
         running.due_chunk += 1
@@ -246,22 +259,32 @@ class StageRunner:
         if stage < self._staged.cut.num_stages - 1:
             given = hidden.detach()
         else:
-            unit.loss = self._end_chunk(micro_batch, chunk, hidden)
+            with self._staged.running(stage):
+                unit.loss = self._end_chunk(micro_batch, chunk, hidden, running.group)
         if torch.is_grad_enabled():
             running.units[chunk] = unit
-        if chunk == len(self._bounds) - 1:
+        if chunk == running.chunks[-1]:
             running.sequence.end_forward()
             if not torch.is_grad_enabled():
-                del self._running[stage, micro_batch]
+                del self._running[self._key(stage, micro_batch, chunk)]
         return given
 
-    def _open(self, stage: int, micro_batch: int) -> _MicroBatch:
-        key = (stage, micro_batch)
+    def sequence(self, stage: int, micro_batch: int, chunk: int) -> ChunkRunner:
+        """What a chunk of a stage runs on, with keys and values; made if it is not there."""
+        return self._open(stage, micro_batch, chunk).sequence
+
+    def _key(self, stage: int, micro_batch: int, chunk: int) -> tuple[int, int, int]:
+        return stage, micro_batch, self._run_of(stage, chunk)[0].start
+
+    def _open(self, stage: int, micro_batch: int, chunk: int) -> _MicroBatch:
+        key = self._key(stage, micro_batch, chunk)
         if key not in self._running:
-            self._running[key] = self._begin(stage, micro_batch)
+            self._running[key] = self._begin(stage, micro_batch, *self._run_of(stage, chunk))
         return self._running[key]
 
-    def _begin(self, stage: int, micro_batch: int) -> _MicroBatch:
+    def _begin(
+        self, stage: int, micro_batch: int, chunks: range, group: SequenceGroup | None
+    ) -> _MicroBatch:
         start, end = self._rows[micro_batch]
         positions = self._call.positions()
         spans = self._layout.rows
@@ -271,16 +294,18 @@ class StageRunner:
             rows=None if spans is None else spans[start:end],
             last_position=positions.max().view(1, 1),
             around_layers=self._around_layers if self._split else contextlib.nullcontext,
+            group=group,
         )
         constants = dict(self._call.constants)
         if self.router_loss is not None:
             constants["output_router_logits"] = True
         slices = ChunkInputs(self._call.tokens, positions, constants).rows(start, end)
-        embedded = self._embed(slices) if stage == 0 else None
+        with self._staged.running(stage):
+            embedded = self._embed(slices) if stage == 0 else None
         if embedded is not None:
             others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
             slices = replace(slices, tokens={"inputs_embeds": embedded.detach(), **others})
-        return _MicroBatch(sequence, slices, embedded)
+        return _MicroBatch(sequence, slices, chunks, group, embedded, due_chunk=chunks.start)
 
     def _embed(self, slices: ChunkInputs) -> Tensor | None:
         """Embeddings of the whole sequence where one backward of the embedding is much cheaper.
@@ -364,11 +389,13 @@ class StageRunner:
         """Take note of what the last layer of the running stage returned, and left for others."""
         self._given = hidden, shared
 
-    def _end_chunk(self, micro_batch: int, chunk: int, hidden_BCD: Tensor) -> Tensor | None:
+    def _end_chunk(
+        self, micro_batch: int, chunk: int, hidden_BCD: Tensor, group: SequenceGroup | None
+    ) -> Tensor | None:
         if self._add_loss is None or chunk not in self._labelled:
             return None
         loss = self._add_loss(
-            hidden_BCD, slice(*self._rows[micro_batch]), slice(*self._bounds[chunk])
+            hidden_BCD, slice(*self._rows[micro_batch]), slice(*self._bounds[chunk]), group
         )
         self.losses.append(loss.detach())
         return loss
@@ -383,7 +410,7 @@ class StageRunner:
         Raises:
             SPPOError: Its forward has not just run.
         """
-        running = self._running.get((stage, micro_batch))
+        running = self._running.get(self._key(stage, micro_batch, chunk))
         if running is None or chunk != running.due_chunk - 1:
             due = None if running is None else running.due_chunk - 1
             raise _out_of_order("device to host", stage, micro_batch, chunk, due)
@@ -395,7 +422,7 @@ class StageRunner:
         Raises:
             SPPOError: Nothing of it waits for a backward.
         """
-        running = self._running.get((stage, micro_batch))
+        running = self._running.get(self._key(stage, micro_batch, chunk))
         if running is None or chunk not in running.units:
             due = None if running is None else max(running.units, default=None)
             raise _out_of_order("host to device", stage, micro_batch, chunk, due)
@@ -430,8 +457,9 @@ class StageRunner:
         Raises:
             SPPOError: Another chunk is due, or a forward of this micro-batch.
         """
-        running = self._running.get((stage, micro_batch))
-        whole = running is not None and running.due_chunk == len(self._bounds)
+        key = self._key(stage, micro_batch, chunk)
+        running = self._running.get(key)
+        whole = running is not None and running.due_chunk == running.chunks.stop
         due = max(running.units, default=None) if running is not None and whole else None
         if running is None or chunk != due:
             raise _out_of_order("backward", stage, micro_batch, chunk, due)
@@ -439,10 +467,11 @@ class StageRunner:
         if self._split:
             self._now = self._due[stage, micro_batch, chunk] = WeightGradients()
         states = [end for end in running.sequence.state_ends(chunk) if end.grad is not None]
-        self._run_backward(unit, grad, scale, states)
+        with self._staged.running(stage):  # the head may run again
+            self._run_backward(unit, grad, scale, states)
         given = self._gradient_of_input(stage, running, chunk, unit)
-        if chunk == 0:
-            del self._running[stage, micro_batch]
+        if chunk == running.chunks.start:
+            del self._running[key]
         return given
 
     def _run_backward(
@@ -485,7 +514,7 @@ class StageRunner:
         start, end = running.sequence.run_tokens(chunk)
         if unit.inlet.grad is not None:
             running.embedded_grad[:, start:end] = unit.inlet.grad
-        if chunk == 0:
+        if chunk == running.chunks.start:
             with torch.autocast(running.embedded.device.type, enabled=False):
                 running.embedded.backward(running.embedded_grad)
 

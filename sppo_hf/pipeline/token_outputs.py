@@ -33,7 +33,7 @@ from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.engine import labels_of
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.recompute import RunContext
-from sppo_hf.engine.sequence_group import part_of
+from sppo_hf.engine.sequence_group import SequenceGroup, part_of
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.pipeline.gradients import StepGradients, average_after_backward
@@ -71,7 +71,9 @@ class HeadOutputs:
         self.whole: dict[str, Tensor] = {}
         """`[B, T]` by name; zero for tokens of other ranks that share the sequence."""
 
-    def add(self, hidden_BCD: Tensor, rows: slice, tokens: slice) -> Tensor:
+    def add(
+        self, hidden_BCD: Tensor, rows: slice, tokens: slice, _: SequenceGroup | None
+    ) -> Tensor:
         """Run the head over a chunk; a number whose gradient is the given ones, shape `[]`."""
         labels = self._call.shift_labels
         assert labels is not None, "a pipeline runs with labels"

@@ -27,6 +27,11 @@ class Transport:
         self._sending: list[tuple[Any, Tensor]] = []
         self._coming: dict[Hashable, tuple[Any, Tensor]] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """Where messages arrive."""
+        return self._mesh.device
+
     def send(self, tensor: Tensor, target: int) -> None:
         """Start sending to a rank of the pipeline; the tensor must not be written to any more."""
         self._forget_sent()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -23,7 +24,7 @@ from sppo_hf.planning.pipeline_bounds import LEAST_TOKENS, cut_number, pipeline_
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action, Kind
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
@@ -65,8 +66,17 @@ def rule_choice(
     *,
     micro_batches: int,
     device_kind: str,
+    may_share: bool = False,
 ) -> PipelineChoice:
     """Decides without speeds: four units a stage, by one schedule.
+
+    Args:
+        config: the settings.
+        shape: the model, or what a rank has of it.
+        total_tokens: length of each row.
+        micro_batches: of a step.
+        device_kind: "cuda" or "cpu".
+        may_share: whether ranks can share units in this step.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -80,6 +90,15 @@ def rule_choice(
         device_kind=device_kind,
     )
     name = RULE if config.pp_schedule == "auto" else config.pp_schedule
+    if may_share and config.pp_msp == "on":
+        if len(bounds) < config.pp_size:
+            raise ConfigError(
+                f"pp_msp='on' with pp_size={config.pp_size} and {len(bounds)} chunks of "
+                f"{total_tokens} tokens: ranks share the first and the last chunks of each stage. "
+                "Allowed: as many chunks as ranks, or more. Remedy: more chunks (num_chunks, "
+                "chunk_tokens), longer sequences, or pp_msp='off'."
+            )
+        name = MSP
     reason = "set by the user" if _is_set(config) else "auto: by rule, for no speeds are known"
     return PipelineChoice(schedule=name, bounds=bounds, reason=reason)
 
@@ -93,6 +112,7 @@ def choose_pipeline(
     batch_rows: int,
     device: DeviceFacts,
     dtype_name: str,
+    may_share: bool = False,
 ) -> PipelineChoice:
     """Decides what is open by simulating the candidates with the device's speeds.
 
@@ -108,12 +128,18 @@ def choose_pipeline(
         batch_rows: rows of each.
         device: a rank's; without a profile the rule decides.
         dtype_name: dtype of the compute.
+        may_share: whether ranks can share units of this model.
 
     Raises:
         ConfigError: the settings do not fit this length.
     """
     ruled = rule_choice(
-        config, shape, total_tokens, micro_batches=micro_batches, device_kind=device.kind
+        config,
+        shape,
+        total_tokens,
+        micro_batches=micro_batches,
+        device_kind=device.kind,
+        may_share=may_share,
     )
     if _is_set(config) or device.profile is None:
         return ruled
@@ -123,9 +149,10 @@ def choose_pipeline(
     search = _Search(config, cost, micro_batches, device)
     for bounds in _cuts(config, shape, ruled.bounds, device.kind):
         search.look_at(ruled.schedule, bounds)
-    if config.pp_schedule == "auto":
+    if config.pp_schedule == "auto" and config.pp_msp != "on":
+        names = (*AUTO[1:], *((MSP,) if may_share and config.pp_msp == "auto" else ()))
         for *_, bounds in sorted(search.found)[:2]:
-            for name in AUTO[1:]:
+            for name in names:
                 search.look_at(name, bounds)
     missing, seconds, _, name, bounds = min(search.found)
     reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
@@ -151,12 +178,16 @@ class _Search:
     def look_at(self, name: str, bounds: Bounds) -> None:
         """Simulates a candidate, unless that would take long."""
         config = self._config
+        if name == MSP and len(bounds) < config.pp_size:
+            return
         stages = config.pp_size * config.pp_virtual_stages
         few = min(self._micro_batches, _few(config.pp_size)[1])
         if self.found and 6 * few * len(bounds) * stages > _MOST_ACTIONS:
             return
         ways: list[tuple[int, float]] = []
         for saved, offload, kv_tier in self._ways:
+            if name == MSP and kv_tier != "device":
+                continue
             ways.append(self._simulate(name, bounds, saved, offload, kv_tier))
             if not ways[-1][0]:
                 break
@@ -241,6 +272,9 @@ def pipeline_step(
 ) -> tuple[float, float]:
     """Returns seconds of a step of all stages together, and the share of it that ranks idle.
 
+    Of units that ranks share each takes its share of the time; keys and values, and weights, that
+    pass between them are not counted.
+
     Args:
         make: the lowered schedule of so many micro-batches.
         stages: `stage_seconds` of each.
@@ -262,7 +296,7 @@ def pipeline_step(
             if action.kind == "REDUCE_GRAD":
                 return reduce_seconds
             of_kind = stages[action.stage].get(action.kind)
-            return 0.0 if of_kind is None else of_kind[chunk]
+            return 0.0 if of_kind is None else of_kind[chunk] * float(schedule.share(action))
 
         timeline = simulate_pipeline(schedule, seconds=seconds)
         idle = bubble_fraction(timeline)
@@ -288,7 +322,7 @@ def _few(ranks: int) -> tuple[int, int]:
 
 def _is_set(config: SPPOConfig) -> bool:
     chunks = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    return bool(chunks) and config.pp_schedule != "auto"
+    return bool(chunks) and (config.pp_schedule != "auto" or config.pp_msp == "on")
 
 
 def _cuts(

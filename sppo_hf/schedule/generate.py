@@ -226,9 +226,12 @@ def msp(size: Size) -> Schedule:
 GENERATORS: dict[str, Generator] = SCHEDULES
 """Each generator of schedules that run, by its name on the command line and in a config."""
 
-SHARING: dict[str, Generator] = {"msp": msp}
-"""Those that share units between ranks. They are planned and simulated; the runtime does not carry
-them out, and a config does not take their names."""
+MSP = "msp"
+"""Name of the schedule that shares units between ranks; a config asks for it by `pp_msp`."""
+
+SHARING: dict[str, Generator] = {MSP: msp}
+"""Those that share units between ranks. Not each model and layout can; a config does not take their
+names."""
 
 ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARING}
 """All of them."""

@@ -1,7 +1,7 @@
 """A job for each rank: tiny models as pipelines against one unmodified process.
 
-The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size`, and `out`; rank 0 writes
-what was found.
+The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size` and `refused` (cases that
+are refused), and `out`; rank 0 writes what was found.
 """
 
 from __future__ import annotations
@@ -149,7 +149,14 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
     """Run a case's micro-steps; the same for the unmodified model and for a pipeline."""
     engine = get_engine(model)
     losses: list[float] = []
-    with float64_everywhere(model), hooks_of(model, case, replicas) as hooks:
+    helped = nn.ModuleList()
+    if isinstance(engine, PipelineEngine) and engine.staged.helps:
+        helped.extend(engine.staged.helped_modules())
+    with (
+        float64_everywhere(model),
+        float64_everywhere(helped),
+        hooks_of(model, case, replicas) as hooks,
+    ):
         for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
             if isinstance(engine, PipelineEngine):
                 engine.reduces = lambda step=step: step.get("reduces", True)
@@ -272,10 +279,32 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls}
     mine |= {"dp_rank": engine.mesh.dp_rank, "sp_rank": engine.mesh.sp_rank}
     mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()
+    mine["shared"] = sum(done.action.part is not None for done in engine.executed)
+    foreign = [p for module in engine.staged.helped_modules() for p in module.parameters()]
+    own = {id(p) for p in model.parameters()}
+    left = [p for p in foreign if p.requires_grad and id(p) not in own]
+    # What trains in other ranks' stages takes no memory between steps.
+    mine["left"] = sum(p.untyped_storage().nbytes() for p in left)
+    mine["left"] += sum(p.grad is not None for p in left)
     revert(model)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
-    return compare(case, everyone, config.sharing_ranks) if dist.get_rank() == 0 else None
+    if dist.get_rank() > 0:
+        return None
+    found = compare(case, everyone, config.sharing_ranks)
+    return found | {name: [one[name] for one in everyone] for name in ("shared", "left")}
+
+
+def refusal(case: Case, pp_size: int) -> str:
+    """What conversion, or the first forward, says about a case that it refuses."""
+    try:
+        model = build(case)
+        settings = {"show_plan": False, "pp_size": pp_size, **case["settings"]}
+        convert_to_stages(model, SPPOConfig(**settings))
+        model(**batches_of(case, 0)[0])
+    except SPPOError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def order_of_actions(pp_size: int) -> dict[str, list[str]]:
@@ -366,6 +395,8 @@ def main(job: dict[str, Any]) -> None:
             raise
         if found is not None:
             result["cases"].append({**found, "seconds": time.perf_counter() - start})
+    for case in job.get("refused", ()):
+        result.setdefault("refusals", {})[case["name"]] = gathered(refusal(case, job["pp_size"]))
     if "sp_size" not in job:
         result["order"] = gathered(order_of_actions(job["pp_size"]))
         result["changed"] = gathered(change_between(job["pp_size"]))

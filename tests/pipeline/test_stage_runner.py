@@ -65,6 +65,7 @@ class Stage:
             ends=None,
             replicas=None,
             replicas_control=None,
+            sets={},
         )
         make = functools.partial(
             PipelineEngine,

@@ -1,0 +1,775 @@
+"""Multiplexed sequence partitioning (SPPO, arXiv 2503.10377, table 3): units that ranks share.
+
+Of stage i of P, the first chunks ("left") are run by ranks i .. P-1 together and the last ones
+("right") by ranks 0 .. i, who would idle while the pipeline fills and drains; those between by rank
+i alone. A shared unit is a sequence-parallel one on its set (`sppo_hf.engine.sequence_group`): each
+rank has a part of its tokens, and in attention a part of its heads. `sppo_hf.schedule.generate.msp`
+gives the order, `sppo_hf.schedule.messages` says what moves.
+
+[Note: what the paper leaves open]
+- *Weights.* Every rank runs units of all stages. What is frozen is on every rank for good: that is
+  what LoRA and QLoRA have most of. What trains comes from its owner when a run of shared units
+  begins, forward and again backward, by a broadcast in the set, and its memory is given back when
+  the run ends. By stage and not by layer: each rank goes through shared units stage by stage, so a
+  stage's weights come twice a step and no more than one other stage's are there at once, while
+  layer by layer they would come twice for each unit.
+- *Gradients of weights.* Each rank of a set sums those of its tokens; with the last backward of a
+  run they are reduced to the owner, stage by stage too. Helpers have no optimizer states, and to
+  the model's `parameters()` a helped stage is not there. With replicas of the pipeline, owners
+  average theirs at the end of the step.
+- *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
+  heads cannot be divided evenly, ranks divide key/value heads as evenly as can be
+  (`head_granules`).
+- *Keys and values.* In a set each rank has the heads that its size gives it. When the set of a
+  stage changes, the ranks that come in get the heads that they will attend with, of all chunks so
+  far; a chunk's are sent as soon as it has run. Each run of units that one set computes has a store
+  of its own, so the old set's stay where they are for backward.
+- *Their gradients.* What later sets add to the gradients of a chunk's keys comes back the same way,
+  in the precision in which it was summed, before that chunk's own backward.
+- *Tokens.* Parts are cut as in sequence parallelism (`part_of`), of any length; what passes between
+  stages is cut where the parts of both sets overlap, and what stays on its rank is not sent.
+- *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
+
+Not covered: `sp_size` above 1 besides, keys and values away from the device (`offload_kv`), layers
+that read other layers' keys, recurrent layers. Evaluation, losses of a caller's own, and batches of
+fewer chunks than stages run without shared units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.engine.chunk_runner import ChunkRunner
+from sppo_hf.engine.sequence_group import (
+    held_keys,
+    key_positions,
+    own_heads,
+    part_lengths,
+    part_of,
+)
+from sppo_hf.engine.stages import StagedModel
+from sppo_hf.engine.structure import ModelParts
+from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
+from sppo_hf.pipeline.exchange import Exchange, SequenceRanks
+from sppo_hf.pipeline.gradients import buckets_of
+from sppo_hf.pipeline.mesh import PipelineMesh
+from sppo_hf.pipeline.transport import Transport
+from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.model_profile import LayerProfile
+from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.messages import Message, messages
+from sppo_hf.schedule.schedule import Schedule
+
+# B batch rows, C tokens of a chunk, c tokens of a part of it, W width of a message, N query heads,
+# K key/value heads, H head size. P is the number of ranks.
+
+
+class SetRanks(SequenceRanks):
+    """The ranks of one set, which are ranks of one pipeline."""
+
+    def __init__(
+        self, group: Any, ranks: tuple[int, ...], pp_rank: int, granules: int | None
+    ) -> None:
+        """Wrap the group of `ranks`, one of them `pp_rank`, that divide heads by `granules`."""
+        self.size = len(ranks)
+        self.rank = ranks.index(pp_rank)
+        self.granules = granules
+        self._group = group
+
+    def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
+        """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
+        if self.granules is None:
+            return super().start_tokens_to_heads(x_BNcH, chunk_tokens)
+        lengths, counts = part_lengths(chunk_tokens, self.size), self._counts(x_BNcH.shape[1])
+        return Exchange(
+            x_BNcH, _ToUnequalHeads(self, lengths, counts), _FromUnequalHeads(self, lengths, counts)
+        )
+
+    def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
+        """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`."""
+        if self.granules is None:
+            return super().start_heads_to_tokens(x_BNCH)
+        _, own, chunk_tokens, _ = x_BNCH.shape
+        per_granule = own // len(own_heads(self.granules, self.rank, self.size, self.granules))
+        counts = self._counts(per_granule * self.granules)
+        lengths = part_lengths(chunk_tokens, self.size)
+        return Exchange(
+            x_BNCH, _FromUnequalHeads(self, lengths, counts), _ToUnequalHeads(self, lengths, counts)
+        )
+
+    def _counts(self, num_heads: int) -> list[int]:
+        ranks = range(self.size)
+        return [len(own_heads(num_heads, rank, self.size, self.granules)) for rank in ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class _ToUnequalHeads:
+    """`[B, N, c, H]` to `[B, n, C, H]` where ranks have different numbers of heads."""
+
+    ranks: SetRanks
+    lengths: list[int]
+    """Tokens of each rank."""
+    counts: list[int]
+    """Heads of each rank."""
+
+    def start(self, x_BNcH: Tensor) -> Tensor:
+        rows, _, tokens, head_size = x_BNcH.shape
+        x_NcBH = x_BNcH.permute(1, 2, 0, 3)
+        # By rank and token, of each all heads that go there.
+        sent = [x.transpose(0, 1).reshape(-1, rows, head_size) for x in x_NcBH.split(self.counts)]
+        own = self.counts[self.ranks.rank]
+        gone = [tokens * count for count in self.counts]
+        return self.ranks.start(torch.cat(sent), gone, [own * c for c in self.lengths])
+
+    def unpack(self, got: Tensor) -> Tensor:
+        rows, head_size = got.shape[1:]
+        own = self.counts[self.ranks.rank]
+        return got.view(sum(self.lengths), own, rows, head_size).permute(2, 1, 0, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class _FromUnequalHeads:
+    """`[B, n, C, H]` to `[B, N, c, H]`, in memory `[B, c, N, H]`, likewise."""
+
+    ranks: SetRanks
+    lengths: list[int]
+    counts: list[int]
+
+    def start(self, x_BNCH: Tensor) -> Tensor:
+        rows, own, chunk_tokens, head_size = x_BNCH.shape
+        sent = x_BNCH.permute(2, 1, 0, 3).reshape(chunk_tokens * own, rows, head_size)
+        tokens = self.lengths[self.ranks.rank]
+        came = [tokens * count for count in self.counts]
+        return self.ranks.start(sent, [own * c for c in self.lengths], came)
+
+    def unpack(self, got: Tensor) -> Tensor:
+        rows, head_size = got.shape[1:]
+        tokens = self.lengths[self.ranks.rank]
+        parts = got.split([tokens * count for count in self.counts])
+        x_cNBH = torch.cat(
+            [
+                x.view(tokens, count, rows, head_size)
+                for x, count in zip(parts, self.counts, strict=True)
+            ],
+            dim=1,
+        )
+        return x_cNBH.permute(2, 0, 1, 3).contiguous().transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring chunks of one stage that the same ranks compute."""
+
+    chunks: range
+    ranks: tuple[int, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several ranks."""
+        return len(self.ranks) > 1
+
+
+def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
+    """The run of each (stage, chunk); all micro-batches have the same."""
+    found: dict[tuple[int, int], Run] = {}
+    for stage in range(schedule.num_stages):
+        ranks = [schedule.unit_ranks(stage, chunk) for chunk in range(num_chunks)]
+        starts = [c for c in range(num_chunks) if c == 0 or ranks[c] != ranks[c - 1]]
+        for start, stop in pairwise([*starts, num_chunks]):
+            run = Run(range(start, stop), ranks[start])
+            found.update(((stage, chunk), run) for chunk in run.chunks)
+    return found
+
+
+def head_granules(layers: Iterable[LayerProfile], pp_size: int, name: str) -> int | None:
+    """How ranks of sets of every size up to `pp_size` divide the attention heads of a model.
+
+    Where all sizes divide the query heads, evenly. Else by key/value heads, as evenly as these can
+    be divided: with 8 of them, three ranks have 2, 3 and 3, and the largest share sets the pace.
+
+    Args:
+        layers: Those that attend.
+        pp_size: P.
+        name: Of the model.
+
+    Returns:
+        See `own_heads`; one for all layers.
+
+    Raises:
+        ConfigError: Some size does neither.
+    """
+    heads = {(layer.num_heads, layer.num_kv_heads) for layer in layers}
+    queries = math.gcd(*(queries for queries, _ in heads))
+    keys = math.gcd(*(keys for _, keys in heads))
+    if all(queries % size == 0 for size in range(2, pp_size + 1)):
+        return None
+    if keys >= pp_size:
+        return keys
+    least = next(size for size in range(2, pp_size + 1) if queries % size)
+    allowed = range(2, max(keys + 1, least))
+    raise ConfigError(
+        f"pp_msp='on' with pp_size={pp_size} lets 2 to {pp_size} ranks share units of {name}, and "
+        f"{least} ranks cannot divide its {queries} attention heads, nor {pp_size} its {keys} "
+        f"key/value heads. Allowed: pp_size={' or '.join(map(str, allowed)) or 'none'} with this "
+        "model. Remedy: one of these, or pp_msp='off'."
+    )
+
+
+def refuse_unsharable_units(
+    parts: ModelParts, layers: Iterable[LayerProfile], pp_size: int
+) -> None:
+    """Refuse models whose units ranks cannot share.
+
+    Raises:
+        ConfigError: Heads cannot be divided among the ranks of every set.
+        UnsupportedModelError: Layers carry a state along the tokens, or read other layers' keys.
+    """
+    reason = None
+    if parts.has_states:
+        reason = "it has recurrent or convolutional layers, whose states go from token to token"
+    elif getattr(parts.text_config, "num_kv_shared_layers", 0):
+        reason = "it has layers that read the keys of other layers (num_kv_shared_layers)"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be trained with pp_msp='on': {reason}. Allowed: models in which "
+            "every layer attends to keys of its own. Remedy: pp_msp='off'."
+        )
+    head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
+
+
+class HelpedWeights:
+    """Weights of the stages that other ranks own, while they are here."""
+
+    def __init__(self, staged: StagedModel, mesh: PipelineMesh) -> None:
+        """Free what trains in other ranks' stages; it comes when it is needed."""
+        self._staged = staged
+        self._mesh = mesh
+        self._own = {id(p) for p in staged.parts.causal_lm.parameters()}
+        self._trained = {
+            stage: [p for p in staged.parameters_of(stage) if p.requires_grad]
+            for stage in range(staged.cut.num_stages)
+        }
+        for parameters in self._trained.values():
+            for parameter in self._foreign(parameters):
+                # In a storage of its own: what was loaded may be a part of a file.
+                parameter.data = torch.empty_like(parameter.data)
+                parameter.untyped_storage().resize_(0)
+
+    def begin_step(self, device: torch.device) -> None:
+        """Let helped stages be as the model is: on its device, and training or not."""
+        training = self._staged.parts.causal_lm.training
+        for module in self._staged.helped_modules():
+            module.train(training)
+            for child in module.modules():
+                for parameter in child._parameters.values():
+                    if parameter is not None and parameter.device != device:
+                        parameter.data = _moved(parameter, device)
+                for name, buffer in child._buffers.items():
+                    if buffer is not None and buffer.device != device:
+                        child._buffers[name] = buffer.to(device)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop gradients that were not handed over, as after an error."""
+        for parameters in self._trained.values():
+            for parameter in self._foreign(parameters):
+                parameter.grad = None
+
+    @torch.no_grad()
+    def fetch(self, stage: int, run: Run) -> None:
+        """Bring what trains in a stage from its owner to all ranks of a run's set."""
+        owner = self._mesh.world_rank(stage)
+        is_owner = self._mesh.pp_rank == stage
+        for bucket in buckets_of(self._trained[stage]):
+            flat = torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
+            flat = flat.to(self._mesh.device)
+            if is_owner:
+                torch.cat([p.detach().reshape(-1) for p in bucket], out=flat)
+            dist.broadcast(flat, owner, group=self._mesh.sets[run.ranks])
+            parts = flat.split([p.numel() for p in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                if id(parameter) not in self._own:
+                    # The same values as in forward: not a change that backward should see.
+                    with torch.autograd._unsafe_preserve_version_counter(parameter):
+                        storage = parameter.untyped_storage()
+                        storage.resize_(parameter.numel() * parameter.element_size())
+                        parameter.copy_(part.view_as(parameter))
+
+    def drop(self, stage: int) -> None:
+        """A run of the stage's units has ended: give memory back."""
+        if stage != self._mesh.pp_rank:
+            self._free(stage)
+
+    @torch.no_grad()
+    def reduce(self, stage: int, run: Run) -> None:
+        """Sum the gradients of a stage's weights over a run's set, at the owner."""
+        owner = self._mesh.pp_rank == stage
+        for bucket in buckets_of(self._trained[stage]):
+            # What both ends of the pipeline hold is summed over these (`add_shared`).
+            given = [p.grad if owner or id(p) not in self._own else None for p in bucket]
+            there = torch.tensor([float(grad is not None) for grad in given])
+            pieces = [
+                torch.zeros_like(p) if grad is None else grad.to(p.dtype)
+                for p, grad in zip(bucket, given, strict=True)
+            ]
+            flat = torch.cat([*(x.reshape(-1) for x in pieces), there.to(pieces[0])])
+            dist.reduce(flat, self._mesh.world_rank(stage), group=self._mesh.sets[run.ranks])
+            if owner:
+                *sums, there = flat.split([*(p.numel() for p in bucket), len(bucket)])
+                for parameter, total, count in zip(bucket, sums, there.tolist(), strict=True):
+                    parameter.grad = total.view_as(parameter).clone() if count else None
+            for parameter in self._foreign(bucket):
+                parameter.grad = None
+
+    def _foreign(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+        return (p for p in parameters if id(p) not in self._own)
+
+    def _free(self, stage: int) -> None:
+        for parameter in self._foreign(self._trained[stage]):
+            parameter.untyped_storage().resize_(0)
+
+
+def _moved(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """The parameter's data on a device; without memory where it has none."""
+    if parameter.untyped_storage().nbytes() or not parameter.numel():
+        return parameter.data.to(device)
+    moved = torch.empty_like(parameter.data, device=device)
+    moved.untyped_storage().resize_(0)
+    return moved
+
+
+Stores = Callable[[int, int, Run], ChunkRunner]
+"""The sequence of (stage, micro-batch, run), made when it is first asked for."""
+
+
+class SharedUnits:
+    """What goes in and out of the units of one rank in one step, where units are shared."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        *,
+        runs: Mapping[tuple[int, int], Run],
+        bounds: Bounds,
+        rows: list[tuple[int, int]],
+        widths: Callable[[int], int],
+        layers: Callable[[int], list[LayerProfile]],
+        granules: int | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        stores: Stores,
+        weights: HelpedWeights,
+    ) -> None:
+        """Prepare a step.
+
+        Args:
+            schedule: Lowered.
+            rank: This rank in the pipeline.
+            transport: Carries messages.
+            runs: `runs_of` the schedule.
+            bounds: Of the chunks.
+            rows: Half-open rows of each micro-batch.
+            widths: W of the messages to a stage.
+            layers: The attending layers of a stage.
+            granules: How sets divide heads, see `head_granules`.
+            dtypes: Of hidden states between stages, and of keys and values.
+            stores: Gives a run's keys and values.
+            weights: Of other ranks' stages.
+        """
+        self._schedule = schedule
+        self._rank = rank
+        self._transport = transport
+        self._runs = runs
+        self._bounds = bounds
+        self._rows = rows
+        self._widths = widths
+        self._layers = layers
+        self._granules = granules
+        self._dtype, self._key_dtype = dtypes
+        self._stores = stores
+        self._weights = weights
+        self._messages: dict[Action, Message] = {}
+        """By send, and by receive, those of this rank."""
+        self._used: dict[Action, list[Message]] = {}
+        """What comes for each compute."""
+        self._left: dict[tuple[Any, ...], int] = {}
+        """How often the result of a unit, or the sums of one, are still to be taken."""
+        for send, message in messages(_compute_of(schedule)).items():
+            if message.source == rank:
+                self._messages[send] = message
+                if send.kind in ("SEND_F", "SEND_B"):
+                    key = (send.kind, send.stage, send.unit)
+                    self._left[key] = self._left.get(key, 0) + 1
+            if message.target == rank:
+                self._messages[message.receive] = message
+                self._used.setdefault(message.used, []).append(message)
+        self._made: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+        """What units gave on that is to be taken: its first token in the chunk, `[B, c, W]`."""
+        self._sums: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+        """Sums of dK and dV, by layer, that are to go back."""
+        self._ending: list[LayerKV] = []
+        """Keys of the run whose last backward runs."""
+
+    # -- hidden states and their gradients -----------------------------------------------------
+
+    def tokens(self, action: Action) -> tuple[int, int]:
+        """The tokens, counted in the chunk, that are of a compute's part."""
+        start, end = self._bounds[self._schedule.chunk(action)]
+        size = len(self._schedule.unit_ranks(action.stage, action.unit))
+        return part_of(0, end - start, action.part or 0, size)
+
+    def take(self, action: Action, stage: int) -> Tensor:
+        """What a compute is given: `[B, c, W]` from `stage`, put together."""
+        start, end = self.tokens(action)
+        kind: Kind = "SEND_F" if stage < action.stage else "SEND_B"
+        pieces: list[tuple[int, Tensor]] = []
+        for message in self._used.get(action, ()):
+            if message.send.kind == kind:
+                low, high = self._overlap(message)
+                if low < high:
+                    pieces.append((low, self._transport.take(message.receive)))
+        key = (kind, stage, action.unit)
+        if key in self._made:
+            first, made = self._made[key]
+            low, high = max(start, first), min(end, first + made.shape[1])
+            if low < high:
+                pieces.append((low, made[:, low - first : high - first]))
+            self._release(key)
+        if not pieces:  # see [Note: a rank without tokens] in sequence_group
+            return torch.zeros(
+                *self._shape(action, stage, 1), dtype=self._dtype, device=self._transport.device
+            )
+        pieces.sort(key=lambda piece: piece[0])
+        found = [piece for _, piece in pieces]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def put(self, action: Action, given: Tensor) -> None:
+        """A compute gave `given` on."""
+        kind: Kind = "SEND_F" if action.kind == "F" else "SEND_B"
+        stage = action.stage + (1 if kind == "SEND_F" else -1)
+        key = (kind, action.stage, action.unit)
+        if self._rank in self._schedule.unit_ranks(stage, action.unit):
+            self._left[key] = self._left.get(key, 0) + 1
+        start, end = self.tokens(action)
+        if self._left.get(key):
+            self._made[key] = start, given[:, : end - start]
+
+    def _release(self, key: tuple[Any, ...]) -> None:
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._left[key]
+            self._made.pop(key, None)
+            self._sums.pop(key, None)
+
+    def _overlap(self, message: Message) -> tuple[int, int]:
+        """The tokens of the chunk that a message of hidden states or gradients carries."""
+        mine, yours = self.tokens(message.made), self.tokens(message.used)
+        return max(mine[0], yours[0]), min(mine[1], yours[1])
+
+    def _shape(self, action: Action, other: int, tokens: int) -> tuple[int, ...]:
+        row, row_end = self._rows[self._schedule.micro_batch(action)]
+        return row_end - row, tokens, self._widths(max(action.stage, other))
+
+    # -- keys and values -----------------------------------------------------------------------
+
+    def _run(self, action: Action) -> Run:
+        return self._runs[action.stage, self._schedule.chunk(action)]
+
+    def _keys_of(
+        self, forward: Action, late: Action
+    ) -> list[tuple[LayerProfile, list[int], list[int]]]:
+        """By layer, the heads that pass from the ranks of one unit to those of a later one."""
+        return [
+            (layer, *key_positions(self._held(layer, forward), self._held(layer, late)))
+            for layer in self._layers(forward.stage)
+        ]
+
+    def _held(self, layer: LayerProfile, action: Action) -> list[range]:
+        """What a rank holds of a layer's keys for one of its computes; see `held_keys`."""
+        size = len(self._schedule.unit_ranks(action.stage, action.unit))
+        heads = layer.num_heads, layer.num_kv_heads
+        return held_keys(*heads, action.part or 0, size, self._granules)
+
+    def _key_numbers(self, message: Message) -> int:
+        """Numbers in a message of keys and values, or of their gradients."""
+        forward = message.send.kind == "SEND_KV"
+        ends = (message.made, message.used) if forward else (message.used, message.made)
+        start, end = self._bounds[self._schedule.chunk(message.send)]
+        row, row_end = self._rows[self._schedule.micro_batch(message.send)]
+        widths = (
+            len(heads) * (layer.qk_head_size + layer.v_head_size)
+            for layer, heads, _ in self._keys_of(*ends)
+        )
+        return (row_end - row) * (end - start) * sum(widths)
+
+    def _packed_keys(self, message: Message) -> Tensor:
+        """Keys and values of one chunk, for a rank of the set after: all layers, one dim."""
+        store = self._sequence(message.made)
+        chunk = self._schedule.chunk(message.send)
+        flat: list[Tensor] = []
+        places = self._keys_of(message.made, message.used)
+        for (layer, source, _), keys in zip(places, store.key_stores(), strict=True):
+            for x_BKCH, size in zip(
+                keys.keys_and_values(chunk), (layer.qk_head_size, layer.v_head_size), strict=True
+            ):
+                self._check_keys(message.made, layer, x_BKCH, size)
+                flat.append(x_BKCH[:, source].reshape(-1))
+        return torch.cat(flat)
+
+    def _check_keys(self, action: Action, layer: LayerProfile, x_BKCH: Tensor, size: int) -> None:
+        heads = len(self._held(layer, action))
+        if (x_BKCH.shape[1], x_BKCH.shape[3], x_BKCH.dtype) != (heads, size, self._key_dtype):
+            raise PipelineError(
+                f"keys or values of stage {action.stage} are {list(x_BKCH.shape)} in "
+                f"{x_BKCH.dtype}, and ranks that share units expect {heads} heads of {size} in "
+                f"{self._key_dtype}. Train this model with pp_msp='off'."
+            )
+
+    def _sequence(self, action: Action) -> ChunkRunner:
+        return self._stores(action.stage, self._schedule.micro_batch(action), self._run(action))
+
+    def _import_keys(self, action: Action) -> None:
+        """Before the first unit of a run: keys and values of all chunks before it."""
+        run = self._run(action)
+        first = run.chunks.start
+        if first == 0:
+            return
+        before = self._runs[action.stage, first - 1]
+        unit = action.unit - first
+        coming: dict[int, list[Message]] = {}
+        for message in self._used.get(action, ()):
+            if message.send.kind == "SEND_KV":
+                coming.setdefault(message.send.unit - unit, []).append(message)
+        stores = self._sequence(action).key_stores()
+        for chunk in range(first):
+            made: list[list[Tensor] | None] = [None] * len(stores)
+            for message in coming.get(chunk, ()):
+                if self._key_numbers(message):
+                    flat = self._transport.take(message.receive)
+                    self._place_keys(made, message.made, action, chunk, flat)
+            if self._rank in before.ranks:
+                there = self._ahead(action, before, max(chunk, before.chunks.start))
+                own = self._sequence(there).key_stores()
+                kept = [keys.keys_and_values(chunk) for keys in own]
+                self._place_keys(made, there, action, chunk, kept)
+            for keys, tensors in zip(stores, made, strict=True):
+                assert tensors is not None, "somebody has each layer's keys"
+                keys.put(chunk, *tensors)
+
+    def _ahead(self, action: Action, before: Run, chunk: int) -> Action:
+        """This rank's forward of an earlier chunk of the same stage and micro-batch."""
+        unit = action.unit - self._schedule.chunk(action) + chunk
+        part = before.ranks.index(self._rank) if before.is_shared else None
+        return Action("F", action.stage, unit, None, part)
+
+    def _place_keys(
+        self,
+        made: list[list[Tensor] | None],
+        forward: Action,
+        late: Action,
+        chunk: int,
+        given: Tensor | list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Put heads that another set had, or this rank in it, where this run wants them."""
+        start, end = self._bounds[chunk]
+        row, row_end = self._rows[self._schedule.micro_batch(late)]
+        offset = 0
+        for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
+            held = len(self._held(layer, late))
+            shapes = [
+                (row_end - row, held, end - start, size)
+                for size in (layer.qk_head_size, layer.v_head_size)
+            ]
+            tensors = made[index]
+            if tensors is None:
+                tensors = made[index] = [
+                    torch.empty(s, dtype=self._key_dtype, device=self._transport.device)
+                    for s in shapes
+                ]
+            for which, (rows, _, tokens, size) in enumerate(shapes):
+                if isinstance(given, Tensor):
+                    numbers = rows * len(target) * tokens * size
+                    x_BKCH = given[offset : offset + numbers].view(rows, len(target), tokens, size)
+                    offset += numbers
+                else:
+                    x_BKCH = given[index][which][:, source]
+                if target:
+                    tensors[which][:, target] = x_BKCH
+
+    # -- their gradients -----------------------------------------------------------------------
+
+    def _import_sums(self, action: Action) -> None:
+        """Before a unit's backward: what later sets add to the gradients of keys."""
+        run, chunk = self._run(action), self._schedule.chunk(action)
+        if run.chunks.stop == len(self._bounds):
+            return
+        stores = self._sequence(action).key_stores()
+        forward = action._replace(kind="F")
+        for message in self._used.get(action, ()):
+            if message.send.kind == "SEND_DKV" and self._key_numbers(message):
+                flat = self._transport.take(message.receive)
+                late = message.made._replace(kind="F")
+                self._add_sums(stores, forward, late, self._schedule.chunk(message.send), flat)
+        after = self._runs[action.stage, run.chunks.stop]
+        if self._rank not in after.ranks:
+            return
+        late = self._ahead(action, after, after.chunks.start)
+        for earlier in range(chunk + 1) if chunk == run.chunks.start else (chunk,):
+            unit = action.unit - chunk + earlier
+            key: tuple[Kind, int, int] = ("SEND_DKV", action.stage, unit)
+            found = self._sums[self._sums_key(key, after)]
+            self._add_sums(stores, forward, late, earlier, found)
+            self._release(self._sums_key(key, after))
+
+    def _sums_key(self, key: tuple[Kind, int, int], run: Run) -> tuple[Any, ...]:
+        # Sums of one chunk go back from the last set to the one before, and on from there.
+        return (*key, run.chunks.start)
+
+    def _add_sums(
+        self,
+        stores: list[LayerKV],
+        forward: Action,
+        late: Action,
+        chunk: int,
+        given: Tensor | list[tuple[Tensor, Tensor]],
+    ) -> None:
+        start, end = self._bounds[chunk]
+        row, row_end = self._rows[self._schedule.micro_batch(late)]
+        offset = 0
+        for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
+            if not target:
+                continue
+            if isinstance(given, Tensor):
+                both: list[Tensor] = []
+                for size in (layer.qk_head_size, layer.v_head_size):
+                    shape = (row_end - row, len(target), end - start, size)
+                    numbers = shape[0] * shape[1] * shape[2] * shape[3]
+                    both.append(given[offset : offset + numbers].view(shape))
+                    offset += numbers
+            else:
+                both = [x_BKCH[:, target] for x_BKCH in given[index]]
+            stores[index].add_sums(chunk, both[0], both[1], source)
+
+    def _packed_sums(self, message: Message) -> Tensor:
+        key = self._sums_key(
+            ("SEND_DKV", message.send.stage, message.send.unit), self._run(message.made)
+        )
+        flat: list[Tensor] = []
+        forward, late = (a._replace(kind="F") for a in (message.used, message.made))
+        places = self._keys_of(forward, late)
+        for (_, _, target), both in zip(places, self._sums[key], strict=True):
+            flat += (x_BKCH[:, target].reshape(-1) for x_BKCH in both)
+        return torch.cat(flat)
+
+    # -- around units --------------------------------------------------------------------------
+
+    def begin(self, action: Action) -> None:
+        """A compute is about to run: weights, keys and gradients of keys are there from now on."""
+        run, chunk = self._run(action), self._schedule.chunk(action)
+        if action.kind == "F":
+            if chunk == run.chunks.start:
+                if run.is_shared:
+                    self._weights.fetch(action.stage, run)
+                self._import_keys(action)
+            return
+        if chunk == run.chunks[-1] and run.is_shared and not self._stays(action.stage, run):
+            self._weights.fetch(action.stage, run)
+        self._import_sums(action)
+        if chunk == run.chunks.start:
+            self._ending = self._sequence(action).key_stores()
+
+    def end(self, action: Action) -> None:
+        """A compute has run."""
+        run, chunk = self._run(action), self._schedule.chunk(action)
+        if action.kind == "F":
+            ends = chunk == run.chunks[-1] and run.is_shared
+            if ends and not self._stays(action.stage, run):
+                self._weights.drop(action.stage)
+            return
+        if chunk != run.chunks.start:
+            return
+        self._keep_sums(action, run)
+        if run.is_shared:
+            self._weights.reduce(action.stage, run)
+            self._weights.drop(action.stage)
+
+    def _stays(self, stage: int, run: Run) -> bool:
+        """Whether a run's backward follows its forward at once, on all of its ranks."""
+        return stage == self._schedule.num_stages - 1 and run.chunks.stop == len(self._bounds)
+
+    def _keep_sums(self, action: Action, run: Run) -> None:
+        first = run.chunks.start
+        if first == 0:
+            return
+        stores, self._ending = self._ending, []
+        before = self._runs[action.stage, first - 1]
+        for chunk in range(first):
+            unit = action.unit - first + chunk
+            key = self._sums_key(("SEND_DKV", action.stage, unit), run)
+            sums = [keys.take_sums(chunk) for keys in stores]
+            takers = self._sum_sends(action, unit) + (self._rank in before.ranks)
+            if takers:
+                self._left[key] = takers
+                self._sums[key] = sums
+
+    def _sum_sends(self, action: Action, unit: int) -> int:
+        return sum(
+            message.made == action and message.send.unit == unit
+            for send, message in self._messages.items()
+            if send.kind == "SEND_DKV"
+        )
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def send(self, action: Action) -> None:
+        """Carry out a send; one without numbers is none."""
+        message = self._messages[action]
+        if action.kind in ("SEND_KV", "SEND_DKV"):
+            if self._key_numbers(message):
+                forward = action.kind == "SEND_KV"
+                flat = self._packed_keys(message) if forward else self._packed_sums(message)
+                self._transport.send(flat, message.target)
+            if action.kind == "SEND_DKV":
+                key = (action.kind, action.stage, action.unit)
+                self._release(self._sums_key(key, self._run(message.made)))
+            return
+        low, high = self._overlap(message)
+        key = (action.kind, action.stage, action.unit)
+        if low < high:
+            first, made = self._made[key]
+            self._transport.send(made[:, low - first : high - first], message.target)
+        self._release(key)
+
+    def receive(self, action: Action) -> None:
+        """Start a receive."""
+        message = self._messages[action]
+        if action.kind in ("RECV_KV", "RECV_DKV"):
+            numbers = self._key_numbers(message)
+            dtype = self._key_dtype
+            if action.kind == "RECV_DKV":
+                dtype = torch.promote_types(dtype, torch.float32)
+            if numbers:
+                self._transport.receive(action, (numbers,), dtype, message.source)
+            return
+        low, high = self._overlap(message)
+        if low < high:
+            shape = self._shape(message.used, message.made.stage, high - low)
+            self._transport.receive(action, shape, self._dtype, message.source)
+
+    def finished(self) -> bool:
+        """Whether nothing waits to be taken any more."""
+        return not self._made and not self._sums
+
+
+def _compute_of(schedule: Schedule) -> Schedule:
+    return schedule.keep(lambda action: action.kind in ("F", "B"))

@@ -1,0 +1,215 @@
+"""Units that ranks share: exact against one unmodified process, and what passes between sets.
+
+Invariants 1 and 2 of the design. What ran is held against its program in
+`test_executed_actions.py`; simulated, `tests/schedule/test_msp.py`.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sppo_hf.engine.sequence_group import held_keys, key_positions
+from sppo_hf.errors import ConfigError
+from sppo_hf.pipeline.multiplex import head_granules, runs_of
+from sppo_hf.planning.model_profile import LayerProfile
+from sppo_hf.schedule.generate import MSP, Size, generate
+from sppo_hf.schedule.messages import messages
+from tests.integrations.launch import run_ranks
+from tests.pipeline.pipeline_cases import UNEVEN, Case
+from tests.pipeline.test_pipeline_exactness import assert_exact
+
+HEADS = [(8, 8), (12, 12), (12, 4), (12, 1), (24, 8), (32, 8), (40, 8), (28, 4), (64, 8), (60, 12)]
+
+
+def layers_of(*heads: tuple[int, int]) -> list[LayerProfile]:
+    made = [SimpleNamespace(num_heads=queries, num_kv_heads=keys) for queries, keys in heads]
+    return cast(Any, made)
+
+
+def test_heads_are_divided_evenly_or_by_keys() -> None:
+    assert head_granules(layers_of((12, 4), (24, 2)), 4, "it") is None
+    assert head_granules(layers_of((32, 8)), 2, "it") is None
+    assert head_granules(layers_of((32, 8)), 4, "it") == 8
+    assert head_granules(layers_of((32, 8), (32, 4)), 4, "it") == 4
+    with pytest.raises(
+        ConfigError,
+        match=r"3 ranks cannot divide its 4 attention heads, nor 3 its "
+        r"2 key/value heads. Allowed: pp_size=2 with this model. Remedy: one of these, or "
+        r"pp_msp='off'",
+    ):
+        head_granules(layers_of((4, 2)), 3, "it")
+    with pytest.raises(ConfigError, match="Allowed: pp_size=2 or 3 or 4 with"):
+        head_granules(layers_of((28, 4)), 8, "it")
+    with pytest.raises(ConfigError, match="Allowed: pp_size=none with this model"):
+        head_granules(layers_of((7, 1)), 2, "it")
+
+
+@pytest.mark.parametrize(("queries", "keys"), HEADS)
+def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) -> None:
+    """What passes between any two sets covers what is needed, over messages that the plan has."""
+    most = 4
+    schedule = generate(MSP, Size(most, 1, 6))
+    planned = {
+        (m.made.part or 0, len(schedule.unit_ranks(*m.made[1:3]))): set[tuple[int, int]]()
+        for m in messages(schedule).values()
+    }
+    for message in messages(schedule).values():
+        if message.send.kind == "SEND_KV":
+            here = message.made.part or 0, len(schedule.unit_ranks(*message.made[1:3]))
+            there = message.used.part or 0, len(schedule.unit_ranks(*message.used[1:3]))
+            planned[here].add(there)
+    granules = head_granules(layers_of((queries, keys)), most, "it")
+    for before, after in [(size, 1) for size in (2, 3, 4)] + [(1, size) for size in (2, 3, 4)]:
+        for yours in range(after):
+            need = held_keys(queries, keys, yours, after, granules)
+            came: list[int] = []
+            for mine in range(before):
+                have = held_keys(queries, keys, mine, before, granules)
+                source, target = key_positions(have, need)
+                came += target
+                for one, other in zip(source, target, strict=True):
+                    assert need[other].start in have[one]
+                # Ranks that are in both sets keep theirs: the owner, first of those at the
+                # beginning and last of those at the end.
+                owner = (mine == 0 and after == 1) or (before == 1 and yours == after - 1)
+                if target and not owner:
+                    assert (yours, after) in planned[mine, before]
+            assert sorted(came) == list(range(len(need)))
+
+
+def test_a_stage_has_up_to_three_runs() -> None:
+    schedule = generate(MSP, Size(3, 2, 5))
+    runs = runs_of(schedule, 5)
+    assert [(run.chunks, run.ranks) for run in dict.fromkeys(runs[1, c] for c in range(5))] == [
+        (range(1), (1, 2)),
+        (range(1, 4), (1,)),
+        (range(4, 5), (0, 1)),
+    ]
+    assert {runs[0, c].ranks for c in range(5)} == {(0, 1, 2), (0,)}
+    assert runs[2, 4].ranks == (0, 1, 2)
+
+
+ON = {"pp_msp": "on"}
+AWAY = {"min_offload_size": 1, "offload": "full"}
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+TWELVE = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def case_of(name: str, family: str = "llama", **others: Any) -> Case:
+    settings = {**ON, **others.pop("settings", {"num_chunks": 4})}
+    return {"name": name, "family": family, "layers": 3, **others, "settings": settings}
+
+
+TWO = [
+    case_of("uneven, recomputed", settings={"chunk_lengths": UNEVEN, "recompute": "full"}),
+    case_of("as many chunks as ranks", settings={"num_chunks": 2}),
+    case_of("padding, offloaded", rows=3, padding=[0, 9, 20], settings={"num_chunks": 5, **AWAY}),
+    case_of("labels in the tail", labels=[22, 23], settings={"chunk_lengths": UNEVEN}),
+    case_of("LoRA, tied", "llama-bias-tied", lora=True),
+    case_of(
+        "tied, offloaded, selective",
+        "llama-bias-tied",
+        settings={"chunk_lengths": UNEVEN, "recompute": "selective", **AWAY},
+    ),
+    case_of("windows and sinks", "gpt_oss", settings={"chunk_lengths": UNEVEN}),
+    case_of(
+        "steps", items=True, steps=[{}, {"scale": 2.0}, {"evaluate": True}, {"scale": 0.5}, {}]
+    ),
+]
+MORE = [
+    case_of("packed", packed=[9, 6, 8]),
+    case_of("labels in the middle", labels=[7, 11]),
+    case_of("no labels", labels=[0, 0]),
+    case_of("LoRA", lora=True),
+    case_of("soft caps", "gemma2"),
+    case_of("windows", "mistral", settings={"chunk_lengths": UNEVEN}),
+    case_of("MLA, experts", "deepseek_v3"),
+    case_of("experts", "qwen3_moe"),
+    case_of("learned positions", "gpt2"),
+    case_of("frozen front", frozen=["layers.0.", "embed"]),
+    case_of("frozen end", frozen=["layers.2.", "lm_head"]),
+    case_of("all leaves", settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY}),
+    case_of("simulated", settings={"num_chunks": 4, "hardware": "h100"}),
+    case_of("pairs", rows=5, settings={"micro_batch_size": 2, "chunk_lengths": UNEVEN}),
+    case_of("a loss of the caller's", steps=[{"loss": "mean"}, {}]),
+]
+FOUR = [
+    case_of(
+        "uneven heads, uneven chunks",
+        layers=5,
+        overrides=EIGHT,
+        settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY},
+    ),
+    case_of("LoRA, tied", "llama-bias-tied", layers=4, lora=True, overrides=TWELVE),
+]
+MORE_OF_FOUR = [
+    case_of("a key for all", layers=4, overrides={**TWELVE, "num_key_value_heads": 1}),
+    case_of("tails", layers=4, overrides=TWELVE, settings={"chunk_lengths": [20, 1, 1, 1]}),
+    case_of(
+        "windows and sinks",
+        "gpt_oss",
+        layers=4,
+        overrides={**EIGHT, **MIXED},
+        padding=[0, 9],
+        settings={"chunk_lengths": UNEVEN},
+    ),
+    case_of("soft caps, tied", "gemma2", layers=4, overrides={**TWELVE, **MIXED}),
+    case_of("MLA, experts", "deepseek_v3", layers=4),
+    case_of("steps", layers=4, overrides=EIGHT, rows=3, items=True, steps=[{}, {"scale": 2.0}]),
+]
+REPLICAS = [
+    case_of("plain", steps=[{"reduces": False}, {}], settings={"num_chunks": 3}),
+    case_of("LoRA", lora=True, settings={"num_chunks": 3}),
+]
+REFUSED = [
+    case_of("recurrent", "qwen3_next"),
+    case_of("shared keys", "gemma4_text-shared-kv", layers=None),
+    case_of("few chunks", settings={"chunk_tokens": 23}),
+]
+
+
+def launch(cases: list[Case], folder: Path, *, pp_size: int, ranks: int, **job: Any) -> Any:
+    out = folder / "result.json"
+    job |= {"cases": cases, "pp_size": pp_size, "sp_size": 1, "out": str(out)}
+    run_ranks("tests.pipeline.pipeline_ranks", job, ranks, folder, timeout_seconds=400)
+    result = json.loads(out.read_text())
+    assert_exact(result, cases)
+    for one, case in zip(result["cases"], cases, strict=True):
+        # Those whose last step is the model's own loss in training have shared units on each rank.
+        assert all(one["shared"]), one
+        assert not any(one["left"]), case
+    return result
+
+
+@pytest.mark.process
+def test_two_ranks_are_exact(tmp_path: Path) -> None:
+    refused = [{k: v for k, v in case.items() if v is not None} for case in REFUSED]
+    result = launch(TWO, tmp_path, pp_size=2, ranks=2, refused=refused)
+    said = result["refusals"]
+    for rank in range(2):
+        assert "recurrent or convolutional layers" in said["recurrent"][rank]
+        assert "read the keys of other layers" in said["shared keys"][rank]
+        assert "pp_msp='on' with pp_size=2 and 1 chunks of 23 tokens" in said["few chunks"][rank]
+        assert all("Remedy: " in said[case["name"]][rank] for case in REFUSED)
+
+
+@pytest.mark.process
+def test_four_ranks_are_exact(tmp_path: Path) -> None:
+    launch(FOUR, tmp_path, pp_size=4, ranks=4)
+
+
+@pytest.mark.process
+def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
+    launch(REPLICAS, tmp_path, pp_size=2, ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("cases", "ranks"), [(MORE, 2), (MORE_OF_FOUR, 4)])
+def test_more_are_exact(cases: list[Case], ranks: int, tmp_path: Path) -> None:
+    launch(cases, tmp_path, pp_size=ranks, ranks=ranks)
