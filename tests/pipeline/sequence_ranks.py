@@ -35,6 +35,8 @@ from tests.pipeline.pipeline_ranks import (
     norm_of,
     reference,
     run_steps,
+    settings_of,
+    traced_once,
 )
 
 
@@ -57,11 +59,8 @@ def averaged(grads: Named) -> tuple[Named, list[str]]:
 
 def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     """Run one case on this rank; what rank 0 returns has the comparison in it."""
-    settings = {"num_chunks": 4, **case.get("settings", {})}
-    if "chunk_lengths" in settings:
-        del settings["num_chunks"]
-    model = build(case)
-    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
+    model = traced_once(build(case))
+    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, **settings_of(case)))
     engine = get_engine(model)
     assert isinstance(engine, SequenceParallelEngine)
     mesh = engine.mesh
