@@ -214,6 +214,7 @@ def norm_of(grads: Named) -> float:
 def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[str, Any]:
     """What rank 0 finds out about a case from what all ranks have; `sharing` share a batch."""
     replicas = len(everyone) // sharing
+    stages = sharing // len({one["sp_rank"] for one in everyone})
     wanted = reference(case, replicas)
     losses, theirs = wanted.losses, wanted.grads
     loss_error = 0.0
@@ -255,6 +256,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[st
         "hooks_miscounted": sorted(miscounted),
         "held_twice": sorted(twice),
         "tied": sorted(wanted.tied),
+        "stages": stages,
         "gradients": sum(grad is not None for grad in theirs.values()),
     }
 
