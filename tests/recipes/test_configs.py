@@ -26,16 +26,12 @@ PAIRS = (*LAUNCHED, "8_gpus_fsdp2", "8_gpus_fsdp_sp", "1_gpu_hybrid", "2_nodes")
 ROWS = 4
 
 
-def _start(
-    folder: Path, rows: int, *launch: str, sppo: Path | None, family: str = ""
-) -> subprocess.Popen:
+def _start(folder: Path, rows: int, *launch: str, sppo: Path) -> subprocess.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
     command += ["--main_process_port", str(free_port())] if "--machine_rank" not in launch else []
-    if sppo is not None:
-        command += ["-m", "sppo_hf.run", "--config", str(sppo)]
+    command += ["-m", "sppo_hf.run", "--config", str(sppo)]
     command += [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
-    command += [family] if family else []
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
@@ -43,9 +39,10 @@ def _start(
     )
 
 
-def _fork(folder: Path, rows: int, ranks: int, *sppo: str) -> None:
+def _fork(folder: Path, rows: int, ranks: int, *sppo: str, family: str = "") -> None:
     """Run what `_start` would, as that many ranks; `sppo` are the words in front of the script."""
     script = [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
+    script += [family] if family else []
     module = {"module": "sppo_hf.run"} if sppo else {}
     run_ranks("tests.recipes.script_ranks", {**module, "argv": [*sppo, *script]}, ranks, folder)
 
@@ -93,6 +90,7 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
     two = yaml.safe_load((CONFIGS / "2_gpus" / "accelerate.yaml").read_text())
     for name, changes in {
         "1_gpu": {"num_processes": 1, "distributed_type": "NO"},
+        "1_gpu_hybrid": {"num_processes": 1, "distributed_type": "NO"},
         "4_gpus": {"num_processes": 4},
         "8_gpus": {"num_processes": 8},
         "2_gpus_sp": {},
@@ -144,14 +142,12 @@ def test_shared_sequences_of_a_sharded_model_train_as_one_process_does(tmp_path)
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_hybrid_trains_in_chunks_as_without(tmp_path):
-    pair = CONFIGS / "1_gpu_hybrid"
-    settings = yaml.safe_load((pair / "sppo.yaml").read_text())
+    settings = yaml.safe_load((CONFIGS / "1_gpu_hybrid" / "sppo.yaml").read_text())
     sppo = tmp_path / "sppo.yaml"
     sppo.write_text(yaml.safe_dump({**settings, "chunk_tokens": 10}))
-    launch = ("--config_file", str(pair / "accelerate.yaml"), "--mixed_precision", "no")
     histories = []
-    for name, used in (("chunks", sppo), ("plain", None)):
-        _finish(_start(tmp_path / name, ROWS, *launch, sppo=used, family="qwen3_5_text"))
+    for name, words in (("chunks", ("--config", str(sppo))), ("plain", ())):
+        _fork(tmp_path / name, ROWS, 1, *words, family="qwen3_5_text")
         histories.append(_history(tmp_path / name))
     for ours, theirs in zip(*histories, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
