@@ -1,4 +1,7 @@
-"""sppo_hf.run: a script that was never changed trains chunk by chunk; all else is its own."""
+"""sppo_hf.run: a script that was never changed trains chunk by chunk; all else is its own.
+
+By `accelerate launch`: tests/recipes/test_configs.py.
+"""
 
 import json
 import os
@@ -111,24 +114,6 @@ def test_an_unchanged_script_trains_the_same_with_the_plugin(script, settings, t
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_accelerate_launch_starts_it(script, settings, tmp_path):
-    launch = tmp_path / "accelerate.yaml"
-    launch.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\n"
-        "num_processes: 1\nnum_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\n"
-    )
-    out = tmp_path / "ours.json"
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch)),
-        *("-m", "sppo_hf.run", "--config", str(settings)),
-    ]
-    done = _run([*command, *_words(script, out)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(out.read_text())["settings"]["num_chunks"] == 3
-
-
-@pytest.mark.process
-@pytest.mark.slow
 def test_torchrun_starts_it_on_two_ranks(script, settings, tmp_path):
     out = tmp_path / "ours.json"
     command = [
@@ -222,15 +207,29 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def package(tmp_path) -> Path:
-    folder = tmp_path / "owned" / "deep"
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("package") / "owned" / "deep"
     folder.mkdir(parents=True)
     for path in (folder.parent, folder):
         (path / "__init__.py").touch()
     (folder / "train.py").write_text(SEEN)
     (folder / "broken.py").write_text("import owned.nothing_of_this_name\n")
-    return tmp_path
+    return folder.parents[1]
+
+
+def _seen_by(package: Path, *before: str) -> list:
+    """What the package's module saw of itself, started by these words and Python's -m."""
+    words = ["owned.deep.train", "-m", "--config", "its own", "0"]
+    out = package / "seen.json"
+    done = _run([sys.executable, "-m", *before, *words], package, OUT=str(out))
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def seen_by_python(package) -> list:
+    return _seen_by(package)
 
 
 @pytest.mark.process
@@ -238,18 +237,10 @@ def package(tmp_path) -> Path:
     "launcher",
     [[], pytest.param(["torch.distributed.run", "--standalone", "-m"], marks=pytest.mark.slow)],
 )
-def test_a_module_is_run_as_the_interpreter_runs_it(package, launcher):
+def test_a_module_is_run_as_the_interpreter_runs_it(package, seen_by_python, launcher):
     """With default settings: there is no --config."""
-    words = ["owned.deep.train", "-m", "--config", "its own", "0"]
-    start = [sys.executable, "-m"]
-    seen = []
-    for before in ([*launcher, "sppo_hf.run", "-m"], []):
-        out = package / "seen.json"
-        done = _run([*start, *before, *words], package, OUT=str(out))
-        assert done.returncode == 0, done.stderr
-        seen.append(json.loads(out.read_text()))
-    *ours, ours_made = seen[0]
-    *plain, plain_made = seen[1]
+    *ours, ours_made = _seen_by(package, *launcher, "sppo_hf.run", "-m")
+    *plain, plain_made = seen_by_python
     assert ours == plain
     assert (ours_made, plain_made) == ("SPPOAccelerator", "Accelerator")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 __all__ = ["Float64Everywhere", "float64_everywhere"]
@@ -66,12 +66,21 @@ class Float64Everywhere(TorchFunctionMode):
         """Call `func` with float64 wherever it would have used float32."""
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        new_args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        new_kwargs = {
-            name: torch.float64 if arg is torch.float32 else arg
-            for name, arg in (kwargs or {}).items()
-        }
-        return func(*new_args, **new_kwargs)
+        # Loops, for this runs at every access to a tensor: comprehensions take twice as long.
+        for arg in args:
+            if arg is torch.float32:
+                args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+                break
+        if not kwargs:
+            return func(*args)
+        for arg in kwargs.values():
+            if arg is torch.float32:
+                kwargs = {
+                    name: torch.float64 if arg is torch.float32 else arg
+                    for name, arg in kwargs.items()
+                }
+                break
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -106,6 +115,10 @@ def _may_run_again(module: nn.Module) -> bool:
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # Not a second time in forward: every call on a tensor would go through each of them.
+        stack = _get_current_function_mode_stack()
+        if any(isinstance(mode, Float64Everywhere) for mode in stack):
+            return forward(*args, **kwargs)
         with Float64Everywhere():
             return forward(*args, **kwargs)
 

@@ -96,27 +96,14 @@ def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None
     assert report.attention_forwards == layers * len(drawn["lengths"])
 
 
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_plan_is_exact(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp(family)
-
-    @settings(max_examples=8)
-    @given(drawn=DECISIONS)
-    def check(drawn: dict[str, Any]) -> None:
-        _check(family, False, folder, drawn)
-
-    check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lora", [False, True])
-def test_many_plans_are_exact(
+def test_any_plan_is_exact(
     family: str, lora: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp(family)
 
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     @given(drawn=DECISIONS)
     def check(drawn: dict[str, Any]) -> None:
         _check(family, lora, folder, drawn)

@@ -1,4 +1,4 @@
-"""Exactness for batches nobody would think of: 120 drawn by hypothesis.
+"""Exactness for batches nobody would think of: 60 drawn by hypothesis.
 
 Lengths, chunk bounds, padding, rows, label masks, modes and micro-steps are drawn together, on a
 plain model, one with windows and one with windows and soft caps.
@@ -76,7 +76,7 @@ def _batch(drawn: Draw) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(drawn=draws())
 def test_any_batch_is_exact(drawn: Draw) -> None:
     config = SPPOConfig(

@@ -316,33 +316,44 @@ def _named(group: str, cases: list[Case]) -> list[Case]:
 def all_cases(pp_size: int, replicas: int) -> list[Case]:
     """Everything for pipelines of `pp_size` ranks."""
     layers = max(3, pp_size + 1)
-    cases = [
-        *_named("schedule", _schedules(layers)),
-        *_named("schedule", _interleaved(pp_size)),
-    ]
+    schedules = _named("schedule", [*_schedules(layers), *_interleaved(pp_size)])
     if replicas > 1:
-        cases += _named("own loss", _own_losses(layers, {"reduces": False}))
+        # A replica's order is that of one pipeline; what follows it differs between schedules.
+        cases = [case for case in schedules if case["name"] in _FOLLOWED_BY_REPLICAS]
+        own = _named("own loss", _own_losses(layers, {"reduces": False}))
+        cases += [case for case in own if case["name"] in _FOLLOWED_BY_REPLICAS]
         return [*cases, *_named("replicas", _replicas())]
-    # What differs between families is in the first, a middle and the last stage: three have it all.
-    cases += _named("family", _families(layers)[:: 1 if pp_size < 4 else 3])
+    # Three have a first, a middle and a last stage; `every_family` runs on two.
+    families = _named("family", _families(layers))
+    steps = _named("step", _micro_steps(layers))
     if pp_size == 2:
+        cases = [case for i, case in enumerate(families) if i % 2 or case["name"] in FAST[2, 1]]
         cases += _named("own loss", _own_losses(layers, {}))
         cases += _named("states", _states())
         cases += _named("router loss", _router_losses(layers))
         cases += _named("beside", _beside_hidden_states())
         cases += _named("batch", _batches(layers))
         cases += _named("frames", _frames(layers))
-        cases += _named("step", _micro_steps(layers))
-        return cases + _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
+        tied = _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
+        return [*schedules, *cases, *steps, *tied[::3], tied[-1]]
     if pp_size == 3:
+        cases = families[::2]
         # Kept and offloaded states, in both kinds of backward.
         mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
         cases += _named("states", [case for case in _states() if case["name"] in mixers])
         cases += _named("beside", [*_beside_hidden_states()[2:5], _beside_hidden_states()[-2]])
         cases += _named("router loss", _router_losses(layers)[:3])
-    return cases + _named("step", _micro_steps(layers))[:3]
+    else:
+        cases = families[1::4]
+    return [*schedules, *cases, *steps[:3]]
 
 
+_FOLLOWED_BY_REPLICAS = (
+    *("schedule: 1f1b", "schedule: seq1f1b, uneven", "schedule: zb, uneven"),
+    "schedule: interleaved, tied, uneven",
+    *("own loss: one, then the other", "own loss: tied", "own loss: zb", "own loss: no labels"),
+    "own loss: LoRA",
+)
 FAST = {
     (2, 1): (
         *("schedule: gpipe, uneven", "schedule: 1f1b", "schedule: seq1f1b", "schedule: zb, uneven"),

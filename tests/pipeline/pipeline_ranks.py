@@ -23,7 +23,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
-from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.engine.device_facts import model_profile
+from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.pipeline import total_norm
 from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
@@ -220,6 +221,7 @@ def norm_of(grads: Named) -> float:
 def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[str, Any]:
     """What rank 0 finds out about a case from what all ranks have; `sharing` share a batch."""
     replicas = len(everyone) // sharing
+    stages = sharing // len({one["sp_rank"] for one in everyone})
     wanted = reference(case, replicas)
     losses, theirs = wanted.losses, wanted.grads
     loss_error = 0.0
@@ -261,17 +263,31 @@ def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[st
         "hooks_miscounted": sorted(miscounted),
         "held_twice": sorted(twice),
         "tied": sorted(wanted.tied),
+        "stages": stages,
         "gradients": sum(grad is not None for grad in theirs.values()),
     }
 
 
-def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
-    """Run one case on this rank; rank 0 returns what came of it."""
-    settings = {"num_chunks": 4, **case.get("settings", {})}
+def settings_of(case: Case) -> dict[str, Any]:
+    """The settings of a case, sizes aside."""
+    settings = {"num_chunks": 4, "show_plan": False, **case.get("settings", {})}
     if "chunk_lengths" in settings:
         del settings["num_chunks"]
-    model = build(case)
-    config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, show_plan=False, **settings)
+    return settings
+
+
+def traced_once(model: nn.Module) -> nn.Module:
+    """The model, after rank 0 has kept its profile for all ranks: to trace it takes the longest."""
+    if dist.get_rank() == 0:
+        model_profile(find_parts(model))
+    dist.barrier()
+    return model
+
+
+def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
+    """Run one case on this rank; rank 0 returns what came of it."""
+    model = traced_once(build(case))
+    config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, **settings_of(case))
     convert_to_stages(model, config)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)

@@ -9,7 +9,6 @@ FSDP2 do.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -29,17 +28,18 @@ from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, convert_to_shared_sequences
 from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
-from sppo_hf.testing.exactness import Gradients, parameter_errors
 from sppo_hf.testing.tiny_models import make_batch
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
     Named,
     batches_of,
     build,
+    compare,
     gathered,
     norm_of,
-    reference,
     run_steps,
+    settings_of,
+    traced_once,
 )
 
 
@@ -77,12 +77,9 @@ class Told(StepObserver):
 
 def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     """Run one case on this rank; what rank 0 returns has the comparison in it."""
-    settings = {"num_chunks": 4, **case.get("settings", {})}
-    if "chunk_lengths" in settings:
-        del settings["num_chunks"]
-    model = build(case)
+    model = traced_once(build(case))
     told = Told()
-    config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
+    config = SPPOConfig(sp_size=sp_size, **settings_of(case))
     convert_to_shared_sequences(model, config, observer=told)
     engine = get_engine(model)
     assert isinstance(engine, SequenceParallelEngine)
@@ -92,35 +89,24 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     revert(model)
     mine = {
         "losses": ran.losses,
+        "grads": grads,
+        "calls": ran.calls,
+        "norm": norm_of(grads),
         "dp_rank": mesh.dp_rank,
+        "sp_rank": mesh.sp_rank,
         "attention_forwards": engine.counters.get("attention_forwards", 0),
-        "attending_layers": len(engine.parts.attending_layers()),
         "corrections": told.corrections,
     }
     everyone = gathered(mine)
     if dist.get_rank() > 0:
         return {}
-    wanted = reference(case, mesh.dp_size)
-    loss_error = 0.0
-    for one in everyone:
-        for here, there in zip(one["losses"], wanted.losses[one["dp_rank"]], strict=True):
-            same = here == there or (math.isnan(here) and math.isnan(there))
-            error = 0.0 if same else abs(here - there) / abs(there)
-            loss_error = max(loss_error, math.inf if math.isnan(error) else error)
-    worst = parameter_errors(Gradients(0.0, grads), Gradients(0.0, wanted.grads))[0]
+    found = compare(case, everyone, sp_size)
     return {
-        "name": case["name"],
-        "loss_error": loss_error,
-        "gradient_error": worst.error,
-        "worst": worst.name,
-        "norm_error": abs(norm_of(grads) - norm_of(wanted.grads))
-        / max(norm_of(wanted.grads), 1e-300),
-        "wrong_names": sorted(grads.keys() ^ wanted.grads.keys()),
-        "uneven": uneven,
+        **found,
+        "wrong_names": sorted({*found["wrong_names"], *uneven}),
         "attention_forwards": [one["attention_forwards"] for one in everyone],
-        "attending_layers": everyone[0]["attending_layers"],
+        "attending_layers": len(engine.parts.attending_layers()),
         "corrections": [one["corrections"] for one in everyone],
-        "gradients": sum(grad is not None for grad in wanted.grads.values()),
     }
 
 

@@ -33,10 +33,3 @@ def test_mode_of_returns_the_shared_constant() -> None:
     assert len({str(mode) for mode in ALL_MODES}) == 9
     for mode in ALL_MODES:
         assert mode_of(mode.saved, mode.tier) is mode
-
-
-def test_what_a_mode_means() -> None:
-    assert [m.recompute for m in (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)] == [0, 0, 1, 1]
-    assert [m.offload for m in (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)] == [0, 1, 0, 1]
-    assert mode_of("matmuls", "disk").recompute
-    assert mode_of("matmuls", "disk").offload

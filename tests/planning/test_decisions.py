@@ -12,8 +12,3 @@ def test_sizes_follow_from_bounds_and_modes() -> None:
     assert what.chunk_lengths == (5, 3)
     assert what.mode(1, 0) == OFFLOAD
     assert what.mode(0, 1) == KEEP
-
-
-def test_decisions_of_equal_content_are_equal() -> None:
-    assert decided(((0, 5),)) == decided(((0, 5),))
-    assert hash(decided(((0, 5),))) != hash(decided(((0, 6),)))

@@ -29,16 +29,12 @@ PAIRS = (*LAUNCHED, "8_gpus_fsdp2", "1_gpu_hybrid", "2_nodes")
 ROWS = 4
 
 
-def _start(
-    folder: Path, rows: int, *launch: str, sppo: Path | None, family: str = ""
-) -> subprocess.Popen:
+def _start(folder: Path, rows: int, *launch: str, sppo: Path) -> subprocess.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
     command += ["--main_process_port", str(free_port())] if "--machine_rank" not in launch else []
-    if sppo is not None:
-        command += ["-m", "sppo_hf.run", "--config", str(sppo)]
+    command += ["-m", "sppo_hf.run", "--config", str(sppo)]
     command += [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
-    command += [family] if family else []
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
@@ -46,10 +42,13 @@ def _start(
     )
 
 
-def _fork(folder: Path, rows: int, ranks: int, *launch: str, sppo: Path | None = None) -> None:
+def _fork(
+    folder: Path, rows: int, ranks: int, *launch: str, sppo: Path | None = None, family: str = ""
+) -> None:
     """Run what `_start` would, as that many ranks in the environment that Accelerate gives them."""
+    script = [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
     job: dict[str, Any] = {
-        "argv": [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)],
+        "argv": [*script, family] if family else script,
         "environment": _launch_environment(*launch, "train_tiny.py") if launch else {},
     }
     if sppo is not None:
@@ -107,6 +106,7 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
     two = yaml.safe_load((CONFIGS / "2_gpus" / "accelerate.yaml").read_text())
     for name, changes in {
         "1_gpu": {"num_processes": 1, "distributed_type": "NO"},
+        "1_gpu_hybrid": {"num_processes": 1, "distributed_type": "NO"},
         "4_gpus": {"num_processes": 4},
         "8_gpus": {"num_processes": 8},
         "2_gpus_sp": {},
@@ -146,14 +146,12 @@ def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_hybrid_trains_in_chunks_as_without(tmp_path):
-    pair = CONFIGS / "1_gpu_hybrid"
-    settings = yaml.safe_load((pair / "sppo.yaml").read_text())
+    settings = yaml.safe_load((CONFIGS / "1_gpu_hybrid" / "sppo.yaml").read_text())
     sppo = tmp_path / "sppo.yaml"
     sppo.write_text(yaml.safe_dump({**settings, "chunk_tokens": 10}))
-    launch = ("--config_file", str(pair / "accelerate.yaml"), "--mixed_precision", "no")
     histories = []
-    for name, used in (("chunks", sppo), ("plain", None)):
-        _finish(_start(tmp_path / name, ROWS, *launch, sppo=used, family="qwen3_5_text"))
+    for name, settings_file in (("chunks", sppo), ("plain", None)):
+        _fork(tmp_path / name, ROWS, 1, sppo=settings_file, family="qwen3_5_text")
         histories.append(_history(tmp_path / name))
     for ours, theirs in zip(*histories, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
