@@ -165,10 +165,11 @@ class TrainerCheckpoints:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; every process calls this."""
         trainer = self._trainer
-        if not self._in_pipeline:
-            self._kind.save_model(trainer, output_dir, _internal_call=_internal_call)
-            return
         folder = trainer.args.output_dir if output_dir is None else output_dir
+        if not self._in_pipeline:
+            with explaining(f"saving {Path(folder).name}"):
+                self._kind.save_model(trainer, output_dir, _internal_call=_internal_call)
+            return
         with saving(folder, place_of(trainer.model)):
             save_weights(trainer.model, folder)
             # Tokenizer, arguments, and whatever a subclass adds.
@@ -182,14 +183,16 @@ class TrainerCheckpoints:
         from transformers.trainer_utils import rotate_checkpoints
 
         trainer = self._trainer
-        if not self._in_pipeline:
-            self._kind._save_checkpoint(trainer, model, trial)
-            return
         args, state = trainer.args, trainer.state
+        name = f"checkpoint-{state.global_step}"
+        if not self._in_pipeline:
+            with explaining(f"saving {name}"):
+                self._kind._save_checkpoint(trainer, model, trial)
+            return
         run_folder = trainer._get_output_dir(trial=trial)
         limit, args.save_total_limit = args.save_total_limit, None
         try:
-            folder = os.path.join(run_folder, f"checkpoint-{state.global_step}")
+            folder = os.path.join(run_folder, name)
             with saving(folder, place_of(trainer.model)):
                 self._kind._save_checkpoint(trainer, model, trial)
         finally:

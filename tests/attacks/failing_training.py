@@ -29,8 +29,8 @@ PHASES = {
     "before": r"before training",
     "groups": r"before training",
     "dataset": r"reading a batch",
-    "forward": r"action \d+ \(\d+F",
-    "backward": r"action \d+ \(\d+B",
+    "forward": r"action \d+ \(\d+F|in forward pass \d+",
+    "backward": r"action \d+ \(\d+B|in backward pass \d+",
     "optimizer": r"in the optimizer",
     "logging": r"logging",
     "evaluation": r"in evaluation pass \d+",
@@ -75,7 +75,8 @@ class Saboteur(StepObserver, TrainerCallback):
 
     def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
         if self.steps >= STEP and chunk == 1:
-            self.at(direction if torch.is_grad_enabled() else "evaluation")
+            evaluates = direction == "forward" and not torch.is_grad_enabled()
+            self.at("evaluation" if evaluates else direction)
 
     def on_step_begin(self, *_: Any, **others: Any) -> None:
         self.steps += 1
@@ -109,7 +110,7 @@ def main(job: dict[str, Any]) -> None:
     folder = Path(job["folder"])
     saboteur = Saboteur(job, folder)
     plugin = SPPOPlugin(
-        pp_size=job["pp_size"],
+        **job["sizes"],
         chunk_lengths=(12, 12),
         pp_timeout_seconds=job["timeout"],
         show_plan=False,
@@ -135,16 +136,22 @@ def main(job: dict[str, Any]) -> None:
     )
     saboteur.at("groups")
     plugin.observer.subscribe(saboteur)
-    save_state = checkpoints.save_state
-
-    def save(*others: Any, **named: Any) -> None:
-        saboteur.at("save")
-        save_state(*others, **named)
-
-    checkpoints.save_state = save
+    # Of a pipeline, and of whole models.
+    for owner, name in ((checkpoints, "save_state"), (Trainer, "_save_optimizer_and_scheduler")):
+        _fail_first(saboteur, owner, name)
     _try_a_bad_batch(trainer)
     trainer.train()
     raise AssertionError("nothing failed")
+
+
+def _fail_first(saboteur: Saboteur, owner: Any, name: str) -> None:
+    save = getattr(owner, name)
+
+    def failing(*others: Any, **named: Any) -> Any:
+        saboteur.at("save")
+        return save(*others, **named)
+
+    setattr(owner, name, failing)
 
 
 def _try_a_bad_batch(trainer: Trainer) -> None:

@@ -20,8 +20,14 @@ LIMIT_SECONDS = {"stop": 30.0}
 """From the failure to the end of the last rank; a rank that is stopped is silent first."""
 LIMIT_OF_OTHERS = 20.0
 
-LAYOUTS = {"pp2": (2, 2), "pp3": (3, 3), "dp2xpp2": (2, 4)}
-"""`pp_size` and number of ranks."""
+LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
+    "pp2": ({"pp_size": 2}, 2),
+    "pp3": ({"pp_size": 3}, 3),
+    "dp2xpp2": ({"pp_size": 2}, 4),
+    "sp2": ({"sp_size": 2}, 2),
+    "pp2xsp2": ({"pp_size": 2, "sp_size": 2}, 4),
+}
+"""Sizes and number of ranks."""
 
 _BLAMES = re.compile(r"lost rank (\d+)|\brank (\d+) (?:failed|ended) (?!because)")
 
@@ -45,8 +51,8 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def _case(nursery: Nursery, layout: str, rank: int, fault: str, phase: str) -> Case:
-    pp_size, ranks = LAYOUTS[layout]
-    job = {"pp_size": pp_size, "rank": rank, "how": fault, "phase": phase}
+    sizes, ranks = LAYOUTS[layout]
+    job = {"sizes": sizes, "rank": rank, "how": fault, "phase": phase}
     job["timeout"] = TIMEOUT_SECONDS
 
     def attempt() -> tuple[Outcome, str]:

@@ -4,32 +4,36 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sppo_hf.pipeline.checkpoint_marks import what_is_torn
 from tests.integrations.launch import run_job
+from tests.integrations.training import FSDP2
 from tests.pipeline.nursery import Ended, shared_nursery
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
 TIMEOUT_SECONDS = 15
 COMMON = {"num_chunks": 3, "pp_timeout_seconds": TIMEOUT_SECONDS}
-LAYOUTS = {
-    "stages": {"pp_size": 2, **COMMON},
-    "a shared sequence": {"sp_size": 2, **COMMON},
-    "stages that share sequences": {"pp_size": 2, "sp_size": 2, **COMMON},
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stages": (2, {"pp_size": 2}, {}),
+    "a shared sequence": (2, {"sp_size": 2}, {}),
+    "a shared sequence of a sharded model": (2, {"sp_size": 2}, FSDP2),
+    "stages that share sequences": (4, {"pp_size": 2, "sp_size": 2}, {}),
 }
+"""Ranks, settings and the Trainer's arguments."""
 # The learning rate must not depend on where training is to end.
 ARGUMENTS = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
 
 
-def _kill_last_rank_in_training(folder: Path, settings: dict[str, int], ranks: int) -> Ended:
+def _kill_last_rank_in_training(job: dict[str, Any], folder: Path, ranks: int) -> Ended:
     """Train without end on some ranks, and kill the last when the fourth step is saved."""
     folder.mkdir()
-    arguments = {**ARGUMENTS, "max_steps": 100_000, "save_strategy": "steps", "save_steps": 4}
-    job = {"kind": "ddp", "rows": 4, "rank": ranks - 1, "settings": settings}
-    job |= {"arguments": arguments, "out": str(folder / "never.json")}
+    endless = {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 4}
+    job = {**job, "arguments": {**job["arguments"], **endless}}
+    job |= {"rank": ranks - 1, "out": str(folder / "never.json")}
 
     def kill_later(numbers: list[int]) -> None:
         saved, deadline = folder / "checkpoint-4", time.monotonic() + 90
@@ -46,9 +50,10 @@ def _kill_last_rank_in_training(folder: Path, settings: dict[str, int], ranks: i
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_path, layout):
-    settings = LAYOUTS[layout]
-    ranks = settings.get("pp_size", 1) * settings.get("sp_size", 1)
-    ended = _kill_last_rank_in_training(tmp_path / "run", settings, ranks)
+    ranks, sizes, sharding = LAYOUTS[layout]
+    job = {"kind": "ddp", "rows": 4, "arguments": {**ARGUMENTS, **sharding}}
+    job["settings"] = {**COMMON, **sizes}
+    ended = _kill_last_rank_in_training(job, tmp_path / "run", ranks)
     assert ended.codes[-1] == -signal.SIGKILL
     assert ended.seconds < TIMEOUT_SECONDS
     for rank, log in enumerate(ended.logs[:-1]):
@@ -63,10 +68,10 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_
         for path in (tmp_path / "run").glob("checkpoint-*")
         if what_is_torn(path) is None
     )
-    end = {**ARGUMENTS, "max_steps": last + 6}
-    job = {"kind": "ddp", "rows": 4, "arguments": end}
-    resumed = run_job({**job, "settings": settings, "resume": True}, ranks, tmp_path / "run")
-    plain = run_job(job, 1, tmp_path / "plain")
+    job["arguments"] |= {"max_steps": last + 6}
+    resumed = run_job({**job, "resume": True}, ranks, tmp_path / "run")
+    plain = {"kind": "ddp", "rows": 4, "arguments": {**ARGUMENTS, "max_steps": last + 6}}
+    plain = run_job(plain, 1, tmp_path / "plain")
     for name in ("loss", "grad_norm"):
         ours, theirs = (
             {entry["step"]: entry[name] for entry in seen["history"] if name in entry}

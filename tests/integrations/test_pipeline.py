@@ -11,7 +11,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.pipeline import engine_of, keep_own_parameters, once_per_pipeline
 from sppo_hf.pipeline.mesh import PipelineMesh
 from tests.integrations.launch import run_job
-from tests.integrations.training import make_model
+from tests.integrations.training import FSDP2, make_model
 from tests.pipeline.test_pipeline_engine import make
 
 NEAR = 1e-4
@@ -135,19 +135,10 @@ def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
 @pytest.mark.timeout(200)
 def test_shared_sequences_by_the_trainer_under_fsdp2_and_resumed(tmp_path: Path):
     """On two ranks; from their checkpoint at 3 again, and by the same ranks with own sequences."""
-    sharding = {
-        "fsdp": True,
-        "fsdp_config": {
-            "version": 2,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": "SHARDED_STATE_DICT",
-        },
-    }
     arguments = {"max_steps": 6, "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     job = {"kind": "ddp", "tied": True, "eval_labels": 17, "rows": 4}
     plain = run_job({**job, "arguments": arguments}, 1, tmp_path / "one")
-    job |= {"settings": SHARED, "arguments": {**arguments, **sharding}}
+    job |= {"settings": SHARED, "arguments": {**arguments, **FSDP2}}
     ours = run_job(job, 2, tmp_path / "two")
     assert ours["wrapper"].startswith("FSDP")
     _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))

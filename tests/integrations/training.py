@@ -15,6 +15,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 VOCABULARY = 64
 ROW_TOKENS = 24
 
+FSDP2: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
+"""Arguments of a run on several ranks that shard the model."""
+
 
 def make_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Build a Llama in float32, of two layers by default; a seed always gives the same weights."""
