@@ -156,15 +156,20 @@ def device_numa_node(device: torch.device) -> int | None:
     return pci_numa_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
-def model_shape(parts: ModelParts) -> ModelShape:
+def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelShape:
     """The model's shape, with the parameters that are really there and really trained.
+
+    Args:
+        parts: The model.
+        device: Where it computes, which may have a dtype of its own; None for where its weights
+            are.
 
     LoRA is recognised by its adapters; where ranks differ from module to module, by the largest.
     """
     parameters = list(parts.causal_lm.parameters())
     trained = [p for p in parameters if p.requires_grad]
     return ModelShape.from_profile(
-        model_profile(parts),
+        model_profile(parts, device),
         total_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in trained),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
@@ -177,13 +182,14 @@ def whole_shape(parts: ModelParts) -> ModelShape:
     return ModelShape.from_profile(model_profile(parts))
 
 
-def model_profile(parts: ModelParts) -> ModelProfile:
+def model_profile(parts: ModelParts, device: torch.device | None = None) -> ModelProfile:
     """What the model's layers cost as it is trained now; traced once for a configuration."""
-    dtype_bytes, dtype = _compute_bytes(parts), parts.causal_lm.dtype
+    device = device or next(parts.causal_lm.parameters()).device
+    dtype_bytes, dtype = _compute_bytes(parts, device), parts.causal_lm.dtype
     training = Training(
         dtype_bytes=dtype_bytes,
         parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
-        lora=_find_lora(parts),
+        lora=_find_lora(parts, device),
     )
     # Not the class that FSDP2 makes of a model's own.
     own_class = next(c for c in type(parts.causal_lm).__mro__ if not hasattr(c, "unshard"))
@@ -200,7 +206,7 @@ def model_profile(parts: ModelParts) -> ModelProfile:
 _profiles: dict[tuple[type, str, Training], ModelProfile] = {}
 
 
-def _find_lora(parts: ModelParts) -> LoraShape | None:
+def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:
     """The trained adapters of the decoder layers, by the attributes that PEFT gives them."""
     targets: set[str] = set()
     rank = dtype_bytes = 0
@@ -224,7 +230,7 @@ def _find_lora(parts: ModelParts) -> LoraShape | None:
         rank=rank,
         targets=tuple(sorted(targets)),
         dtype_bytes=dtype_bytes,
-        autocast=_is_autocast(parts),
+        autocast=_is_autocast(device),
         dropout=dropout,
     )
 
@@ -272,24 +278,22 @@ def new_offload_engine(
     )
 
 
-def dtype_name(parts: ModelParts) -> str:
-    """Name of the dtype that the model computes in now, "bfloat16"."""
-    device = next(parts.causal_lm.parameters()).device
+def dtype_name(parts: ModelParts, device: torch.device | None = None) -> str:
+    """Name of the dtype that the model computes in now, "bfloat16"; `device` as `model_shape`."""
+    device = device or next(parts.causal_lm.parameters()).device
     dtype = parts.causal_lm.dtype
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
     return str(dtype if dtype.is_floating_point else torch.bfloat16).removeprefix("torch.")
 
 
-def _compute_bytes(parts: ModelParts) -> int:
-    if _is_autocast(parts):
-        device = next(parts.causal_lm.parameters()).device
+def _compute_bytes(parts: ModelParts, device: torch.device) -> int:
+    if _is_autocast(device):
         return torch.get_autocast_dtype(device.type).itemsize
     dtype = parts.causal_lm.dtype
     return dtype.itemsize if dtype.is_floating_point else 2
 
 
-def _is_autocast(parts: ModelParts) -> bool:
-    device = next(parts.causal_lm.parameters()).device
+def _is_autocast(device: torch.device) -> bool:
     # Autocast does not know the device of models without memory.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)

@@ -17,6 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.by_layer import NotByLayer
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
+from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.fused import fused_tile
@@ -47,7 +49,9 @@ from sppo_hf.engine.structure import ModelParts, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_rest
+from sppo_hf.planning.choices import Places, read_budgets, read_places
 from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan
 from sppo_hf.rules import format_bytes
@@ -97,6 +101,10 @@ class Engine:
         self._log: ActionLog | None = None
         self.weights: HostWeights | None = None
         """What rests on the host, once it was put there."""
+        self._placed = config
+        """The settings, with weights and optimizer where they are now."""
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those whose states go where the weights go."""
         self._warned: set[str] = set()
         self._has_run = False
         self._passes_on = False
@@ -211,10 +219,12 @@ class Engine:
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
         self.place_weights(device)
         plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        self._rest_as_planned(plan, device)
         random = None if self.plans.has_run(plan) else RandomState(device)
         try:
             return self._run_plan(call, layout, plan, logits, began)
         except NotByLayer as reason:
+            self._stop_resting_layers(device)
             self.plans.refuse_by_layer(str(reason))
         except RuntimeError as error:
             if random is None or not self._plan_with_less(plan, error, "forward"):
@@ -225,6 +235,7 @@ class Engine:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+        self._rest_as_planned(plan, device)
         return self._run_plan(call, layout, plan, logits, began)
 
     def plan_after_failed_backward(self, error: RuntimeError) -> bool:
@@ -555,9 +566,15 @@ class Engine:
         Does nothing the second time, nor where nothing is to rest. Trained weights rest where their
         optimizer is; adapters on frozen layers that rest there go with them.
         """
-        rests = rests_on_host(self.config)
-        if self.weights is not None or rests is None:
+        if self.weights is None:
+            self._place_weights(device)
+
+    def _place_weights(self, device: torch.device) -> None:
+        rests = rests_on_host(self._placed)
+        if rests is None:
             return
+        if self.weights is not None:
+            self.weights.release()
         layers, others = resting_parameters(self.parts, rests)
         resting = {id(p) for group in [*layers, others] for p in group}
         for module in self.parts.causal_lm.modules():
@@ -571,9 +588,77 @@ class Engine:
             layers,
             others,
             copier=self.offload_holder.copier(device),
-            stays=self.config.weights != "host",
+            stays=self._placed.weights != "host",
             pin=self.config.use_pin_memory and device.type == "cuda",
         )
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                if self.weights.holds(parameter):
+                    state.update(
+                        (name, value.to("cpu"))
+                        for name, value in state.items()
+                        if isinstance(value, Tensor)
+                    )
+
+    def offer_host(
+        self, optimizer: torch.optim.Optimizer, states_bytes: int | None, why_not: str = ""
+    ) -> None:
+        """An optimizer will update the model: what settings leave open may rest on the host.
+
+        Args:
+            optimizer: Its states follow the weights.
+            states_bytes: What it will keep; None where that is not known.
+            why_not: Why it must find its weights on the device, as a part of a sentence.
+        """
+        if optimizer in self._optimizers:
+            return
+        self._optimizers.add(optimizer)
+        if states_bytes is not None:
+            self.plans.optimizer_bytes = states_bytes + (self.plans.optimizer_bytes or 0)
+        if len(self._optimizers) == 1 or why_not:
+            self.plans.stays_reason = why_not
+
+    def rest_for_any_length(self, device: torch.device) -> None:
+        """Put on the host what settings leave open and no length leaves room for on the device."""
+        if self.plans.stays_reason or self.weights is not None:
+            return
+        facts = device_facts(device, self.config)
+        budget = read_budgets(self.config, facts).device
+        places = read_places(self.config, facts)
+        if budget is None or len(places) == 1:
+            return
+        whole = replace(model_shape(self.parts, device), optimizer_bytes=self.plans.optimizer_bytes)
+        for tried in places:
+            shape = whole.resting_on_host(weights=tried.weights, optimizer=tried.optimizer)
+            if shape.standing_bytes + CONTEXT_BYTES[device.type] <= budget:
+                break
+        if tried != places[0]:
+            self._rest(tried, device)
+
+    def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:
+        """Put on the host what settings leave open and a plan has there."""
+        resting = plan.shape.resting
+        if resting is None or not plan.training:
+            return
+        if self.weights is None or self.weights.stays != resting.stays:
+            places = Places(weights=not resting.stays, optimizer=resting.gradient_bytes > 0)
+            self._rest(places, device, plan)
+
+    def _rest(self, places: Places, device: torch.device, plan: Plan | None = None) -> None:
+        placed = places.set_in(self.config)
+        if not places.weights:
+            # They may follow where longer rows ask for it.
+            placed = placed.replace(weights=self.config.weights)
+        self._placed = placed
+        self.plans.rest(placed, plan)
+        self._place_weights(device)
+
+    def _stop_resting_layers(self, device: torch.device) -> None:
+        """Bring layers' weights back that were put on the host for a walk layer by layer."""
+        if self.config.weights == "auto" and self._placed.weights == "host":
+            self._placed = self._placed.replace(weights="device")
+            self.plans.rest(self._placed)
+            self._place_weights(device)
 
     def begin_update(self) -> None:
         """The optimizer's step begins: what rests on the host is there, and whole."""

@@ -157,6 +157,10 @@ class PlanCache:
         self._have_trained: dict[int, Plan] = {}
         """Likewise."""
         self._shrunk = False
+        self.stays_reason = "no Accelerator has said which optimizer will update them"
+        """Why weights and optimizer stay on the device where the settings leave that open."""
+        self.optimizer_bytes: int | None = None
+        """What the optimizer keeps, once that is known."""
 
     def has_run(self, plan: Plan) -> bool:
         """Whether a forward under `plan` has come to its end."""
@@ -175,6 +179,16 @@ class PlanCache:
         self._by_chunk_reason = reason
         self._config = self._config.replace(order="by_chunk")
         self._plans = {key: p for key, p in self._plans.items() if p.order == "by_chunk"}
+
+    def rest(self, config: SPPOConfig, plan: Plan | None = None) -> None:
+        """Plan with weights and optimizer where `config` has them from now on.
+
+        Args:
+            config: The settings.
+            plan: Was made so, and is kept.
+        """
+        self._config = self._config.replace(weights=config.weights, optimizer=config.optimizer)
+        self._plans = {key: one for key, one in self._plans.items() if one is plan}
 
     def shrink(self, plan: Plan) -> int | None:
         """Plan with less than the device budget of `plan` from now on, where nothing has run yet.
@@ -293,7 +307,10 @@ class PlanCache:
         return_logits: bool,
         **learned: Any,
     ) -> Plan:
-        shape = self.shape()
+        if self._shape is None:
+            # Weights that rest on the host say nothing of the device.
+            self._shape = model_shape(self._parts, device)
+        shape = replace(self._shape, optimizer_bytes=self.optimizer_bytes)
         if self._group is not None:
             shape = rank_shape(shape, self._group.size)
         use_expandable_segments(device)
@@ -308,8 +325,9 @@ class PlanCache:
             total_tokens=total_tokens,
             training=training,
             accumulates=training and self._accumulates,
-            dtype_name=dtype_name(self._parts),
+            dtype_name=dtype_name(self._parts, device),
             by_layer=self._by_chunk_reason or True,
+            on_host=self.stays_reason or True,
             **learned,
         )
 

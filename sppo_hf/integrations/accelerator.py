@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,7 +32,13 @@ from sppo_hf.engine.convert import check_convertible, convert, get_engine
 from sppo_hf.engine.engine import Engine, rests_on_host
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
-from sppo_hf.integrations.limits import COMPILED_PARTS, refuse_device_optimizer
+from sppo_hf.integrations.limits import (
+    COMPILED_PARTS,
+    refuse_device_optimizer,
+    states_bytes,
+    use_fused_kernel,
+    why_on_device,
+)
 from sppo_hf.integrations.pipeline import (
     agree_on_infinities,
     clip_to,
@@ -191,6 +197,10 @@ class SPPOAccelerator(Accelerator):
             for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
                 keep_own_parameters(optimizer, [*modules, *self._models])
             agree_on_infinities(self.scaler, self._mesh)
+        else:
+            # Before the models are placed, which depends on it.
+            for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
+                self._offer_host(optimizer, modules)
         return super().prepare(*args, **kwargs)
 
     def prepare_model(
@@ -207,10 +217,12 @@ class SPPOAccelerator(Accelerator):
             engine.reduces = lambda: self.sync_gradients
             engine.loss_scaler = self.scaler
         converted = _engine_inside(model)
-        if converted is not None and rests_on_host(converted.config) is not None:
-            # What rests on the host would be moved to the device with all else.
+        if converted is not None and engine is None:
             converted.place_weights(self.device)
-            device_placement = False
+            converted.rest_for_any_length(self.device)
+            if converted.weights is not None:
+                # What rests on the host would be moved to the device with all else.
+                device_placement = False
         # A pipeline reduces gradients by itself; DDP, which evaluation goes without, would average
         # those of different stages.
         evaluation_mode = evaluation_mode or engine is not None
@@ -218,19 +230,42 @@ class SPPOAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer; one of weights that rest on the host works there."""
-        rests = rests_on_host(self.sppo_plugin.config)
-        if rests is None or getattr(optimizer, "_is_accelerate_prepared", False):
+        config = self.sppo_plugin.config
+        rests = rests_on_host(config) is not None
+        is_open = "auto" in (config.weights, config.optimizer) and not self._shares_batches
+        done = getattr(optimizer, "_is_accelerate_prepared", False)
+        if done or not (rests or is_open):
             return super().prepare_optimizer(optimizer, device_placement)
-        refuse_device_optimizer(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self._each_engine(Engine.begin_update))
+        if rests:
+            refuse_device_optimizer(optimizer)
+        self._offer_host(optimizer, self._models)
+        optimizer.register_step_pre_hook(self._begin_update)
         optimizer.register_step_post_hook(lambda *_: self._each_engine(Engine.end_update))
-        return super().prepare_optimizer(optimizer, device_placement=False)
+        if any(engine.weights is not None for engine in self._engines(self._models)):
+            device_placement = False
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _offer_host(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        """Tell the engine whose weights an optimizer updates what it keeps, and where it works."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for engine in self._engines(models):
+            if any(id(p) in held for p in engine.parts.causal_lm.parameters()):
+                why_not = why_on_device(self, optimizer)
+                engine.offer_host(optimizer, states_bytes(optimizer), why_not)
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._each_engine(Engine.begin_update)
+        if any(engine.weights is not None for engine in self._engines(self._models)):
+            use_fused_kernel(optimizer)
+
+    @staticmethod
+    def _engines(models: Sequence[nn.Module]) -> Iterator[Engine]:
+        found = (_engine_inside(model) for model in models)
+        yield from (engine for engine in found if engine is not None)
 
     def _each_engine(self, act: Callable[[Engine], None]) -> None:
-        for model in self._models:
-            engine = _engine_inside(model)
-            if engine is not None:
-                act(engine)
+        for engine in self._engines(self._models):
+            act(engine)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,15 +140,91 @@ _ON_DEVICE_ALONE = (
 )
 
 
+def move_if_it_fits(
+    move: Callable[[Any, Any], object], model: torch.nn.Module, device: Any
+) -> None:
+    """Move a model to a GPU unless its weights alone are more than that holds.
+
+    What is too large is put on the host when it is prepared, if it may rest there.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        if held > torch.cuda.mem_get_info(device)[1]:
+            return
+    move(model, device)
+
+
+_STATES: dict[str, float] = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), 2.0),
+    **{"Adagrad": 1.0, "Adafactor": 0.0},
+}
+"""What torch's optimizers keep of each parameter, in sizes of the parameter."""
+
+
+def states_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """What an optimizer keeps once it has made a step; None of one that is not known."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return None
+    total = 0.0
+    for group in optimizer.param_groups:
+        share = _STATES.get(kind.__name__)
+        if kind.__name__ == "SGD":
+            share = float(bool(group["momentum"]))
+        if share is None:
+            return None
+        share += bool(group.get("amsgrad"))
+        total += share * sum(parameter.nbytes for parameter in group["params"])
+    return int(total)
+
+
+def why_on_device(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> str:
+    """Why weights that an optimizer updates cannot rest on the host; "" where they can.
+
+    For settings that leave it open: what `refuse_host_weights` refuses, and besides optimizers of
+    which it is not known what they keep.
+    """
+    if accelerator.num_processes > 1:
+        return f"{accelerator.num_processes} processes reduce gradients on their devices"
+    if accelerator.mixed_precision == "fp16":
+        return "the gradient scaler of mixed_precision='fp16' works there alone"
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__name__}"
+    if _on_device_alone(optimizer):
+        return f"{name} works on a GPU alone"
+    if states_bytes(optimizer) is None:
+        return f"it is not known what {name} keeps (optimizer='host' puts it on the host)"
+    return ""
+
+
+def use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's Adam and AdamW update host memory with their fused kernel, unless told otherwise.
+
+    It passes over memory once, where the default goes over each parameter about ten times. Others,
+    DeepSpeed's CPUAdam among them, have a kernel of their own, or none.
+    """
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            open_ = group.get("fused") is None and group.get("foreach") is None
+            if open_ and not group["differentiable"] and not group["capturable"]:
+                group["fused"] = True
+
+
+def _on_device_alone(optimizer: torch.optim.Optimizer) -> bool:
+    capturable = any(group.get("capturable") for group in optimizer.param_groups)
+    return capturable or type(optimizer).__module__.startswith(_ON_DEVICE_ALONE)
+
+
 def refuse_device_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot work in host memory.
 
     Raises:
         ConfigError: Its kernels are for GPUs alone, or it was told to be capturable.
     """
-    kind = type(optimizer)
-    capturable = any(group.get("capturable") for group in optimizer.param_groups)
-    if capturable or kind.__module__.startswith(_ON_DEVICE_ALONE):
+    if _on_device_alone(optimizer):
+        kind = type(optimizer)
+        capturable = any(group.get("capturable") for group in optimizer.param_groups)
         why = "capturable=True" if capturable else f"{kind.__module__}.{kind.__name__}"
         raise ConfigError(
             f"The optimizer cannot live on the host: {why} works on a GPU alone. Allowed with "

@@ -31,6 +31,7 @@ from sppo_hf.integrations.checkpoints import (
 from sppo_hf.integrations.evaluation import TrainerEvaluation
 from sppo_hf.integrations.limits import (
     environment_sp_size,
+    move_if_it_fits,
     refuse_accelerator,
     refuse_host_weights,
     refuse_sizes,
@@ -294,6 +295,11 @@ class SPPOPlugin(ParallelismConfig):
         if rests_on_host(self.config) is not None:
             # What rests on the host need not fit on the device, not even once.
             trainer._move_model_to_device = lambda model, device: None
+        elif "auto" in (self.config.weights, self.config.optimizer):
+            move = trainer._move_model_to_device
+            trainer._move_model_to_device = lambda model, device: move_if_it_fits(
+                move, model, device
+            )
         TrainerCheckpoints(trainer).install()
         tell_sharing_ranks(trainer, self.config)
         evaluation = TrainerEvaluation(trainer)

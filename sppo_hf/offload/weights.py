@@ -159,6 +159,8 @@ class HostWeights:
     ) -> None:
         self._copier = copier
         self._pin = pin
+        self.stays = stays
+        """Whether layers' copies stay from forward to backward."""
         self._most = len(layers) if stays else _SLOTS
         self._layers = [[self._take_over(p) for p in group] for group in layers]
         self._others = [self._take_over(p) for p in others]
@@ -264,12 +266,16 @@ class HostWeights:
             label,
         )
 
-    def close(self) -> None:
-        """Put every parameter, and its gradient, back on the device for good."""
-        device = self._copier.device
+    def release(self) -> None:
+        """Leave every parameter where it rests, for others to take over."""
         self.rest()
         for hook in self._hooks:
             hook.remove()
+
+    def close(self) -> None:
+        """Put every parameter, and its gradient, back on the device for good."""
+        device = self._copier.device
+        self.release()
         for weight in self._all():
             parameter = weight.parameter
             gradient, parameter.grad = parameter.grad, None
@@ -280,7 +286,8 @@ class HostWeights:
 
     def _take_over(self, parameter: Parameter) -> _Weight:
         now = parameter.data
-        if now.device.type == "cpu" and not self._pin and now.is_contiguous():
+        pinned = not self._pin or (now.device.type == "cpu" and now.is_pinned())
+        if now.device.type == "cpu" and pinned and now.is_contiguous():
             host = now
         else:
             host = torch.empty(now.shape, dtype=now.dtype, pin_memory=self._pin)

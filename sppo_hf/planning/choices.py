@@ -6,6 +6,7 @@ Knows nothing of speeds and decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.activation_modes import SAVED, SAVED_BY_RECOMPUTE, Saved
@@ -109,6 +110,46 @@ def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ..
     if config.weights == "host":
         return ("by_layer",)  # by chunk all weights would come once for every chunk
     return ("by_layer",) if config.order == "by_layer" else ("by_layer", "by_chunk")
+
+
+class Places(NamedTuple):
+    """What of a model rests on the host."""
+
+    weights: bool
+    """Layers' weights, but trained ones whose optimizer is on the device."""
+
+    optimizer: bool
+    """Trained weights, with their gradients and the optimizer."""
+
+    def set_in(self, config: SPPOConfig) -> SPPOConfig:
+        """Returns the settings with these places and none that is open."""
+        weights, optimizer = ("host" if away else "device" for away in self)
+        return config.replace(weights=weights, optimizer=optimizer)
+
+
+def read_places(
+    config: SPPOConfig, facts: DeviceFacts, *, by_layer: bool = True, on_host: bool = True
+) -> tuple[Places, ...]:
+    """Returns what may rest on the host, the least first.
+
+    An optimizer that is left open follows the weights: it works where they rest.
+
+    Args:
+        config: the settings.
+        facts: the machine.
+        by_layer: whether the model's layers can be called on parts of a sequence.
+        on_host: whether what is left open may rest there at all.
+    """
+    asked = Places(*config.rests)
+    # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
+    if not on_host or facts.kind == "cpu" or config.sharing_ranks > 1:
+        return (asked,)
+    found = [asked]
+    if config.optimizer == "auto" and not asked.optimizer:
+        found.append(Places(weights=False, optimizer=True))
+    if config.weights == "auto" and by_layer and config.order != "by_chunk":
+        found.append(Places(weights=True, optimizer=config.optimizer != "device"))
+    return tuple(found)
 
 
 def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:

@@ -960,7 +960,7 @@ class _Laying:
 
     def _update(self) -> None:
         """What rests on the host is updated there once all gradients have come."""
-        if self._resting is not None and self._resting.optimizer_parameters:
+        if self._resting is not None and self._resting.gradient_bytes:
             # The last copy out is that of the last gradients.
             last = len(self._actions[_D2H]) - 1
             needs = [*self._last_computed(1), last * len(self._lanes) + _D2H]

@@ -310,9 +310,8 @@ class ByteTables:
     def standing(self) -> dict[Cause, int]:
         """What the device holds from step to step, but gradients."""
         shape = self.shape
-        away = 0 if shape.resting is None else shape.resting.optimizer_parameters
-        states = OPTIMIZER_BYTES_PER_PARAMETER * (shape.trainable_parameters - away)
-        states *= self.training
+        away = 0 if shape.resting is None else shape.resting.optimizer_bytes
+        states = (shape.states_bytes - away) * self.training
         lora = min(shape.lora_bytes, shape.weight_bytes)
         return {
             Cause.WEIGHTS: shape.weight_bytes - lora,
@@ -326,10 +325,9 @@ class ByteTables:
         resting = self.shape.resting
         if resting is None:
             return {}
-        states = OPTIMIZER_BYTES_PER_PARAMETER * resting.optimizer_parameters
         return {
             Cause.WEIGHTS: resting.weight_bytes,
-            Cause.OPTIMIZER: states * self.training,
+            Cause.OPTIMIZER: resting.optimizer_bytes * self.training,
             Cause.GRADIENTS: resting.gradient_bytes * self.training,
         }
 

@@ -39,8 +39,8 @@ class Resting:
     outer_gradient_bytes: int
     """The same of what is outside of the layers."""
 
-    optimizer_parameters: int
-    """Parameters whose optimizer states are there."""
+    optimizer_bytes: int
+    """States of the optimizer that are there."""
 
     @property
     def weight_bytes(self) -> int:
@@ -53,13 +53,17 @@ class Resting:
         return sum(self.layer_gradient_bytes) + self.outer_gradient_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """All that is there in training."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
     def update_bytes(self) -> int:
-        """What AdamW's update reads and writes: weights and both moments twice, gradients once.
+        """What an update moves: weights and states are read and written, gradients read.
 
         Trained weights have as many bytes as their gradients.
         """
-        moments = 2 * FLOAT32_BYTES * self.optimizer_parameters
-        return 3 * self.gradient_bytes + 2 * moments
+        return 3 * self.gradient_bytes + 2 * self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,9 @@ class ModelShape:
     parameter_bytes: int | None = None
     """Bytes of one weight where they are not `dtype_bytes`: 4 for a float32 model under autocast.
     The residual stream and norms then stay as wide as the weights."""
+
+    optimizer_bytes: int | None = None
+    """States of the optimizer; None where it is not known: AdamW's, two float32 of a parameter."""
 
     resting: Resting | None = None
     """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
@@ -198,9 +205,22 @@ class ModelShape:
                 stays=not weights,
                 layer_gradient_bytes=tuple(gradients),
                 outer_gradient_bytes=outer,
-                optimizer_parameters=self.trainable_parameters if optimizer else 0,
+                optimizer_bytes=self.states_bytes if optimizer else 0,
             ),
         )
+
+    @property
+    def states_bytes(self) -> int:
+        """The optimizer's states, wherever they are."""
+        if self.optimizer_bytes is not None:
+            return self.optimizer_bytes
+        return 2 * FLOAT32_BYTES * self.trainable_parameters
+
+    @property
+    def standing_bytes(self) -> int:
+        """Weights, gradients and optimizer states on the device."""
+        away = 0 if self.resting is None else self.resting.optimizer_bytes
+        return self.weight_bytes + self.gradient_bytes + self.states_bytes - away
 
     @property
     def num_layers(self) -> int:

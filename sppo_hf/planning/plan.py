@@ -8,7 +8,7 @@ carried out. A Plan is a value: the engine, the tables and the tests read the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from sppo_hf.config import SPPOConfig
@@ -17,12 +17,14 @@ from sppo_hf.planning.activation_modes import KEEP, SAVED_BY_RECOMPUTE, FrameMod
 from sppo_hf.planning.choices import (
     HOLES,
     DeviceFacts,
+    Places,
     away_tiers,
     leaves_holes,
     named_budgets,
     read_budgets,
     read_choices,
     read_orders,
+    read_places,
     set_by_rule,
 )
 from sppo_hf.planning.chunk_bounds import (
@@ -90,13 +92,23 @@ def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> s
 def check_standing_bytes(
     config: SPPOConfig, shape: ModelShape, budgets: Budgets, *, training: bool
 ) -> None:
-    """Holds what stays on the device throughout against the budget that the user named.
+    """Holds what stays on a tier throughout against the budget that the user named.
 
     Raises:
         BudgetError: no choice of chunks can fit.
     """
     # Only a budget that the user named is a reason to refuse: without one, the weights are already
     # where they are, or sharded over devices in a way that is not visible here.
+    if shape.resting is not None and "host" in named_budgets(config) and training:
+        assert budgets.host is not None, "a budget that is named is known"
+        check_budget(
+            "host",
+            "weights, gradients and optimizer states that rest there",
+            need_bytes=shape.resting.held_bytes,
+            have_bytes=budgets.host,
+            remedy="Raise host_memory, train fewer parameters, or leave more on the device "
+            "(weights='device', optimizer='device'). No choice of chunks changes these bytes.",
+        )
     budget = budgets.device
     if "device" not in named_budgets(config) or budget is None:
         return
@@ -230,6 +242,8 @@ class PipelineStep:
 
 
 _FASTER = "auto: the faster of those that fit"
+# So much slower is as fast: simulations are not better than that.
+_AS_FAST = 1.01
 # Peaks that differ by less are alike.
 _ALIKE = 1.02
 
@@ -317,6 +331,7 @@ def make_plan(
     bounds: Bounds | None = None,
     alive: float | None = None,
     by_layer: bool | str = True,
+    on_host: bool | str = True,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
@@ -337,16 +352,117 @@ def make_plan(
             for a device of its own.
         by_layer: whether the model's layers can be called on parts of a sequence; a part of a
             sentence says why not, and is passed on as a warning.
+        on_host: whether weights and optimizer may rest on the host where the settings leave that
+            open; likewise.
 
     Raises:
         ConfigError: the settings do not fit this length.
         BudgetError: a budget that the user named cannot hold what it must.
     """
-    weights_rest, optimizer_rests = config.rests
-    shape = shape.resting_on_host(weights=weights_rest, optimizer=optimizer_rests)
+
+    def made_with(places: Places) -> Plan:
+        return _make_plan(
+            places.set_in(config),
+            shape.resting_on_host(weights=places.weights, optimizer=places.optimizer),
+            device=device,
+            backend_name=backend_name,
+            backend_reason=backend_reason,
+            batch_rows=batch_rows,
+            total_tokens=total_tokens,
+            training=training,
+            dtype_name=dtype_name,
+            accumulates=accumulates,
+            correction=correction,
+            bounds=bounds,
+            alive=alive,
+            by_layer=by_layer,
+        )
+
+    allowed = training and on_host is True
+    places = read_places(config, device, by_layer=by_layer is True, on_host=allowed)
+    if len(places) > 1:
+        return _first_that_fits(places, made_with)
+    plan = made_with(places[0])
+    is_open = len(read_places(config, device, by_layer=by_layer is True)) > 1
+    if training and isinstance(on_host, str) and is_open and _lacking(plan):
+        said = f"weights and optimizer: on the device, because {on_host}"
+        plan = replace(plan, warnings=(*plan.warnings, said))
+    return plan
+
+
+def _lacking(plan: Plan) -> int:
+    """Bytes that a plan is over its budgets, all tiers together."""
+    return sum(limit.missing_bytes for limit in over_budget(plan.estimate, plan.budgets))
+
+
+def _first_that_fits(places: Sequence[Places], made_with: Callable[[Places], Plan]) -> Plan:
+    """Plans with the first places; where that does not fit, with those that take least time.
+
+    [Note: weights and optimizer by themselves] What fits on the device stays there: there it costs
+    no copies and no update by the processor. Else simulation decides between the optimizer alone on
+    the host and all layers' weights too. The optimizer alone brings each weight once a batch, not
+    twice; without the weights there is more room for activations. Of nearly equals, the first.
+
+    Raises:
+        BudgetError: none fits, and the user named the budgets.
+    """
+    plans: list[Plan] = []
+    refused: list[BudgetError] = []
+    for at, tried in enumerate(places):
+        try:
+            plan = made_with(tried)
+        except BudgetError as error:
+            refused.append(error)
+            continue
+        if at == 0 and not _lacking(plan):
+            return plan
+        plans.append(plan)
+    if not plans:
+        first, last = refused[0], refused[-1]
+        raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
+    fitting = [plan for plan in plans if not _lacking(plan)]
+    if fitting:
+        least = min(map(_step_seconds, fitting))
+        best = next(plan for plan in fitting if _step_seconds(plan) <= _AS_FAST * least)
+    else:
+        best = min(plans, key=_lacking)
+    if best.shape.resting is None:
+        return best
+    reason = "auto: not all fits on the device"
+    if len(fitting) > 1 and best.prediction is not None:
+        reason += "; the fastest that does"
+    return replace(best, places_reason=reason)
+
+
+def _step_seconds(plan: Plan) -> float:
+    return float("inf") if plan.prediction is None else plan.prediction.step_seconds
+
+
+def _make_plan(
+    config: SPPOConfig,
+    shape: ModelShape,
+    *,
+    device: DeviceFacts,
+    backend_name: str,
+    backend_reason: str,
+    batch_rows: int,
+    total_tokens: int,
+    training: bool,
+    dtype_name: str,
+    accumulates: bool,
+    correction: Correction | None,
+    bounds: Bounds | None,
+    alive: float | None,
+    by_layer: bool | str,
+) -> Plan:
+    """Decides with weights and optimizer where `config` and `shape` have them."""
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     budgets = read_budgets(config, device)
+    if device.kind == "cpu" and shape.resting is not None and config.device_memory is None:
+        # What rests is in the memory that the device computes in.
+        rest = None if budgets.device is None else budgets.device - shape.resting.held_bytes
+        budgets = replace(budgets, device=rest)
     if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
         budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)

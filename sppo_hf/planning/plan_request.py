@@ -19,6 +19,7 @@ from sppo_hf.planning.choices import (
     read_budgets,
     read_choices,
     read_orders,
+    read_places,
     set_by_rule,
 )
 from sppo_hf.planning.chunk_bounds import (
@@ -212,7 +213,8 @@ def request_plan(question: PlanRequest) -> PlanResult:
         ConfigError: the settings do not fit this length.
     """
     plan = plan_for(question)
-    longest_tokens = _longest(question, plan)
+    placed = _placed(question)
+    longest_tokens = _longest(placed, plan)
     if fits(plan.estimate, plan.budgets):
         return PlanResult(
             question=question,
@@ -223,7 +225,7 @@ def request_plan(question: PlanRequest) -> PlanResult:
             # Lengths are tried in steps, and in the shortest chunks only.
             max_seq_len=max(longest_tokens, question.total_tokens),
         )
-    limit, closest = _closest(question, plan)
+    limit, closest = _closest(placed, plan)
     return PlanResult(
         question=question,
         plan=None,
@@ -231,8 +233,18 @@ def request_plan(question: PlanRequest) -> PlanResult:
         estimate=closest,
         budgets=plan.budgets,
         max_seq_len=longest_tokens,
-        enough={} if question.device.kind == "cpu" else _enough(question, plan),
+        enough={} if question.device.kind == "cpu" else _enough(placed, plan),
     )
+
+
+def _placed(question: PlanRequest) -> list[PlanRequest]:
+    """The question with weights and optimizer wherever they may be."""
+    orders = read_orders(question.config)
+    found: list[PlanRequest] = []
+    for places in read_places(question.config, question.device, by_layer="by_layer" in orders):
+        shape = question.shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+        found.append(replace(question, config=places.set_in(question.config), shape=shape))
+    return found
 
 
 def plan_for(question: PlanRequest) -> Plan:
@@ -345,12 +357,13 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     )
 
 
-def _closest(question: PlanRequest, plan: Plan) -> tuple[BudgetViolation, MemoryEstimate]:
+def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, MemoryEstimate]:
     """The plan that lacks least, over all tiers, and what breaks first in it."""
     predictions = [
         plan.estimate,
         *(
             estimate(question.shape, decisions, device_kind=question.device.kind)
+            for question in placed
             for decisions in _smallest(question, plan, question.total_tokens)
         ),
     ]
@@ -362,13 +375,13 @@ def _closest(question: PlanRequest, plan: Plan) -> tuple[BudgetViolation, Memory
     return next(over_budget(closest, plan.budgets)), closest
 
 
-def _enough(question: PlanRequest, plan: Plan) -> dict[Tier, int]:
+def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
     """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
     found: dict[Tier, int] = {}
     for tier in away_tiers():
         if not TIERS[tier].called:
             continue
-        sizes = _sizes_that_fit(question, plan, tier)
+        sizes = (size for question in placed for size in _sizes_that_fit(question, plan, tier))
         if (least := min(sizes, default=None)) is not None:
             found[tier] = least
     return found
@@ -386,13 +399,14 @@ def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[i
     yield from (found.peak_bytes(tier) for found in predictions if fits(found, unlimited))
 
 
-def _longest(question: PlanRequest, plan: Plan) -> int:
+def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     budgets = plan.budgets
-    unlimited = budgets.device is budgets.host is question.config.offload_dir is None
+    unlimited = budgets.device is budgets.host is placed[0].config.offload_dir is None
 
     def possible(tokens: int) -> bool:
         return unlimited or any(
             fits(estimate(question.shape, d, device_kind=question.device.kind), plan.budgets)
+            for question in placed
             for d in _smallest(
                 question, plan, tokens, most_cuts=len(partitions_of(question.config))
             )
@@ -407,13 +421,14 @@ def _smallest(
     """Yields what holds least of all that the settings allow, by order, cut and place of K/V.
 
     Args:
-        question: what is asked.
+        question: what is asked, weights and optimizer placed.
         plan: made for it, at any length.
         total_tokens: length of the rows.
         most_cuts: how many ways to cut, shortest chunks first and of each length by all that
             `partitions_of` gives; None for all.
     """
-    config, cost, kind = question.config, _cost(plan), question.device.kind
+    config, kind = question.config, question.device.kind
+    cost = replace(_cost(plan), shape=question.shape)
     choices = read_choices(config, question.device)
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
     chooses = config.offload_chooses

@@ -224,7 +224,7 @@ def _add_places(table: Table, plan: Plan) -> None:
     if not resting.stays:
         text = "on the host, two layers on the device"
         table.add_row("weights", text, plan.places_reason)
-    if plan.training and resting.optimizer_parameters:
+    if plan.training and resting.gradient_bytes:
         why, predicted = plan.places_reason, plan.prediction
         if predicted is not None:
             why += f"; its update takes {format_seconds(predicted.update_seconds)} of the step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ from transformers import Trainer
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.integrations.limits import refuse_host_weights
+from sppo_hf.integrations.limits import refuse_host_weights, states_bytes, why_on_device
+from sppo_hf.planning import plan
+from sppo_hf.planning.choices import Places
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 HOST = ({"weights": "host"}, {"optimizer": "host"})
@@ -84,6 +87,94 @@ def test_a_dropped_loss_leaves_nothing_on_the_device_for_the_optimizer() -> None
     optimizer.step()
     assert weights.device_bytes == 0
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def _decided(places: Places) -> Callable[..., tuple[Places, ...]]:
+    """As if a GPU had no room, where settings and optimizer leave the place open."""
+
+    def read(config: SPPOConfig, *_: object, on_host: bool = True, **__: object):
+        asked = Places(*config.rests)
+        return (places,) if on_host and config.rests != (True, True) else (asked,)
+
+    return read
+
+
+@pytest.mark.parametrize("places", [Places(False, True), Places(True, True)], ids=str)
+def test_what_a_plan_puts_on_the_host_goes_there_before_the_first_step(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With Adam's own epsilon, rounding decides the sign of steps along the smallest gradients.
+    steps = {"max_steps": 3, "adam_epsilon": 1e-3}
+    plain = _train(tmp_path / "plain", None, **steps)
+    monkeypatch.setattr(plan, "read_places", _decided(places))
+    auto = _train(tmp_path / "auto", SPPOPlugin(chunk_tokens=16), **steps)
+    weights = get_engine(auto.model).weights
+    assert weights.stays is not places.weights
+    assert weights.host_bytes == sum(p.nbytes for p in auto.model.parameters())
+    for ours, theirs in zip(auto.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_follow_the_optimizer_where_longer_rows_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(chunk_tokens=4))
+    model, plain = make_model(), make_model()
+    optimizers = [torch.optim.AdamW(m.parameters(), eps=1e-3) for m in (model, plain)]
+    model, ours = accelerator.prepare(model, optimizers[0])
+    for tokens, places in ((8, Places(False, True)), (12, Places(True, True)), (8, None)):
+        if places is not None:
+            monkeypatch.setattr(plan, "read_places", _decided(places))
+        ids = torch.arange(tokens)[None]
+        for one, optimizer in ((model, ours), (plain.train(), optimizers[1])):
+            one(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert get_engine(model).weights.stays is (places == Places(False, True))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert optimizers[0].param_groups[0]["fused"], "torch's fused kernel updates host memory"
+    assert optimizers[1].param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        (torch.optim.AdamW, {"num_processes": 2}, "2 processes"),
+        (torch.optim.AdamW, {"mixed_precision": "fp16"}, "fp16"),
+        (torch.optim.LBFGS, {}, "what torch.optim.lbfgs.LBFGS keeps"),
+        (torch.optim.AdamW, {}, ""),
+    ],
+)
+def test_what_keeps_weights_on_the_device_is_said(
+    kind: Any, changes: dict[str, Any], named: str
+) -> None:
+    accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **changes})
+    said = why_on_device(accelerator, kind([torch.nn.Parameter(torch.rand(2))]))
+    assert named in said
+    assert bool(said) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "per_parameter"),
+    [
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.Adam, {"amsgrad": True}, 3),
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1),
+    ],
+)
+def test_what_an_optimizer_keeps_is_known_before_its_first_step(
+    kind: Any, options: dict[str, Any], per_parameter: int
+) -> None:
+    parameter = torch.nn.Parameter(torch.rand(64, dtype=torch.bfloat16))
+    optimizer = kind([parameter], **options)
+    said = states_bytes(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = sum(x.nbytes for x in optimizer.state[parameter].values() if x.numel() > 1)
+    assert said == kept == per_parameter * parameter.nbytes
 
 
 class _Eight(torch.optim.AdamW):

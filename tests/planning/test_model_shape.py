@@ -76,7 +76,7 @@ def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
             stays=False,
             layer_gradient_bytes=(layer,) * len(whole.layers),
             outer_gradient_bytes=whole.gradient_bytes - len(whole.layers) * layer,
-            optimizer_parameters=whole.trainable_parameters,
+            optimizer_bytes=8 * whole.trainable_parameters,
         )
         assert rests.resting.weight_bytes == rests.resting.gradient_bytes == whole.gradient_bytes
         # Weights and both moments are read and written, gradients read.
