@@ -23,7 +23,7 @@ from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.pipeline_bounds import rank_shape, stage_shape
+from sppo_hf.planning.pipeline_bounds import stage_shape
 from sppo_hf.planning.pipeline_choice import (
     LINK_BYTES_PER_SECOND,
     RULE,
@@ -285,7 +285,8 @@ class StagePlanCache:
             micro_batches=plans.micro_batches,
             ranks=mesh.pp_size,
             message_seconds=[
-                row_bytes * (end - start) / LINK_BYTES_PER_SECOND for start, end in plans.bounds
+                row_bytes * one.shape.own_tokens(end - start) / LINK_BYTES_PER_SECOND
+                for start, end in plans.bounds
             ],
             reduce_seconds=2
             * (mesh.dp_size - 1)
@@ -296,7 +297,8 @@ class StagePlanCache:
         peak = peak_flops(one.device.name)
         rows = plans.micro_batches * one.batch_rows
         flops = step_flops(engine.shape(), rows, one.total_tokens)
-        mfu = None if peak is None else flops / seconds / (mesh.pp_size * peak)
+        devices = mesh.pp_size * one.shape.sp
+        mfu = None if peak is None else flops / seconds / (devices * peak)
         return replace(step, step_seconds=seconds, bubble_fraction=idle, mfu=mfu)
 
     def _holds_gradients_twice(self) -> bool:
@@ -326,7 +328,7 @@ class StagePlanCache:
         for stage in cut.own:
             shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
             if engine.group is not None:
-                shape = rank_shape(shape, engine.group.size)
+                shape = replace(shape, sp=engine.group.size)
             make = functools.partial(
                 make_plan,
                 config,

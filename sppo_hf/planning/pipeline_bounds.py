@@ -32,14 +32,6 @@ _UNITS_PER_STAGE = 4
 LEAST_TOKENS = {"cpu": 16, "cuda": 2048}
 """Of a chunk, on average, by kind of device: below, kernels are slow."""
 
-_PER_TOKEN = (
-    *("num_heads", "num_kv_heads", "mlp_width", "adapted_mlp_width"),
-    *("forward_flops", "input_gradient_flops", "weight_gradient_flops"),
-    *("inputs_recompute_flops", "matmuls_recompute_flops"),
-    *("inputs_bytes", "matmuls_bytes", "whole_bytes", "largest_bytes"),
-)
-"""Numbers of a layer that follow the tokens and heads of a rank; see `rank_shape`."""
-
 
 def pipeline_bounds(
     config: SPPOConfig,
@@ -121,33 +113,6 @@ def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]
         found.append(layer if kind in seen else replace(layer, borrows_keys=False))
         seen.add(kind)
     return tuple(found)
-
-
-def rank_shape(shape: ModelShape, sp_size: int) -> ModelShape:
-    """Returns the shape of what one of `sp_size` ranks that share every chunk computes and keeps.
-
-    A layer's numbers per token of the sequence are divided: each rank has that share of the tokens,
-    and in attention that share of the heads. Weights, the embedding and the head are whole. What
-    attention returns is saved twice: as its heads of all tokens, and as all heads of its tokens.
-    Not counted: what the exchange of tokens for heads takes, and that the head, too, has a share of
-    the tokens alone.
-
-    Args:
-        shape: the model.
-        sp_size: ranks that share a sequence.
-    """
-
-    def layer_of(layer: LayerProfile) -> LayerProfile:
-        shares = {name: -(-getattr(layer, name) // sp_size) for name in _PER_TOKEN}
-        if layer.num_heads and layer.num_heads % sp_size == 0:
-            heads = layer.num_heads // sp_size
-            # Heads of keys that several ranks need are on each of them.
-            group = math.gcd(heads, layer.num_heads // layer.num_kv_heads)
-            shares |= {"num_heads": heads, "num_kv_heads": heads // group}
-            shares["whole_bytes"] += heads * layer.v_head_size * shape.dtype_bytes
-        return replace(layer, **shares)
-
-    return replace(shape, layers=tuple(map(layer_of, shape.layers)))
 
 
 def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:

@@ -239,7 +239,7 @@ class PipelineCost:
     def message_bytes(self, chunk: int) -> int:
         """Returns the bytes that pass between stages for a chunk, each way."""
         start, end = self.bounds[chunk]
-        shape, tokens = self.cost.shape, self.cost.own_tokens(end - start)
+        shape, tokens = self.cost.shape, self.cost.shape.own_tokens(end - start)
         size = shape.parameter_bytes or shape.dtype_bytes
         return self.cost.batch_rows * tokens * shape.hidden_size * size
 
@@ -346,8 +346,7 @@ class PipelineCost:
     def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
         """The same of units that so many ranks share, which exchange at that rate."""
         if (ranks, rate) not in self._of_ranks:
-            sp = self.cost.sp * ranks
-            cost = replace(self.cost, sp=sp, exchange_bytes_per_second=rate)
+            cost = self.cost.shared_by(self.cost.sp * ranks, rate)
             self._of_ranks[ranks, rate] = self._added_up(cost)
         return self._of_ranks[ranks, rate]
 
@@ -555,8 +554,7 @@ class PipelineCost:
 
     @cached_property
     def _decisions(self) -> Decisions:
-        shape, kind = self.cost.rank_shape, self.cost.profile.kind
-        bounds = self.cost.rank_bounds(self.bounds)
+        shape, kind, bounds = self.cost.shape, self.cost.profile.kind, self.bounds
         block = 0
         if self.kv_tier != "device":
             block = kv_block_tokens(
@@ -578,7 +576,7 @@ class PipelineCost:
 
     @cached_property
     def _tables(self) -> ByteTables:
-        return byte_tables(self.cost.rank_shape, self._decisions, self.cost.profile.kind)
+        return byte_tables(self.cost.shape, self._decisions, self.cost.profile.kind)
 
 
 def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:

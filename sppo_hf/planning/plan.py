@@ -35,6 +35,7 @@ from sppo_hf.planning.chunk_bounds import (
 )
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
@@ -385,6 +386,8 @@ def make_plan(
             profile=device.profile,
             dtype_name=dtype_name,
             batch_rows=batch_rows,
+            # Ranks that share sequences are neighbours, of one node where they can be.
+            exchange_bytes_per_second=device.profile.node_bytes_per_second or UNKNOWN_LINK,
             correction=correction or Correction(),
         ),
         bounds=bounds,

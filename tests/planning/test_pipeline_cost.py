@@ -72,10 +72,13 @@ def test_a_stage_offloads_by_the_papers_rule_what_its_rank_will() -> None:
     assert 0 < sum(planned) < 8 * len(layers)
 
 
+@pytest.mark.parametrize("sp", [1, 2])
 @pytest.mark.parametrize("saved", ["whole", "inputs"])
-def test_one_rank_is_what_the_planner_simulates(saved: Saved) -> None:
+def test_one_rank_is_what_the_planner_simulates(saved: Saved, sp: int) -> None:
+    """Also where ranks share every chunk: `sppo plan --gpus` and the runtime's plan agree."""
     schedule, costs = made("gpipe", Size(1, 1, 8), saved=saved)
-    timeline = run(schedule, costs)
+    cost = COST.shared_by(sp, 1e11)
+    timeline = run(schedule, replace(costs, cost=cost))
     decisions = Decisions(
         batch_rows=1,
         bounds=bounds_of(8),
@@ -83,7 +86,7 @@ def test_one_rank_is_what_the_planner_simulates(saved: Saved) -> None:
         training=True,
         tile_tokens=loss_tile_tokens(SHAPE, device_kind="cuda"),
     )
-    planned = lower_stage(decisions, COST).simulate(with_bytes=True)
+    planned = lower_stage(decisions, cost).simulate(with_bytes=True)
     assert timeline.end_seconds == pytest.approx(planned.end_seconds)
     assert timeline.busy_seconds("0.compute") == pytest.approx(planned.busy_seconds(COMPUTE))
     ours, theirs = timeline.curves_by_cause("0.device"), planned.curves_by_cause("device")
