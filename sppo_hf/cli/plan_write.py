@@ -242,7 +242,9 @@ def actions_of_layout(
         offload=layout.offload,
         kv_tier=layout.kv_tier,
     )
-    listed = lower(schedule, leaves=costs.leaves, reduce=layout.replicas > 1).texts()
+    listed = lower(
+        schedule, leaves=costs.leaves, streams=costs.streams, reduce=layout.replicas > 1
+    ).texts()
     return [texts for texts in listed for _ in range(layout.sp)]
 
 

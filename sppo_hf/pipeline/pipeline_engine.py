@@ -489,6 +489,8 @@ class PipelineEngine(Engine):
             forward_only=not training,
             reduce=reduces,
             leaves=plans.leaves if training else frozenset(),
+            stores=plans.stores if training else frozenset(),
+            streams=plans.streams,
         )
         if not self._size_checked:
             # Later batches may be short: the last one of an epoch, or one with much padding. They

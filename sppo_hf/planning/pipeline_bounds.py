@@ -7,7 +7,10 @@ what becomes of a stage's frames is each rank's own affair. Knows nothing of tor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.chunk_bounds import (
@@ -21,9 +24,13 @@ from sppo_hf.planning.chunk_bounds import (
 )
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import ByteTables
+from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.tiers import TIERS, Tier
+from sppo_hf.schedule.actions import Kind
+from sppo_hf.schedule.lower import Stream
 
 # Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the
 # time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
@@ -102,6 +109,31 @@ def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> 
         max_prefetch_bytes=None,
         fetch_chunks=1,
     )
+
+
+def streams_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[Stream]:
+    """Returns what keys and values do beside the units of stages, where they wait elsewhere.
+
+    Args:
+        tables: bytes of the chunks.
+        kv_tier: where they wait.
+        stages: of each stage, [kinds] its layers of each kind.
+    """
+    behind = TIERS[kv_tier].behind_host
+    copies: tuple[tuple[Kind, int, Bytes], ...] = (
+        ("K", 0, tables.kv_in_forward),
+        ("O", 0, tables.kv_out_forward),
+        ("K", 1, tables.kv_in_backward),
+        ("O", 1, tables.kv_out_backward),
+    )
+    found: set[Stream] = set()
+    for kind, part, sizes in copies:
+        moved = [counts @ sizes for counts in stages]
+        for stage, chunk in np.argwhere(np.array(moved) > 0).tolist():
+            found.add((kind, stage, chunk, part))
+            if behind:
+                found.add(("L" if kind == "K" else "S", stage, chunk, part + 1))
+    return frozenset(found)
 
 
 def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:

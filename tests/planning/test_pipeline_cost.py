@@ -7,6 +7,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.activation_modes import Saved, mode_of
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
@@ -27,6 +28,7 @@ from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
+from sppo_hf.schedule.validate import validate
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import decided
@@ -165,6 +167,26 @@ def test_what_leaves_comes_back_and_lowers_the_peak(offload: OffloadRule) -> Non
         held = timeline.curves_by_cause(f"{rank}.device")["frames"]
         assert held[-1][1] == 0
         assert min(num_bytes for _, num_bytes in held) >= 0
+
+
+def test_frames_go_on_behind_the_host() -> None:
+    size = Size(2, 1, 8)
+    _, near = made("seq1f1b", size, offload="full")
+    schedule, far = made("seq1f1b", size, offload="full", frame_tier="disk", kv_tier="disk")
+    lowered = lower(schedule, leaves=far.leaves, stores=far.stores, streams=far.streams)
+    validate(lowered)
+    timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)
+    there = run(schedule, near).peak_by_cause("0.host")[Cause.FRAMES]
+    on_disk = timeline.peak_by_cause("0.disk")
+    assert on_disk[Cause.FRAMES] == there
+    assert on_disk[Cause.KV] > 0
+    # In host memory frames are while they pass.
+    assert timeline.peak("0.host").num_bytes < there
+    assert timeline.curve("0.host")[-1][1] == timeline.curve("0.disk")[-1][1] == 0
+    written = COST.store_seconds("disk", there)
+    assert timeline.busy_seconds("0.store") == pytest.approx(written)
+    kinds = [action.kind for action in lowered.ranks[0]]
+    assert {kind: kinds.count(kind) for kind in "KOSL"} == {"K": 15, "O": 15, "S": 22, "L": 22}
 
 
 def test_the_papers_rule_moves_the_same_bytes_of_every_chunk() -> None:
