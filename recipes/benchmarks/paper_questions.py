@@ -201,7 +201,7 @@ def one_row(
 
 def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
     """Share of the ranks' compute that is all-to-alls, those of shared units left out."""
-    cost = asked.glance.cost(plan.layout)
+    cost = asked.bounds_of_layout.cost(plan.layout)
     layers = range(cost.shape.num_layers)
     seconds = 2 * sum(
         cost.exchange_seconds(layer, end - start) for start, end in plan.bounds for layer in layers

@@ -57,6 +57,7 @@ class KVStream:
         *,
         rows: tuple[RowSpans, ...] | None,
         block_tokens: int,
+        linked: bool = True,
     ) -> None:
         """Prepare for a sequence.
 
@@ -65,7 +66,10 @@ class KVStream:
             bounds: `(start, end)` of every chunk, in tokens.
             rows: The spans of every row, or None when every row is one document.
             block_tokens: Most tokens of a block; a longer chunk is a block of its own.
+            linked: Whether a chunk follows the one before it at once. If not, nothing is prefetched
+                for the next one until `begin` says that it comes.
         """
+        self.linked = linked
         self.mover = mover
         self.bounds = bounds
         self.rows = rows
@@ -106,14 +110,29 @@ class KVStream:
         self._ahead.pop(id(handle), None)
         self.mover.release(handle)
 
+    def begin(self, chunk: int, *, backward: bool) -> None:
+        """Start bringing what a chunk's forward, or its backward, reads first, in its first layer.
+
+        For callers that run chunks one by one (`linked=False`); asking again does nothing more.
+        """
+        store = self._layers[-1 if backward else 0]()
+        if store is not None:
+            self.prefetch(
+                store.first_of_walk_back(chunk) if backward else store.first_of_walk(chunk)
+            )
+
     def first_after(self, layer: int, chunk: int) -> list[Handle]:
         """What forward reads first after `chunk` has attended in `layer`."""
+        if layer + 1 == len(self._layers) and not self.linked:
+            return []
         layer, chunk = (layer + 1, chunk) if layer + 1 < len(self._layers) else (0, chunk + 1)
         store = self._layers[layer]() if chunk < len(self.bounds) else None
         return [] if store is None else store.first_of_walk(chunk)
 
     def first_before(self, layer: int, chunk: int) -> list[Handle]:
         """What backward reads first after that of `chunk` in `layer`."""
+        if not (layer or self.linked):
+            return []
         layer, chunk = (layer - 1, chunk) if layer else (len(self._layers) - 1, chunk - 1)
         store = self._layers[layer]() if chunk >= 0 else None
         return [] if store is None else store.first_of_walk_back(chunk)

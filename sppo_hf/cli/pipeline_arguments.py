@@ -183,7 +183,7 @@ class PipelineArguments:
                 self.link or DEFAULT_LINK, field="--link", total_bytes=None
             ),
         )
-        lowered = lower(schedule, leaves=costs.leaves)
+        lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
         timeline = simulate_pipeline(
             lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
         )

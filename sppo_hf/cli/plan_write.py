@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion
-from sppo_hf.planning.pipeline_bounds import rank_shape
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.plan_request import PlanRequest
@@ -218,7 +217,7 @@ def actions_of_layout(
         made = make_plan(
             # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
             launch.config.replace(order="by_chunk") if shared else launch.config,
-            rank_shape(single.shape, layout.sp) if shared else single.shape,
+            replace(single.shape, sp=layout.sp),
             device=single.device,
             backend_name="",
             backend_reason="",
@@ -243,7 +242,9 @@ def actions_of_layout(
         offload=layout.offload,
         kv_tier=layout.kv_tier,
     )
-    listed = lower(schedule, leaves=costs.leaves, reduce=layout.replicas > 1).texts()
+    listed = lower(
+        schedule, leaves=costs.leaves, streams=costs.streams, reduce=layout.replicas > 1
+    ).texts()
     return [texts for texts in listed for _ in range(layout.sp)]
 
 

@@ -184,7 +184,11 @@ class ChunkRunner:
         away = any(mode.offload for row in plan.layer_modes for mode in row)
         away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
         self._stream = kv_stream(
-            plan, offload, rows=rows, max_pending_d2h_bytes=plan.max_pending_d2h_bytes
+            plan,
+            offload,
+            rows=rows,
+            max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
+            linked=linked,
         )
         self._log = None
         if log is not None:
@@ -379,8 +383,24 @@ class ChunkRunner:
 
     def prefetch(self, chunk: int) -> None:
         """Bring back all frames of a chunk, first needed first."""
+        self._prefetch_order.prefetch(self._backward_numbers(chunk))
+
+    def read_ahead(self, chunk: int) -> None:
+        """Start bringing all frames of a chunk into host memory, as far as there is room."""
+        self._prefetch_order.read_ahead(self._backward_numbers(chunk))
+
+    def _backward_numbers(self, chunk: int) -> range:
         first = self._number(chunk, 0)
-        self._prefetch_order.prefetch(range(first + len(self._layers) - 1, first - 1, -1))
+        return range(first + len(self._layers) - 1, first - 1, -1)
+
+    def begin_stream(self, chunk: int, *, backward: bool) -> None:
+        """Start bringing the keys and values that a chunk reads first, if they wait elsewhere."""
+        if self._stream is not None:
+            self._stream.begin(chunk, backward=backward)
+
+    def poll(self) -> None:
+        """Move on what has ended of copies."""
+        self._offload.poll()
 
     def settle(self) -> None:
         """Let compute wait until few enough bytes are on their way out."""

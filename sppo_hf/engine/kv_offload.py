@@ -95,6 +95,7 @@ def kv_stream(
     *,
     rows: tuple[RowSpans, ...] | None,
     max_pending_d2h_bytes: int | None = None,
+    linked: bool = True,
 ) -> KVStream | None:
     """The stream for one sequence under `plan`; None where keys and values stay on the device.
 
@@ -103,6 +104,7 @@ def kv_stream(
         engine: Moves them.
         rows: Documents and padding per row, or None for plain causal rows.
         max_pending_d2h_bytes: See `EngineTransfer`.
+        linked: See `KVStream`.
     """
     if plan.kv_tier == "device":
         return None
@@ -111,4 +113,5 @@ def kv_stream(
         plan.bounds,
         rows=rows,
         block_tokens=plan.kv_block_tokens,
+        linked=linked,
     )

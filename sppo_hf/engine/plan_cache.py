@@ -37,7 +37,6 @@ from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.pipeline_bounds import rank_shape
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.rules import format_bytes
 
@@ -312,7 +311,7 @@ class PlanCache:
             self._shape = model_shape(self._parts, device)
         shape = replace(self._shape, optimizer_bytes=self.optimizer_bytes)
         if self._group is not None:
-            shape = rank_shape(shape, self._group.size)
+            shape = replace(shape, sp=self._group.size)
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
         return make_plan(

@@ -166,6 +166,15 @@ class OffloadEngine:
             if handle.is_moved:
                 self._moves.fetch(handle.stored())
 
+    def poll(self) -> None:
+        """Move on what has ended: copies that are over go on to their tier behind the host.
+
+        Raises:
+            OffloadError: the disk failed.
+        """
+        with self._lock:
+            self._moves.tend()
+
     def read_ahead(self, handle: OffloadedTensor) -> bool:
         """Start reading the tensor from disk into host memory, if it is there.
 

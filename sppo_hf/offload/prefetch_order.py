@@ -128,6 +128,13 @@ class PrefetchOrder:
         for number in numbers:
             self._fetch(number)
 
+    def read_ahead(self, numbers: Iterable[int]) -> None:
+        """Start reading these frames into host memory, in their order, while there is room."""
+        for number in numbers:
+            for handle in self._handles(number):
+                if not self._mover.read_ahead(handle):
+                    return
+
     def _enter(self, number: int) -> None:
         if number > self._at:  # backward has begun, or begun anew
             self._next = self._next_read = number

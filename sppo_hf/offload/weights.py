@@ -201,7 +201,7 @@ class HostWeights:
         """Of the copies that are on the device now."""
         return sum(w.device.nbytes for w in self._all() if w.device is not None)
 
-    def holds(self, parameter: Parameter) -> bool:
+    def holds(self, parameter: Tensor) -> bool:
         """Whether `parameter` is one of them."""
         return id(parameter) in self._of
 

@@ -88,6 +88,12 @@ class Executor:
             "W": self._weights,
             "D": lambda action: self._units.settle(*self._place(action)),
             "H": lambda action: self._units.prefetch(*self._place(action)),
+            "S": self._store,
+            "L": self._load,
+            "K": lambda action: self._units.begin_stream(
+                *self._place(action), backward=action.part == 1
+            ),
+            "O": lambda action: self._units.end_stream(*self._place(action)),
             "SEND_F": lambda action: self._send(action, action.stage + 1),
             "SEND_B": lambda action: self._send(action, action.stage - 1),
             "RECV_F": lambda action: self._receive(action, action.stage - 1),
@@ -173,6 +179,18 @@ class Executor:
         if self._shared is not None:
             self._shared.begin(action)
             self._note_ready()
+
+    def _store(self, action: Action) -> None:
+        if action.part is None:
+            self._units.store(*self._place(action))
+        else:
+            self._units.end_stream(*self._place(action))
+
+    def _load(self, action: Action) -> None:
+        if action.part is None:
+            self._units.load(*self._place(action))
+        else:
+            self._units.begin_stream(*self._place(action), backward=action.part == 2)
 
     def _take(self, kind: Kind, action: Action) -> Tensor:
         if self._shared is not None:

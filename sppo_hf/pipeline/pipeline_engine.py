@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ from sppo_hf.schedule.generate import MSP, Size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
 
     from sppo_hf.offload.stats import OffloadStats
     from sppo_hf.pipeline.executor import ActionRecord
@@ -514,6 +516,8 @@ class PipelineEngine(Engine):
             forward_only=not training,
             reduce=reduces,
             leaves=plans.leaves if training else frozenset(),
+            stores=plans.stores if training else frozenset(),
+            streams=plans.streams,
         )
         if RouterLoss.of(self.parts) is not None:
             _check_router_schedule(self.parts.name, step, call.batch_rows)
@@ -582,7 +586,7 @@ class PipelineEngine(Engine):
         router_loss = RouterLoss.of(self.parts, backward_by_chunk=True)
         if router_loss is not None:
             # Transformers would put its hooks on the layers of the stage that runs first alone.
-            maybe_install_capturing_hooks(self.parts.base)
+            maybe_install_capturing_hooks(cast("PreTrainedModel", self.parts.base))
 
         def router_gradient() -> Tensor:
             assert router_loss is not None, "asked for where routers have a loss"

@@ -8,7 +8,7 @@ from functools import lru_cache
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.schedule.generate import Size, generate
-from sppo_hf.schedule.lower import add_transfers, lower
+from sppo_hf.schedule.lower import Stream, add_streams, add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
@@ -39,6 +39,8 @@ def step_schedule(
     forward_only: bool,
     reduce: bool,
     leaves: frozenset[tuple[int, int]] = frozenset(),
+    stores: frozenset[tuple[int, int]] = frozenset(),
+    streams: frozenset[Stream] = frozenset(),
 ) -> StepSchedule:
     """Make (or find) the schedule of a step.
 
@@ -51,9 +53,11 @@ def step_schedule(
         reduce: Whether gradients are reduced over replicas.
         leaves: The (stage, chunk) of which anything leaves the device. A rank may leave out those
             of others, whose lists it does not run.
+        stores: Those of which anything goes on to a tier behind the host.
+        streams: What keys and values do beside units; see `add_streams`.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make(name, size, forward_only, reduce, leaves)
+    return _make(name, size, forward_only, reduce, leaves, stores, streams)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -79,14 +83,21 @@ def _make(
     forward_only: bool,
     reduce: bool,
     leaves: frozenset[tuple[int, int]],
+    stores: frozenset[tuple[int, int]],
+    streams: frozenset[Stream],
 ) -> StepSchedule:
     made = generate(name, size)
     if forward_only:
-        lowered = add_transfers(made.keep(lambda action: action.kind == "F"))
+        forwards = made.keep(lambda action: action.kind == "F")
+        lowered = add_transfers(add_streams(forwards, streams))
     else:
         chunks = size.num_chunks
         lowered = lower(
-            made, leaves=lambda stage, unit: (stage, unit % chunks) in leaves, reduce=reduce
+            made,
+            leaves=lambda stage, unit: (stage, unit % chunks) in leaves,
+            stores=lambda stage, unit: (stage, unit % chunks) in stores,
+            streams=streams,
+            reduce=reduce,
         )
     validate(lowered)  # once for each size; nothing wrong is ever run
     splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)

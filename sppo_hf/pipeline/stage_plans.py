@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
@@ -24,7 +25,7 @@ from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.pipeline_bounds import rank_shape, stage_shape
+from sppo_hf.planning.pipeline_bounds import stage_shape, streams_of
 from sppo_hf.planning.pipeline_choice import (
     LINK_BYTES_PER_SECOND,
     RULE,
@@ -35,7 +36,9 @@ from sppo_hf.planning.pipeline_choice import (
     stage_seconds,
 )
 from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
+from sppo_hf.planning.tiers import TIERS
 from sppo_hf.schedule.generate import MSP
+from sppo_hf.schedule.lower import Stream
 
 if TYPE_CHECKING:
     from sppo_hf.pipeline.executor import UnitMarks
@@ -67,6 +70,27 @@ class BatchPlans:
             for chunk, row in enumerate(plan.layer_modes)
             if plan.training and any(mode.offload for mode in row)
         )
+
+    @property
+    def stores(self) -> frozenset[tuple[int, int]]:
+        """Those of which anything goes on to a tier behind the host."""
+        return frozenset(
+            (stage, chunk)
+            for stage, chunk in self.leaves
+            for row in (self.by_stage[stage].layer_modes[chunk],)
+            if any(TIERS[mode.tier].behind_host for mode in row)
+        )
+
+    @property
+    def streams(self) -> frozenset[Stream]:
+        """What keys and values of this rank's stages do beside units, as `add_streams` says it."""
+        found: set[Stream] = set()
+        for stage, plan in self.by_stage.items():
+            tables = plan.program().tables
+            layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
+            of_stage = streams_of(tables, plan.kv_tier, [layers])
+            found |= {(kind, stage, chunk, part) for kind, _, chunk, part in of_stage}
+        return frozenset(found)
 
     def longest_step_seconds(self, ranks: int) -> float:
         """Predicted seconds if `ranks` ranks, all as fast as this one, ran one after the other.
@@ -291,11 +315,12 @@ class StagePlanCache:
             return step
         known = one.prediction is not None
         mine = {s: stage_seconds(plan) for s, plan in plans.by_stage.items()} if known else None
-        everyone = all_say(mesh, (mine, plans.leaves))
-        if any(seconds is None for seconds, _ in everyone):
+        everyone = all_say(mesh, (mine, plans.leaves, plans.stores))
+        if any(seconds is None for seconds, *_ in everyone):
             return step
-        stages = {s: table for seconds, _ in everyone for s, table in (seconds or {}).items()}
-        leaves = frozenset(left for _, leaving in everyone for left in leaving)
+        stages = {s: table for seconds, *_ in everyone for s, table in (seconds or {}).items()}
+        leaves = frozenset(left for _, leaving, _ in everyone for left in leaving)
+        stores = frozenset(stored for *_, storing in everyone for stored in storing)
         chunks = len(plans.bounds)
         size = torch.empty((), dtype=plans.dtype).element_size()
         row_bytes = one.batch_rows * one.shape.hidden_size * size
@@ -309,13 +334,15 @@ class StagePlanCache:
                     forward_only=False,
                     reduce=reduces,
                     leaves=leaves,
+                    stores=stores,
                 ).schedule
             ),
             stages,
             micro_batches=plans.micro_batches,
             ranks=mesh.pp_size,
             message_seconds=[
-                row_bytes * (end - start) / LINK_BYTES_PER_SECOND for start, end in plans.bounds
+                row_bytes * one.shape.own_tokens(end - start) / LINK_BYTES_PER_SECOND
+                for start, end in plans.bounds
             ],
             reduce_seconds=2
             * (mesh.dp_size - 1)
@@ -326,7 +353,8 @@ class StagePlanCache:
         peak = peak_flops(one.device.name)
         rows = plans.micro_batches * one.batch_rows
         flops = step_flops(engine.shape(), rows, one.total_tokens)
-        mfu = None if peak is None else flops / seconds / (mesh.pp_size * peak)
+        devices = mesh.pp_size * one.shape.sp
+        mfu = None if peak is None else flops / seconds / (devices * peak)
         return replace(step, step_seconds=seconds, bubble_fraction=idle, mfu=mfu)
 
     def _holds_gradients_twice(self) -> bool:
@@ -358,7 +386,7 @@ class StagePlanCache:
         for stage in cut.own:
             shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
             if engine.group is not None:
-                shape = rank_shape(shape, engine.group.size)
+                shape = replace(shape, sp=engine.group.size)
             make = functools.partial(
                 make_plan,
                 config,

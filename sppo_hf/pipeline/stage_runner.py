@@ -416,17 +416,46 @@ class StageRunner:
             raise _out_of_order("device to host", stage, micro_batch, chunk, due)
         running.sequence.settle()
 
+    def store(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """Send what has left the device on to its tier behind the host; writes go on beside."""
+        self._waiting("store", stage, micro_batch, chunk).sequence.poll()
+
+    def load(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """Start bringing all that a unit's backward needs into host memory."""
+        self._waiting("load", stage, micro_batch, chunk).sequence.read_ahead(chunk)
+
     def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
         """Start bringing back all that a unit's backward needs.
 
         Raises:
             SPPOError: Nothing of it waits for a backward.
         """
+        self._waiting("host to device", stage, micro_batch, chunk).sequence.prefetch(chunk)
+
+    def begin_stream(self, stage: int, micro_batch: int, chunk: int, *, backward: bool) -> None:
+        """Start bringing the keys and values that a unit reads first; the rest comes as it runs."""
+        if not backward:
+            self._open(stage, micro_batch, chunk).sequence.begin_stream(chunk, backward=False)
+            return
+        running = self._waiting("K/V in", stage, micro_batch, chunk)
+        running.sequence.begin_stream(chunk, backward=True)
+
+    def end_stream(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """Send the keys and values of a unit, or their gradients, away: this is their copies' end.
+
+        Compute waits until no more than the plan allows is on its way out.
+        """
+        running = self._running.get(self._key(stage, micro_batch, chunk))
+        if running is not None:  # else its last backward ran, and nothing of it is away
+            running.sequence.settle()
+
+    def _waiting(self, what: str, stage: int, micro_batch: int, chunk: int) -> _MicroBatch:
+        """The micro-batch of a unit that waits for its backward."""
         running = self._running.get(self._key(stage, micro_batch, chunk))
         if running is None or chunk not in running.units:
             due = None if running is None else max(running.units, default=None)
-            raise _out_of_order("host to device", stage, micro_batch, chunk, due)
-        running.sequence.prefetch(chunk)
+            raise _out_of_order(what, stage, micro_batch, chunk, due)
+        return running
 
     # -- backward ----------------------------------------------------------------------------
 

@@ -137,8 +137,7 @@ class LowerBounds:
         """Returns the costs of a device of a layout, which may share its rank's units."""
         sp = layout.sp
         if sp not in self._costs:
-            rate = self._exchange_rate(sp)
-            self._costs[sp] = replace(self._cost, sp=sp, exchange_bytes_per_second=rate)
+            self._costs[sp] = self._cost.shared_by(sp, self._exchange_rate(sp))
         return self._costs[sp]
 
     def bounds(self, layout: Layout) -> Bounds:
@@ -332,13 +331,13 @@ class LowerBounds:
         cost, num_layers = self.cost(layout), self._cost.shape.num_layers
         decisions = Decisions(
             batch_rows=cost.batch_rows,
-            bounds=cost.rank_bounds(self.bounds(layout)),
+            bounds=self.bounds(layout),
             layer_modes=uniform_modes(layout.num_chunks, num_layers, KEEP),
             training=True,
             tile_tokens=1,
             kv_tier=layout.kv_tier,
         )
-        return byte_tables(cost.rank_shape, decisions, cost.profile.kind)
+        return byte_tables(cost.shape, decisions, cost.profile.kind)
 
     # Bytes of one layer, the lightest.
 
@@ -455,7 +454,6 @@ class ClusterQuestion:
                 sp <= self.gpus
                 and not shape.has_states
                 and all(layer.num_heads and layer.num_heads % sp == 0 for layer in kinds)
-                and len({*shape.token_share(sp).alike}) == len(kinds)
             )
         )
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,11 +102,9 @@ class ModelCost:
     batch_rows: int = 1
     """Rows that go through together; all seconds and bytes are of all of them."""
 
-    sp: int = 1
-    """Sequence-parallel ranks that share each unit; seconds and bytes are those of one of them."""
-
     exchange_bytes_per_second: float = math.inf
-    """Between these ranks, each way, while all of them exchange tokens for heads."""
+    """Between ranks that share every unit (`ModelShape.sp`), each way, while all of them exchange
+    tokens for heads. Seconds and bytes are those of one of them."""
 
     correction: Correction = Correction()
     """What the first steps taught."""
@@ -117,24 +114,23 @@ class ModelCost:
         default_factory=dict[tuple[object, ...], Any], init=False, repr=False, compare=False
     )
     _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    rank_shape: ModelShape = field(init=False, repr=False, compare=False)
-    """The model as one of the sequence-parallel ranks sees it, for bytes (`token_share`)."""
 
     def __post_init__(self) -> None:
         """Number the kinds of layers, for layers of one kind cost the same."""
         object.__setattr__(self, "_kinds", self.shape.alike)
-        object.__setattr__(self, "rank_shape", self.shape.token_share(self.sp))
 
-    def own_tokens(self, tokens: int) -> int:
-        """Returns how many of a chunk's tokens a rank has, at most."""
-        return -(-tokens // self.sp)
+    @property
+    def sp(self) -> int:
+        """Sequence-parallel ranks that share each unit."""
+        return self.shape.sp
 
-    def rank_bounds(self, bounds: Bounds) -> Bounds:
-        """Returns the bounds of a rank's shares of chunks, laid end to end."""
-        if self.sp == 1:
-            return bounds
-        ends = list(accumulate((self.own_tokens(end - start) for start, end in bounds), initial=0))
-        return tuple(pairwise(ends))
+    def shared_by(self, sp: int, exchange_bytes_per_second: float) -> ModelCost:
+        """Returns the costs of one of so many ranks that share each unit, and exchange so fast."""
+        return replace(
+            self,
+            shape=replace(self.shape, sp=sp),
+            exchange_bytes_per_second=exchange_bytes_per_second,
+        )
 
     def exchange_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
         """All-to-alls of a layer over a chunk of `tokens` tokens, tokens to heads and back.
@@ -154,7 +150,7 @@ class ModelCost:
         elements = work.heads_of(self.sp) * (work.qk_head_size + work.v_head_size)
         if keys and not work.borrows_keys:
             elements += work.kv_heads_of(self.sp) * (work.qk_head_size + work.v_head_size)
-        sent = self.batch_rows * (self.sp - 1) * self.own_tokens(tokens) * elements
+        sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
         return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds) -> UnitSeconds:
@@ -274,7 +270,9 @@ class ModelCost:
             products = 1.0 + (1.0 + self.shape.head_trainable if training else 0.0)
             flops = products * self.shape.head_flops_per_token
             # Logits and their gradient pass through memory a few times, in float32.
-            traffic = 6 * self.shape.vocab_size * 4 * self.own_tokens(tokens) * self.batch_rows
+            traffic = (
+                6 * self.shape.vocab_size * 4 * self.shape.own_tokens(tokens) * self.batch_rows
+            )
             seconds = self._linear_seconds(flops, tokens)
             seconds += traffic / self.profile.memory_bytes_per_second
             self._memo[key] = seconds * self.correction.forward
@@ -284,18 +282,24 @@ class ModelCost:
         """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
-            self._memo[key] = self.shape.frame_bytes_per_token(layer, saved)
+            self._memo[key] = self.shape.one_rank.frame_bytes_per_token(layer, saved)
         state_bytes = self.shape.state_bytes(layer)
-        return self.batch_rows * (self.own_tokens(tokens) * int(self._memo[key]) + state_bytes)
+        return self.batch_rows * (
+            self.shape.own_tokens(tokens) * int(self._memo[key]) + state_bytes
+        )
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""
-        return self.batch_rows * self.own_tokens(tokens) * self.rank_shape.kv_bytes_per_token(layer)
+        return (
+            self.batch_rows
+            * self.shape.own_tokens(tokens)
+            * self.shape.one_rank.kv_bytes_per_token(layer)
+        )
 
     def dkv_bytes(self, layer: int, tokens: int) -> int:
         """Gradient sums of K and V of `tokens` tokens of `layer`."""
-        per_token = self.rank_shape.dkv_bytes_per_token(layer)
-        return self.batch_rows * self.own_tokens(tokens) * per_token
+        per_token = self.shape.one_rank.dkv_bytes_per_token(layer)
+        return self._own_rows(tokens) * per_token
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """A copy to the host; `both` while another runs the other way."""
@@ -324,6 +328,10 @@ class ModelCost:
         """Loading it into host memory."""
         return num_bytes / TIERS[tier].load_rate(self.profile)
 
+    def _own_rows(self, tokens: int) -> int:
+        """A rank's tokens of a chunk, of all rows."""
+        return self.batch_rows * self.shape.own_tokens(tokens)
+
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)
         flops = self.batch_rows * shape.attention_flops_per_key * pairs
@@ -334,11 +342,12 @@ class ModelCost:
         return flops * shape.heads_of(self.sp) / (each * shape.num_heads)
 
     def _linear_seconds(self, flops_per_token: float, tokens: int) -> float:
-        rows = self.own_tokens(tokens) * self.batch_rows
+        rows = self._own_rows(tokens)
         return flops_per_token * rows / self._rate(self.profile.matmul_flops, rows)
 
     def _elementwise_seconds(self, layer: int, tokens: int, traffic: int) -> float:
-        size = self.frame_bytes(layer, tokens, "whole")
+        size = self._own_rows(tokens) * self.shape.frame_bytes_per_token(layer)
+        size += self.batch_rows * self.shape.state_bytes(layer)
         return traffic * size / self.profile.memory_bytes_per_second
 
     def _rate(self, curves: dict[str, Curve], tokens: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -97,7 +98,15 @@ class ByteTables:
         by_layer: bool,
     ) -> None:
         """Work out what all other quantities rest on; see `byte_tables`."""
+        sp, self._all_tokens, alike = shape.sp, bounds[-1][1], shape.alike
+        if sp > 1:
+            # A rank's shares of chunks, laid end to end.
+            own = (shape.own_tokens(end - start) for start, end in bounds)
+            bounds = tuple(pairwise(accumulate(own, initial=0)))
+            kv_block_tokens = shape.own_tokens(kv_block_tokens)
+        shape = shape.one_rank
         self.shape = shape
+        """What runs here; of ranks that share a sequence, one of them."""
         self.rows = batch_rows
         self.training = training
         self.kv_tier: Tier = kv_tier
@@ -114,7 +123,7 @@ class ByteTables:
         self.lengths = self.ends - self.starts
         """[chunks] Tokens."""
         self.points = Points(len(bounds), shape.num_layers, training, by_layer)
-        kinds, self.kind_of = np.unique(np.array(shape.alike), return_inverse=True)
+        kinds, self.kind_of = np.unique(np.array(alike), return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
         """[kinds] A layer of each kind; [layers] the kind of each layer."""
         tokens = batch_rows * self.lengths
@@ -267,7 +276,7 @@ class ByteTables:
         """Logits of the whole sequence, where the caller gets them."""
         if not self._return_logits:
             return 0
-        tokens = self.rows * int(self.ends[-1])
+        tokens = self.rows * self._all_tokens
         return tokens * self.shape.vocab_size * self.shape.dtype_bytes
 
     @cached_property

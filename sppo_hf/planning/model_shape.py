@@ -8,6 +8,7 @@ token of one row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.lora import LoraShape
@@ -66,7 +67,7 @@ class Resting:
         return 3 * self.gradient_bytes + 2 * self.optimizer_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The numbers of a causal language model that costs and memory follow from."""
 
@@ -110,6 +111,10 @@ class ModelShape:
     resting: Resting | None = None
     """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
     of each in a step. None where nothing does."""
+
+    sp: int = 1
+    """Sequence-parallel ranks that share every chunk. FLOPs are of all of them, weights and their
+    gradients on each; what tokens take on one of them is said by `one_rank`."""
 
     @classmethod
     def from_profile(
@@ -332,10 +337,12 @@ class ModelShape:
     # -- bytes -------------------------------------------------------------------------------
 
     def kv_bytes_per_token(self, layer: int | None = None) -> int:
-        """K and V of one token as the KV store keeps them; None sums over all layers."""
-        if layer is not None:
-            return self.layers[layer].kv_elements * self.dtype_bytes
-        return sum(s.kv_elements for s in self.layers) * self.dtype_bytes
+        """K and V of one token as the KV store keeps them; None sums over all layers.
+
+        Of ranks that share a sequence each has its heads of every token.
+        """
+        layers = self.one_rank.layers if layer is None else (self.one_rank.layers[layer],)
+        return sum(one.kv_elements for one in layers) // self.sp * self.dtype_bytes
 
     def dkv_bytes_per_token(self, layer: int | None = None) -> int:
         """Accumulators of dK and dV of one token, float32 (float64 in a float64 model)."""
@@ -367,27 +374,32 @@ class ModelShape:
             return work.whole_bytes
         return work.matmuls_bytes if saved == "matmuls" else work.inputs_bytes
 
-    def token_share(self, ranks: int) -> ModelShape:
-        """Returns what one of several sequence-parallel ranks sees, with an n-th of all tokens.
+    def own_tokens(self, tokens: int) -> int:
+        """Returns how many of a chunk's tokens one of the ranks that share it has, at most."""
+        return -(-tokens // self.sp)
 
-        For bytes alone: all that is held by tokens follows from a rank's tokens; keys and values
-        are held by heads, so a token of its share stands for the heads that it holds of n tokens.
-        A window is as many times shorter.
+    @cached_property
+    def one_rank(self) -> ModelShape:
+        """What one of the ranks that share every chunk holds, for each of its own tokens.
 
-        Args:
-            ranks: n.
+        Keys and values are held by heads: a token of its share stands for the heads that it holds
+        of n tokens, and a window is as many times shorter. What attention returns is saved twice,
+        as its heads of all tokens and as all heads of its tokens. FLOPs are not divided.
         """
-        if ranks == 1:
+        if self.sp == 1:
             return self
         made: dict[LayerProfile, LayerProfile] = {}
         for layer in self.layers:
             if layer not in made:
+                heads = self.sp * layer.heads_of(self.sp) if layer.num_heads else 0
+                returned = heads * layer.v_head_size * self.dtype_bytes
                 made[layer] = replace(
                     layer,
-                    num_kv_heads=ranks * layer.kv_heads_of(ranks),
-                    window=None if layer.window is None else -(-layer.window // ranks),
+                    num_kv_heads=self.sp * layer.kv_heads_of(self.sp),
+                    window=None if layer.window is None else -(-layer.window // self.sp),
+                    whole_bytes=layer.whole_bytes + returned,
                 )
-        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+        return replace(self, layers=tuple(made[layer] for layer in self.layers), sp=1)
 
     def state_bytes(self, layer: int) -> int:
         """States that one row of a chunk is given by the chunk before, which its frame holds."""

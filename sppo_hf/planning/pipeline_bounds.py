@@ -7,7 +7,10 @@ what becomes of a stage's frames is each rank's own affair. Knows nothing of tor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.chunk_bounds import (
@@ -21,9 +24,13 @@ from sppo_hf.planning.chunk_bounds import (
 )
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import ByteTables
+from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.tiers import TIERS, Tier
+from sppo_hf.schedule.actions import Kind
+from sppo_hf.schedule.lower import Stream
 
 # Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the
 # time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
@@ -31,14 +38,6 @@ from sppo_hf.planning.model_shape import ModelShape
 _UNITS_PER_STAGE = 4
 LEAST_TOKENS = {"cpu": 16, "cuda": 2048}
 """Of a chunk, on average, by kind of device: below, kernels are slow."""
-
-_PER_TOKEN = (
-    *("num_heads", "num_kv_heads", "mlp_width", "adapted_mlp_width"),
-    *("forward_flops", "input_gradient_flops", "weight_gradient_flops"),
-    *("inputs_recompute_flops", "matmuls_recompute_flops"),
-    *("inputs_bytes", "matmuls_bytes", "whole_bytes", "largest_bytes"),
-)
-"""Numbers of a layer that follow the tokens and heads of a rank; see `rank_shape`."""
 
 
 def pipeline_bounds(
@@ -112,6 +111,31 @@ def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> 
     )
 
 
+def streams_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[Stream]:
+    """Returns what keys and values do beside the units of stages, where they wait elsewhere.
+
+    Args:
+        tables: bytes of the chunks.
+        kv_tier: where they wait.
+        stages: of each stage, [kinds] its layers of each kind.
+    """
+    behind = TIERS[kv_tier].behind_host
+    copies: tuple[tuple[Kind, int, Bytes], ...] = (
+        ("K", 0, tables.kv_in_forward),
+        ("O", 0, tables.kv_out_forward),
+        ("K", 1, tables.kv_in_backward),
+        ("O", 1, tables.kv_out_backward),
+    )
+    found: set[Stream] = set()
+    for kind, part, sizes in copies:
+        moved = [counts @ sizes for counts in stages]
+        for stage, chunk in np.argwhere(np.array(moved) > 0).tolist():
+            found.add((kind, stage, chunk, part))
+            if behind:
+                found.add(("L" if kind == "K" else "S", stage, chunk, part + 1))
+    return frozenset(found)
+
+
 def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
     """The layers of a stage, of which the first to read keys of another stage stores them here."""
     seen: set[tuple[int | None, ...]] = set()
@@ -121,33 +145,6 @@ def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]
         found.append(layer if kind in seen else replace(layer, borrows_keys=False))
         seen.add(kind)
     return tuple(found)
-
-
-def rank_shape(shape: ModelShape, sp_size: int) -> ModelShape:
-    """Returns the shape of what one of `sp_size` ranks that share every chunk computes and keeps.
-
-    A layer's numbers per token of the sequence are divided: each rank has that share of the tokens,
-    and in attention that share of the heads. Weights, the embedding and the head are whole. What
-    attention returns is saved twice: as its heads of all tokens, and as all heads of its tokens.
-    Not counted: what the exchange of tokens for heads takes, and that the head, too, has a share of
-    the tokens alone.
-
-    Args:
-        shape: the model.
-        sp_size: ranks that share a sequence.
-    """
-
-    def layer_of(layer: LayerProfile) -> LayerProfile:
-        shares = {name: -(-getattr(layer, name) // sp_size) for name in _PER_TOKEN}
-        if layer.num_heads and layer.num_heads % sp_size == 0:
-            heads = layer.num_heads // sp_size
-            # Heads of keys that several ranks need are on each of them.
-            group = math.gcd(heads, layer.num_heads // layer.num_kv_heads)
-            shares |= {"num_heads": heads, "num_kv_heads": heads // group}
-            shares["whole_bytes"] += heads * layer.v_head_size * shape.dtype_bytes
-        return replace(layer, **shares)
-
-    return replace(shape, layers=tuple(map(layer_of, shape.layers)))
 
 
 def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:

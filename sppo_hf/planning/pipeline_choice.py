@@ -23,6 +23,7 @@ from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.pipeline_bounds import LEAST_TOKENS, cut_number, pipeline_bounds
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
@@ -172,6 +173,8 @@ class _Search:
         self._micro_batches = micro_batches
         self._budgets = read_budgets(config, device)
         self._ways = list(_ways(config, device))
+        away = (tier for tier in read_choices(config, device).tiers if tier != DEVICE)
+        self._frame_tier = next(away, HOST)
         self.found: list[tuple[int, float, int, str, Bounds]] = []
         """Bytes that are missing, seconds of a step; of equals the first; schedule and chunks."""
 
@@ -209,11 +212,12 @@ class _Search:
                 bounds,
                 saved=saved,
                 offload=offload,
+                frame_tier=self._frame_tier,
                 kv_tier=kv_tier,
                 link_bytes_per_second=LINK_BYTES_PER_SECOND,
             )
             timeline = simulate_pipeline(
-                lower(schedule, leaves=costs.leaves),
+                lower(schedule, leaves=costs.leaves, stores=costs.stores),
                 seconds=costs.seconds,
                 changes=costs.changes,
                 standing=costs.standing(),
@@ -239,11 +243,20 @@ def stage_seconds(plan: Plan) -> dict[Kind, list[float]]:
     backward = program.seconds[ahead:].reshape(chunks, -1).sum(axis=1)[::-1]
     weight = cost.unit_seconds(plan.bounds).weight[tables.kind_of].sum(axis=0)
     away = program.away_bytes.sum(axis=1)
+    tier, behind = plan.kv_tier, TIERS[plan.kv_tier].behind_host
 
     def streamed(come: np.ndarray, leave: np.ndarray) -> np.ndarray:
         moved = tables.of_layers(come).sum(axis=1), tables.of_layers(leave).sum(axis=1)
         seconds = [
-            [cost.h2d_seconds(one, both=True), cost.d2h_seconds(other, both=True)]
+            [
+                cost.h2d_seconds(one, both=True),
+                cost.d2h_seconds(other, both=True),
+                *(
+                    (cost.load_seconds(tier, one), cost.store_seconds(tier, other))
+                    if behind
+                    else ()
+                ),
+            ]
             for one, other in zip(*(side.tolist() for side in moved), strict=True)
         ]
         return np.array(seconds).max(axis=1)
@@ -251,7 +264,21 @@ def stage_seconds(plan: Plan) -> dict[Kind, list[float]]:
     forward = np.maximum(forward, streamed(tables.kv_in_forward, tables.kv_out_forward))
     backward = np.maximum(backward, streamed(tables.kv_in_backward, tables.kv_out_backward))
     copies = away.tolist()
+    names = list(TIERS)
+    stored = {
+        name: np.where(program.tiers == names.index(name), program.away_bytes, 0).sum(axis=1)
+        for name in tiers_behind_host()
+    }
+
+    def passed(of: Callable[[Tier, float], float]) -> list[float]:
+        return [
+            sum((of(name, float(sizes[chunk])) for name, sizes in stored.items()), 0.0)
+            for chunk in range(chunks)
+        ]
+
     return {
+        "S": passed(cost.store_seconds),
+        "L": passed(cost.load_seconds),
         "F": forward.tolist(),
         "B": backward.tolist(),
         "I": (backward - weight).tolist(),
@@ -348,8 +375,7 @@ def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, Offl
         "sppo": ("sppo",),
         "auto": ("none", "full") if len(choices.tiers) > 1 else ("none",),
     }
-    kv_tiers: list[KVTier] = ["host" if tier != "device" else "device" for tier in choices.kv_tiers]
-    for kv_tier in dict.fromkeys(kv_tiers):
+    for kv_tier in choices.kv_tiers:
         for saved in choices.saved:
             for rule in rules[config.offload]:
                 yield saved, rule, kv_tier
@@ -358,7 +384,7 @@ def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, Offl
 def _missing(timeline: Timeline, ranks: int, budgets: Budgets) -> int:
     """Bytes by which the fullest rank is over its budgets."""
     missing = 0
-    for tier, budget in (("device", budgets.device), ("host", budgets.host)):
+    for tier, budget in budgets.by_tier.items():
         if budget is not None:
             peak = max(timeline.peak(f"{rank}.{tier}").num_bytes for rank in range(ranks))
             missing += max(0, peak - budget)

@@ -43,10 +43,13 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import Lifetime, kv_lifetimes
 from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
+from sppo_hf.planning.pipeline_bounds import streams_of
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
 from sppo_hf.planning.stage_split import StageWeights, balanced_stages
+from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
-from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.actions import STREAM_KINDS, Action, Kind
+from sppo_hf.schedule.lower import Stream
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change
@@ -54,7 +57,7 @@ from sppo_hf.schedule.simulate import Change
 OffloadRule = Literal["none", "full", "sppo"]
 """What of each frame leaves the device: nothing, all of it, or the paper's share."""
 
-KVTier = Literal["device", "host"]
+KVTier = Tier
 """Where keys and values, and their gradient sums, wait between their uses."""
 
 
@@ -84,6 +87,9 @@ class PipelineCost:
 
     ratios: tuple[tuple[float, ...], ...] = ()
     """Share of a frame that leaves, by stage and chunk; empty where none does."""
+
+    frame_tier: Tier = HOST
+    """Where what leaves goes."""
 
     kv_tier: KVTier = "device"
     """Where K/V wait."""
@@ -137,6 +143,7 @@ class PipelineCost:
         *,
         saved: Saved = "whole",
         offload: OffloadRule = "none",
+        frame_tier: Tier = HOST,
         kv_tier: KVTier = "device",
         link_bytes_per_second: float = float("inf"),
         node_bytes_per_second: float | None = None,
@@ -161,6 +168,7 @@ class PipelineCost:
             stages=balanced_stages(cost, bounds, schedule.num_stages),
             stage_ranks=schedule.stage_ranks,
             saved=saved,
+            frame_tier=frame_tier,
             kv_tier=kv_tier,
             takes_turns=schedule.num_units > schedule.num_chunks,
             link_bytes_per_second=link_bytes_per_second,
@@ -176,6 +184,17 @@ class PipelineCost:
         """Returns whether anything of a frame leaves the device."""
         return bool(self.ratios) and self.ratios[stage][unit % len(self.bounds)] > 0
 
+    def stores(self, stage: int, unit: int) -> bool:
+        """Returns whether anything of a frame goes on to a tier behind the host."""
+        return TIERS[self.frame_tier].behind_host and self.leaves(stage, unit)
+
+    @property
+    def streams(self) -> frozenset[Stream]:
+        """What K/V do beside units; they take no time but their units'."""
+        if self.kv_tier == "device":
+            return frozenset()
+        return streams_of(self._tables, self.kv_tier, list(self._counts))
+
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
         key = (action.kind, action.stage, action.unit % len(self.bounds), action.part)
@@ -188,7 +207,7 @@ class PipelineCost:
         return self._seconds[key]
 
     def changes(self, action: Action) -> tuple[Change, ...]:
-        """Returns the bytes that an action takes and gives back, on "R.device" and "R.host".
+        """Returns the bytes that an action takes and gives back, on "R.device", "R.host" and so on.
 
         A send takes and gives back the receiver's buffer too; where neighbouring stages are on
         different ranks, the schedule must have its sends.
@@ -239,7 +258,7 @@ class PipelineCost:
     def message_bytes(self, chunk: int) -> int:
         """Returns the bytes that pass between stages for a chunk, each way."""
         start, end = self.bounds[chunk]
-        shape, tokens = self.cost.shape, self.cost.own_tokens(end - start)
+        shape, tokens = self.cost.shape, self.cost.shape.own_tokens(end - start)
         size = shape.parameter_bytes or shape.dtype_bytes
         return self.cost.batch_rows * tokens * shape.hidden_size * size
 
@@ -281,6 +300,12 @@ class PipelineCost:
             )
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
+        if kind in STREAM_KINDS or (part is not None and kind in ("S", "L")):
+            return 0.0
+        if kind in ("S", "L"):
+            size = self._leaving_bytes(stage, chunk)
+            passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
+            return passed(self.frame_tier, size) * self._share(stage, chunk)
         if kind == "D":
             size = self._leaving_bytes(stage, chunk) + self._beside("D", stage, chunk)
             return self.cost.d2h_seconds(size, both=True) * self._share(stage, chunk)
@@ -295,6 +320,10 @@ class PipelineCost:
             # How long the links are busy with K/V and their gradient sums of a unit.
             come_seconds = self.cost.h2d_seconds(come, both=True)
             streamed_seconds = max(come_seconds, self.cost.d2h_seconds(leave, both=True))
+            if TIERS[self.kv_tier].behind_host:
+                loaded = self.cost.load_seconds(self.kv_tier, come)
+                stored = self.cost.store_seconds(self.kv_tier, leave)
+                streamed_seconds = max(streamed_seconds, loaded, stored)
             seconds = max(seconds, streamed_seconds * self._share(stage, chunk))
             if self.shards > 1:
                 seconds = max(seconds, self._gathered_seconds(kind, stage))
@@ -346,8 +375,7 @@ class PipelineCost:
     def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
         """The same of units that so many ranks share, which exchange at that rate."""
         if (ranks, rate) not in self._of_ranks:
-            sp = self.cost.sp * ranks
-            cost = replace(self.cost, sp=sp, exchange_bytes_per_second=rate)
+            cost = self.cost.shared_by(self.cost.sp * ranks, rate)
             self._of_ranks[ranks, rate] = self._added_up(cost)
         return self._of_ranks[ranks, rate]
 
@@ -413,7 +441,7 @@ class PipelineCost:
         """What one rank's action changes; of a shared unit its share of what the whole would."""
         ranks = self.shared_units.get((stage, chunk))
         if part is None or ranks is None:
-            yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage])
+            yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage], part)
             return
         copies = self._copies(Action(kind, stage, chunk))
         for change in self._changed_whole(kind, stage, chunk, ranks[part]):
@@ -440,7 +468,9 @@ class PipelineCost:
             held = int(int(self._kv[stage, chunk]) * message.share * self._copies(message.made))
             yield Change(source, Cause.KV, -held, "end")
 
-    def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
+    def _changed_whole(
+        self, kind: Kind, stage: int, chunk: int, rank: int, part: int | None = None
+    ) -> Iterator[Change]:
         device, host = f"{rank}.device", f"{rank}.host"
         cause = OF_SAVED[self.saved]
         if kind == "F":
@@ -462,6 +492,14 @@ class PipelineCost:
             size = self._leaving_bytes(stage, chunk)
             yield Change(device, cause, size)
             yield Change(host, cause, -size, "end")
+            if TIERS[self.frame_tier].behind_host:
+                yield Change(f"{rank}.{self.frame_tier}", cause, -size, "end")
+        if kind in ("S", "L") and part is None:
+            # On the host they are only while they pass.
+            size, stores = self._leaving_bytes(stage, chunk), kind == "S"
+            if stores:
+                yield Change(f"{rank}.{self.frame_tier}", cause, size)
+            yield Change(host, cause, -size if stores else size, "end" if stores else "start")
 
     def _leaving_bytes(self, stage: int, chunk: int) -> int:
         return round(self.ratios[stage][chunk] * self.frame_bytes(stage, chunk))
@@ -555,8 +593,7 @@ class PipelineCost:
 
     @cached_property
     def _decisions(self) -> Decisions:
-        shape, kind = self.cost.rank_shape, self.cost.profile.kind
-        bounds = self.cost.rank_bounds(self.bounds)
+        shape, kind, bounds = self.cost.shape, self.cost.profile.kind, self.bounds
         block = 0
         if self.kv_tier != "device":
             block = kv_block_tokens(
@@ -578,7 +615,7 @@ class PipelineCost:
 
     @cached_property
     def _tables(self) -> ByteTables:
-        return byte_tables(self.cost.rank_shape, self._decisions, self.cost.profile.kind)
+        return byte_tables(self.cost.shape, self._decisions, self.cost.profile.kind)
 
 
 def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:

@@ -35,6 +35,7 @@ from sppo_hf.planning.chunk_bounds import (
 )
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
@@ -462,7 +463,7 @@ def _make_plan(
     if device.kind == "cpu" and shape.resting is not None and config.device_memory is None:
         # What rests is in the memory that the device computes in.
         rest = None if budgets.device is None else budgets.device - shape.resting.held_bytes
-        budgets = replace(budgets, device=rest)
+        budgets = budgets.replace(device=rest)
     if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
         budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)
@@ -489,6 +490,8 @@ def _make_plan(
             profile=device.profile,
             dtype_name=dtype_name,
             batch_rows=batch_rows,
+            # Ranks that share sequences are neighbours, of one node where they can be.
+            exchange_bytes_per_second=device.profile.node_bytes_per_second or UNKNOWN_LINK,
             correction=correction or Correction(),
         ),
         bounds=bounds,

@@ -64,7 +64,7 @@ class Prediction:
     """Of all rows."""
 
     tflops: float
-    """Model TFLOP/s, recomputation not counted."""
+    """Model TFLOP/s of one device, recomputation not counted."""
 
     mfu: float | None
     """Of the device's dense bf16 peak; None where that is unknown."""
@@ -95,7 +95,7 @@ def predict(
     """Summarises a simulated step."""
     tokens = decisions.batch_rows * decisions.total_tokens
     flops = step_flops if decisions.training else forward_flops
-    model_flops = flops(cost.shape, decisions.batch_rows, decisions.total_tokens)
+    model_flops = flops(cost.shape, decisions.batch_rows, decisions.total_tokens) / cost.sp
     step_seconds = timeline.end_seconds
     peak = peak_flops(cost.profile.name)
     d2h_bytes, h2d_bytes = lower(decisions, cost).copied_bytes

@@ -72,9 +72,8 @@ def passing_bytes(
         batch_rows: rows that go through together.
         block_tokens: tokens of a block of K/V; 0 where K/V do not pass.
     """
-    per_token = max(
-        max(layer.largest_bytes, shape.kv_bytes_per_token(index))
-        for index, layer in enumerate(shape.layers)
-    )
-    sums = max(shape.dkv_bytes_per_token(i) for i in range(len(shape.layers)))
-    return 2 * batch_rows * max(chunk_tokens * per_token, max(block_tokens, 0) * sums)
+    own, layers = shape.own_tokens(chunk_tokens), range(len(shape.layers))
+    largest = own * max(layer.largest_bytes for layer in shape.layers)
+    keys = chunk_tokens * max(map(shape.kv_bytes_per_token, layers))
+    sums = max(map(shape.dkv_bytes_per_token, layers))
+    return 2 * batch_rows * max(largest, keys, max(block_tokens, 0) * sums)

@@ -30,8 +30,8 @@ KIND_NAMES: dict[Kind, str] = {
     "R": "recompute",
     "D": "device to host",
     "H": "host to device",
-    "S": "disk store",
-    "L": "disk load",
+    "S": "store",
+    "L": "load",
     "K": "K/V in",
     "O": "K/V out",
     "P": "weights in",
@@ -50,8 +50,14 @@ KIND_NAMES: dict[Kind, str] = {
 """Each kind in words, as pictures, traces and errors show it. "B" is a whole backward, "I" and "W"
 the two halves of one that is split; a send names the stage that sends, a receive the one that
 receives, but K/V and their gradients pass between ranks of one stage; the unit of "REDUCE_GRAD" is
-the last one whose gradients are in the sum. "P", "G" and "U" are of weights that rest on the host,
-where "U" updates them; what is outside of the layers counts as the layer behind the last."""
+the last one whose gradients are in the sum. "S" and "L" are between host memory and a tier behind
+it (a disk). What keys and values do beside a unit has a part: 0 for "K" and "O" of its forward, 1
+of its backward, and one more for "S" and "L" of the same. "P", "G" and "U" are of weights that rest
+on the host, where "U" updates them; what is outside of the layers counts as the layer behind the
+last."""
+
+STREAM_KINDS: frozenset[Kind] = frozenset({"K", "O"})
+"""Kinds of keys and values that come and go beside whole units, in attention's own time."""
 
 COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
 """Kinds that occupy the device's compute."""

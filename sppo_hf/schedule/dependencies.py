@@ -10,6 +10,8 @@ before them is done) and run beside what follows. Besides:
 a forward needs the activation of the stage before and, for keys and values, the chunk before;
 a backward needs its forward, the gradient of the stage behind, its frame (if that left the device)
 and, for the gradients of keys and values, the chunk behind;
+what is stored behind the host needs its copy out, is loaded from there, and then copied back, and
+a copy out needs that all but the last one before it were stored;
 a weight gradient needs its input gradient; a receive needs its send, and a send that the receiver
 has come to the receive, so that buffers are taken no earlier than listed;
 and one frame is on its way out while a unit computes, no more: the unit after next waits for it.
@@ -23,12 +25,17 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
+from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, STREAM_KINDS, Action, Kind
 from sppo_hf.schedule.messages import TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import COMPUTE
 
-_BESIDE: dict[Kind, str] = {"D": "d2h", "H": "h2d", "REDUCE_GRAD": "reduce"}
+_BESIDE: dict[Kind, str] = {
+    **{"D": "d2h", "H": "h2d", "S": "store", "L": "load", "K": "K/V in", "O": "K/V out"},
+    "REDUCE_GRAD": "reduce",
+}
+_PLAIN: frozenset[Kind] = frozenset({"K", "O", "S", "L"})
+"""Kinds whose part is no share of a unit."""
 _PEERS: dict[Kind, tuple[str, int]] = {
     "SEND_F": ("send", 1),
     "RECV_F": ("recv", -1),
@@ -71,6 +78,8 @@ class DependencyGraph:
         self._places: dict[str, list[int]] = {}
         """By lane, for each of its actions, a place on another lane of its rank: for compute, of
         the copy out that must have ended; for what runs beside, of the compute listed before."""
+        self._room: dict[Action, Action] = {}
+        """By copy out, what must have been stored for there to be room in host memory."""
         for rank, actions in enumerate(schedule.ranks):
             self._sort(rank, actions)
         self.actions = [action for lane in self.lanes.values() for action in lane]
@@ -86,8 +95,9 @@ class DependencyGraph:
             if kind not in self._at:
                 self._at[kind] = self._nothing(kind)
             here = stage * self._num_units + unit
-            self._at[kind][here] = position
-            if part is not None:
+            if part is None or kind not in _PLAIN:
+                self._at[kind][here] = position
+            if part is not None and kind not in _PLAIN:
                 self._groups.setdefault((kind, here), []).append(position)
                 self._alone[action] = position
         # Whole or split, it is a backward's first part that others wait for.
@@ -138,6 +148,7 @@ class DependencyGraph:
         compute, computed = self._lane_of(f"{rank}{COMPUTE}")
         lanes: dict[tuple[Kind, int], tuple[list[Action], list[int]]] = {}
         copies, left, newly_left = 0, _NOWHERE, _NOWHERE
+        stored: list[Action] = []
         for action in actions:
             kind = action.kind
             if kind in COMPUTE_KINDS:
@@ -157,6 +168,10 @@ class DependencyGraph:
             if kind == "D":
                 newly_left = copies
                 copies += 1
+                if len(stored) > 1:
+                    self._room[action] = stored[-2]
+            elif kind == "S" and action.part is None:
+                stored.append(action)
 
     def _lane_of(self, name: str) -> tuple[list[Action], list[int]]:
         return self.lanes.setdefault(name, []), self._places.setdefault(name, [])
@@ -223,8 +238,12 @@ class DependencyGraph:
                 needed.append(self._of("H")[here])
         else:
             needed = [] if waited < 0 else [waited]
+            if kind in STREAM_KINDS or (part is not None and kind in _PLAIN):
+                return needed  # attention's own affair, in its unit's time
             if part is None:
                 self._add_others(needed, kind, here)
+                if kind == "D" and action in self._room:
+                    needed.append(self._position(self._room[action]))
             else:
                 self._add_parts(needed, action)
             return needed
@@ -242,6 +261,12 @@ class DependencyGraph:
             needed.append(self._of("I")[here])
         elif kind == "H":
             needed.append(self._of("D")[here])
+            if "L" in self._at and self._at["L"][here] >= 0:
+                needed.append(self._at["L"][here])
+        elif kind == "S":
+            needed.append(self._of("D")[here])
+        elif kind == "L":
+            needed.append(self._of("S")[here])
         elif kind in ("D", "SEND_F", "R"):
             needed.append(self._of("F")[here])
         elif kind == "SEND_B":

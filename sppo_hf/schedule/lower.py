@@ -19,15 +19,31 @@ Leaves = Container[tuple[int, int]] | Callable[[int, int], bool]
 _BACKWARDS: tuple[Kind, ...] = ("B", "I")
 
 
-def lower(schedule: Schedule, *, leaves: Leaves = (), reduce: bool = False) -> Schedule:
+Stream = tuple[Kind, int, int, int]
+"""What keys and values that wait elsewhere do beside units: (kind, stage, chunk, part) of "K", "O",
+and where they wait behind the host "S" and "L"; `Action` says what parts are."""
+
+Streams = Container[Stream]
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    leaves: Leaves = (),
+    stores: Leaves = (),
+    streams: Streams = (),
+    reduce: bool = False,
+) -> Schedule:
     """Returns a schedule of compute with all that goes beside it, sends first.
 
     Args:
         schedule: compute alone, as the generators make it.
         leaves: which frames leave the device; none by default.
+        stores: of which of these anything goes on to a tier behind the host.
+        streams: what keys and values do.
         reduce: whether gradients are reduced over data-parallel replicas of the pipeline.
     """
-    schedule = add_offload(schedule, leaves)
+    schedule = add_streams(add_offload(schedule, leaves, stores), streams)
     return add_transfers(add_reductions(schedule) if reduce else schedule)
 
 
@@ -90,7 +106,51 @@ def add_reductions(schedule: Schedule) -> Schedule:
     return places.schedule()
 
 
-def add_offload(schedule: Schedule, leaves: Leaves, *, fetch_ahead: int = 1) -> Schedule:
+def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
+    """Adds what keys and values do beside their units: in before it, out behind its own copies.
+
+    A unit whose attention reads them takes as long as they need, so they take no time of their own.
+    What passes between ranks that share a unit is a message, so those have none.
+
+    Args:
+        schedule: with the copies of its frames, without transfers.
+        streams: which.
+    """
+    if not streams:
+        return schedule
+    ranks: list[tuple[Action, ...]] = []
+    for actions in schedule.ranks:
+        longer: list[Action] = []
+        out: list[Action] = []
+        for action in actions:
+            if action.kind not in ("D", "S"):
+                longer += out
+                out = []
+            beside = action.part is None and action.kind in ("F", *_BACKWARDS)
+            if not beside:
+                longer.append(action)
+                continue
+            stage, unit, chunk = action.stage, action.unit, schedule.chunk(action)
+            part = 0 if action.kind == "F" else 1
+
+            def listed(
+                *kinds: tuple[Kind, int], stage: int = stage, unit: int = unit, chunk: int = chunk
+            ) -> list[Action]:
+                return [
+                    Action(kind, stage, unit, None, part)
+                    for kind, part in kinds
+                    if (kind, stage, chunk, part) in streams
+                ]
+
+            longer += [*listed(("L", part + 1), ("K", part)), action]
+            out = listed(("O", part), ("S", part + 1))
+        ranks.append((*longer, *out))
+    return Schedule(tuple(ranks), schedule.chunks)
+
+
+def add_offload(
+    schedule: Schedule, leaves: Leaves, stores: Leaves = (), *, fetch_ahead: int = 1
+) -> Schedule:
     """Adds a copy to the host after the forward of each frame that leaves, and one back in time.
 
     What of a frame leaves, all or some layers, is the business of whoever says how long a copy
@@ -100,6 +160,8 @@ def add_offload(schedule: Schedule, leaves: Leaves, *, fetch_ahead: int = 1) -> 
     Args:
         schedule: with backwards.
         leaves: which frames leave.
+        stores: which of these go on to a tier behind the host; they are read from there a unit
+            before they are copied back.
         fetch_ahead: before how many other backwards of its rank a frame begins to come back; that
             many frames are on the device beside the one in use.
     """
@@ -117,9 +179,16 @@ def add_offload(schedule: Schedule, leaves: Leaves, *, fetch_ahead: int = 1) -> 
             used = places.step(rank, backwards[turn])
             # It cannot come before it has left, beside at least one unit.
             begin = max(fetched, places.compute_after(rank, action, 2))
-            if places.compute_after(rank, action, 1) < used:
-                places.add_after(rank, places.step(rank, action), _like(action, "D"))
-                places.add_before(rank, min(begin, used), _like(action, "H"))
+            if places.compute_after(rank, action, 1) >= used:
+                continue
+            places.add_after(rank, places.step(rank, action), _like(action, "D"))
+            if _is_in(stores, action):
+                places.add_after(rank, places.step(rank, action), _like(action, "S"))
+                ahead = max(turn - fetch_ahead, 0)
+                read = places.compute_before(rank, backwards[ahead], early + 1)
+                read = max(read, places.compute_after(rank, action, 1))
+                places.add_before(rank, min(read, begin, used), _like(action, "L"))
+            places.add_before(rank, min(begin, used), _like(action, "H"))
     return places.schedule()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.actions import STREAM_KINDS, Action, Kind
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
@@ -127,6 +127,7 @@ def fixed_seconds(
         "RECV_F": 0.0,
         "RECV_B": 0.0,
         "REDUCE_GRAD": reduce,
+        **dict.fromkeys(STREAM_KINDS, 0.0),
     }
     return lambda action: table.get(action.kind, copy)
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
+from sppo_hf.schedule.actions import KIND_NAMES, STREAM_KINDS, Action, Kind
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.grid import show_marked
 from sppo_hf.schedule.messages import SENDS, TRANSFERS, Message, messages
@@ -80,6 +80,7 @@ class _Check:
             "R": self._needs,
             "D": self._needs,
             "H": self._needs,
+            **dict.fromkeys(("S", "L", "K", "O"), self._beside),
             **dict.fromkeys(TRANSFERS, self._transfer),
             "REDUCE_GRAD": self._reduction,
         }
@@ -111,13 +112,7 @@ class _Check:
             if action.kind in TRANSFERS and not self._message(action):
                 fault = self._unpaired(action)
                 self._fail(action, place, fault.wrong, fault.allowed)
-            shared = self._schedule.shared_units.get(action[1:3])
-            if action.part is None or action.kind in TRANSFERS:
-                if action.part is None and shared and action.kind != "REDUCE_GRAD":
-                    self._fail(action, place, "is of a shared unit", "one action for each #part")
-            elif shared is None or action.part >= len(shared) or shared[action.part] != place[0]:
-                wrong = "is no share of a unit whose forward this rank shares as that part"
-                self._fail(action, place, wrong, "the same ranks and parts in all of a unit")
+            self._part(action, place)
         first = self._schedule.first_units
         if self._schedule.num_units not in (first[-1], 0):
             last = max(self._where, key=lambda action: action.unit)
@@ -127,6 +122,20 @@ class _Check:
                 f"is of the highest unit, so that there are {self._schedule.num_units} units",
                 f"{first[-1]}, so that {len(first) - 1} micro-batches have all their chunks",
             )
+
+    def _part(self, action: Action, place: tuple[int, int]) -> None:
+        """Checks that shares are of units that are shared as they are, and others of whole ones."""
+        shared = self._schedule.shared_units.get(action[1:3])
+        if _streams(action):
+            if shared or self._ranks[action.stage] != place[0]:
+                wrong = "is not of a whole unit of this rank"
+                self._fail(action, place, wrong, "K/V beside units that one rank computes")
+        elif action.part is None or action.kind in TRANSFERS:
+            if action.part is None and shared and action.kind != "REDUCE_GRAD":
+                self._fail(action, place, "is of a shared unit", "one action for each #part")
+        elif shared is None or action.part >= len(shared) or shared[action.part] != place[0]:
+            wrong = "is no share of a unit whose forward this rank shares as that part"
+            self._fail(action, place, wrong, "the same ranks and parts in all of a unit")
 
     def order(self, rank: int) -> None:
         """Checks that all that an action needs of its own rank is listed before it."""
@@ -223,6 +232,21 @@ class _Check:
         for message in self._used.get(action, ()) if self._transfers else ():
             yield from self._listed(message.receive, self._why(action, message.receive))
 
+    def _beside(self, action: Action) -> Iterator[_Fault]:
+        """Keys and values come before their unit and leave behind it."""
+        if not _streams(action):
+            yield from self._needs(action)
+            return
+        part = -1 if action.part is None else action.part - (action.kind in ("S", "L"))
+        kinds: tuple[Kind, ...] = ("F",) if part == 0 else ("B", "I")
+        units = [Action(kind, action.stage, action.unit) for kind in kinds]
+        if part not in (0, 1) or not any(unit in self._where for unit in units):
+            yield _Fault("is beside no unit", "part 0 of a forward and 1 of a backward")
+        comes, ran = action.kind in ("K", "L"), any(unit in self._done for unit in units)
+        if comes == ran:
+            when = "before" if comes else "after"
+            yield _Fault("is on the wrong side of its unit", f"{action.kind} {when} it")
+
     def _why(self, action: Action, needed: Action) -> str:
         """What an action needs another for."""
         if needed.kind in TRANSFERS:
@@ -232,7 +256,7 @@ class _Check:
                 "RECV_KV": "keys and values of an earlier chunk",
             }.get(needed.kind, "gradients of its keys and values")
             return f"{what} from rank {self._received[needed].source}"
-        if action.kind in ("D", "H"):
+        if action.kind in ("D", "H", "S", "L"):
             return "what it copies"
         if needed.kind == "H":
             return "its frame, which left the device"
@@ -337,3 +361,9 @@ class _Check:
             f"Rank {rank}, step {step}: {action} ({KIND_NAMES[action.kind]}) {wrong}. "
             f"Allowed: {allowed}.\n" + show_marked(self._schedule, marks)
         )
+
+
+def _streams(action: Action) -> bool:
+    """Whether an action is of keys and values beside a unit."""
+    moved_on = action.kind in ("S", "L") and action.part is not None
+    return moved_on or action.kind in STREAM_KINDS

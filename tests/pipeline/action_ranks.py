@@ -38,6 +38,7 @@ class Told(StepObserver):
         """Nothing yet."""
         self.plans: list[dict[str, Any]] = []
         self.planned: list[float | None] = []
+        self.written: list[int] = []
         self.corrections: list[dict[str, float]] = []
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
@@ -59,8 +60,9 @@ class Told(StepObserver):
         )
 
     def on_record(self, record: StepRecord) -> None:
-        """Note what was predicted."""
+        """Note what was predicted, and what went to the disk."""
         self.planned.append(record.planned_seconds)
+        self.written.append(record.offload.disk_write_bytes)
 
 
 def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import Size, generate
-from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.lower import Stream, lower
+from sppo_hf.schedule.validate import validate
 from tests.integrations.launch import run_ranks
 
 pytestmark = pytest.mark.process
@@ -55,6 +56,50 @@ def test_executed_is_planned_with_offload(ranks: int, tmp_path: Path) -> None:
             spans = [event["name"] for event in events if event["ph"] == "X"]
             assert sorted(spans) == sorted(found[name][rank])
             assert {event["pid"] for event in events} == {rank}
+
+
+def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
+    """Keys and values on the host beside every unit; frames, and both, behind the host."""
+    keys = {"num_chunks": CHUNKS, "offload": "none", "offload_kv": "full"}
+    disk = {"num_chunks": CHUNKS, "offload": "full", "offload_dir": str(tmp_path / "disk")}
+    both = {**disk, "offload_kv": "full", "recompute": "full", "pp_schedule": "zb_seq1f1b"}
+    runs: list[dict[str, Any]] = [
+        {"name": "keys", "settings": keys, "evaluate": True},
+        {"name": "disk", "settings": disk},
+        {"name": "both", "settings": both},
+    ]
+    found = _launch(runs, 2, tmp_path)
+
+    def streams(*kinds: tuple[str, int]) -> set[Stream]:
+        # The first chunk has nothing before it.
+        return {
+            (kind, stage, chunk, part)  # type: ignore[misc]
+            for kind, part in kinds
+            for stage in range(2)
+            for chunk in range(CHUNKS)
+            if chunk or (kind, part) not in {("K", 0), ("L", 1), ("O", 1), ("S", 2)}
+        }
+
+    on_host = streams(("K", 0), ("O", 0), ("K", 1), ("O", 1))
+    on_disk = on_host | streams(("L", 1), ("S", 1), ("L", 2), ("S", 2))
+    size = Size(2, ROWS, CHUNKS)
+    every = lambda stage, unit: True  # noqa: E731
+    planned = {
+        "keys": lower(generate("seq1f1b", size), streams=on_host),
+        "disk": lower(generate("seq1f1b", size), leaves=every, stores=every),
+        "both": lower(generate("zb_seq1f1b", size), leaves=every, stores=every, streams=on_disk),
+    }
+    for name, schedule in planned.items():
+        validate(schedule)
+        assert found[name] == schedule.texts(), name
+    for name, written in (("keys", False), ("disk", True), ("both", True)):
+        told = json.loads((tmp_path / name / "told1.json").read_text())
+        assert (told["written"][0] > 0) is written, name
+    # A frame is read a unit before its copy back, and never before it is written.
+    (rank, _) = found["disk"]
+    assert rank.index("0F0") < rank.index("0D0") < rank.index("0S0") < rank.index("0L0")
+    between = rank[rank.index("0L0") : rank.index("0H0")]
+    assert sum(Action.parse(text).kind in COMPUTE_KINDS for text in between) == 1
 
 
 def test_what_is_open_is_decided_once_for_all_ranks(tmp_path: Path) -> None:

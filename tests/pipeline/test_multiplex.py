@@ -177,7 +177,7 @@ def launch(cases: list[Case], folder: Path, *, pp_size: int, ranks: int, **job: 
     job |= {"cases": cases, "pp_size": pp_size, "sp_size": 1, "out": str(out)}
     run_ranks("tests.pipeline.pipeline_ranks", job, ranks, folder, timeout_seconds=400)
     result = json.loads(out.read_text())
-    assert_exact(result, cases)
+    assert_exact(result["cases"], cases)
     for one, case in zip(result["cases"], cases, strict=True):
         # Those whose last step is the model's own loss in training have shared units on each rank.
         assert all(one["shared"]), one

@@ -17,7 +17,6 @@ from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_bounds import (
     asked_by_unit,
     pipeline_bounds,
-    rank_shape,
     shared_budgets,
     stage_shape,
 )
@@ -161,22 +160,3 @@ def test_the_first_of_a_stage_to_read_keys_of_another_stage_stores_them() -> Non
         for layers in (range(3), range(3, 6))
     ]
     assert kept == [[False, False, True], [False, False, True]]
-
-
-def test_a_rank_that_shares_sequences_has_its_share_of_what_tokens_take():
-    whole = tiny_shape(num_attention_heads=4, num_key_value_heads=2)
-    layer, shared = whole.layers[0], rank_shape(whole, 2)
-    one = shared.layers[0]
-    assert 2 * one.inputs_bytes == layer.inputs_bytes
-    assert 2 * shared.kv_bytes_per_token() == whole.kv_bytes_per_token()
-    assert 2 * shared.attention_flops_per_key() == whole.attention_flops_per_key()
-    outputs = layer.attention_output_elements * whole.dtype_bytes
-    assert 2 * one.whole_bytes == layer.whole_bytes + outputs, "attention's output is saved twice"
-    assert (shared.weight_bytes, one.total_weights) == (whole.weight_bytes, layer.total_weights)
-
-
-def test_a_head_of_keys_that_several_ranks_need_is_on_each_of_them():
-    whole = tiny_shape(num_attention_heads=8, num_key_value_heads=2)
-    shared = rank_shape(whole, 4)
-    assert (shared.layers[0].num_heads, shared.layers[0].num_kv_heads) == (2, 1)
-    assert 2 * shared.kv_bytes_per_token() == whole.kv_bytes_per_token()

@@ -7,6 +7,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.activation_modes import Saved, mode_of
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
@@ -27,6 +28,7 @@ from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
+from sppo_hf.schedule.validate import validate
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import decided
@@ -72,10 +74,13 @@ def test_a_stage_offloads_by_the_papers_rule_what_its_rank_will() -> None:
     assert 0 < sum(planned) < 8 * len(layers)
 
 
+@pytest.mark.parametrize("sp", [1, 2])
 @pytest.mark.parametrize("saved", ["whole", "inputs"])
-def test_one_rank_is_what_the_planner_simulates(saved: Saved) -> None:
+def test_one_rank_is_what_the_planner_simulates(saved: Saved, sp: int) -> None:
+    """Also where ranks share every chunk: `sppo plan --gpus` and the runtime's plan agree."""
     schedule, costs = made("gpipe", Size(1, 1, 8), saved=saved)
-    timeline = run(schedule, costs)
+    cost = COST.shared_by(sp, 1e11)
+    timeline = run(schedule, replace(costs, cost=cost))
     decisions = Decisions(
         batch_rows=1,
         bounds=bounds_of(8),
@@ -83,7 +88,7 @@ def test_one_rank_is_what_the_planner_simulates(saved: Saved) -> None:
         training=True,
         tile_tokens=loss_tile_tokens(SHAPE, device_kind="cuda"),
     )
-    planned = lower_stage(decisions, COST).simulate(with_bytes=True)
+    planned = lower_stage(decisions, cost).simulate(with_bytes=True)
     assert timeline.end_seconds == pytest.approx(planned.end_seconds)
     assert timeline.busy_seconds("0.compute") == pytest.approx(planned.busy_seconds(COMPUTE))
     ours, theirs = timeline.curves_by_cause("0.device"), planned.curves_by_cause("device")
@@ -162,6 +167,26 @@ def test_what_leaves_comes_back_and_lowers_the_peak(offload: OffloadRule) -> Non
         held = timeline.curves_by_cause(f"{rank}.device")["frames"]
         assert held[-1][1] == 0
         assert min(num_bytes for _, num_bytes in held) >= 0
+
+
+def test_frames_go_on_behind_the_host() -> None:
+    size = Size(2, 1, 8)
+    _, near = made("seq1f1b", size, offload="full")
+    schedule, far = made("seq1f1b", size, offload="full", frame_tier="disk", kv_tier="disk")
+    lowered = lower(schedule, leaves=far.leaves, stores=far.stores, streams=far.streams)
+    validate(lowered)
+    timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)
+    there = run(schedule, near).peak_by_cause("0.host")[Cause.FRAMES]
+    on_disk = timeline.peak_by_cause("0.disk")
+    assert on_disk[Cause.FRAMES] == there
+    assert on_disk[Cause.KV] > 0
+    # In host memory frames are while they pass.
+    assert timeline.peak("0.host").num_bytes < there
+    assert timeline.curve("0.host")[-1][1] == timeline.curve("0.disk")[-1][1] == 0
+    written = COST.store_seconds("disk", there)
+    assert timeline.busy_seconds("0.store") == pytest.approx(written)
+    kinds = [action.kind for action in lowered.ranks[0]]
+    assert {kind: kinds.count(kind) for kind in "KOSL"} == {"K": 15, "O": 15, "S": 22, "L": 22}
 
 
 def test_the_papers_rule_moves_the_same_bytes_of_every_chunk() -> None:

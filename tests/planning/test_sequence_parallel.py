@@ -4,15 +4,19 @@ from dataclasses import replace
 
 import pytest
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, Saved
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.plan import DeviceFacts, make_plan
 from sppo_hf.planning.stage_split import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
@@ -34,11 +38,11 @@ SHAPE = shape_of(CONFIG)
 COST = ModelCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
 TOKENS = 65_536
 GIB = 2**30
-SAVED = OF_SAVED["whole"]
+FRAMES = OF_SAVED["whole"]
 
 
 def shared(sp: int, rate: float = 1e11, cost: ModelCost = COST) -> ModelCost:
-    return replace(cost, sp=sp, exchange_bytes_per_second=rate)
+    return cost.shared_by(sp, rate)
 
 
 def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[PipelineCost, Timeline]:
@@ -56,7 +60,10 @@ def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[Pipe
 def test_bytes_of_a_layer_are_divided(sp: int, kv_heads: int) -> None:
     one = shared(sp)
     tokens = 24_000
-    assert one.frame_bytes(1, tokens, "whole") == COST.frame_bytes(1, tokens, "whole") // sp
+    assert one.frame_bytes(1, tokens, "inputs") == COST.frame_bytes(1, tokens, "inputs") // sp
+    # What attention returns is saved as its heads of all tokens, too.
+    heads = -(-8 // sp) * 128 * tokens * 2
+    assert one.frame_bytes(1, tokens, "whole") == COST.frame_bytes(1, tokens, "whole") // sp + heads
     # Of 2 K/V heads; those that several ranks read are on each of them.
     assert one.kv_bytes(1, tokens) * 2 == COST.kv_bytes(1, tokens) * kv_heads
     assert one.dkv_bytes(1, tokens) * 2 == COST.dkv_bytes(1, tokens) * kv_heads
@@ -90,6 +97,37 @@ def test_compute_is_divided_but_for_smaller_products() -> None:
     assert shared(3, 1e18).forward_seconds(0, 0, 48_000) > COST.forward_seconds(0, 0, 48_000) / 3
 
 
+@pytest.mark.parametrize("saved", ["whole", "inputs"])
+def test_a_runs_plan_is_what_the_search_over_layouts_simulates(saved: Saved) -> None:
+    question = replace(QUESTION, gpus=2, rows=1)
+    layout = Layout("gpipe", 1, 1, 1, 8, "flops", saved, "none", sp=2)
+    found = simulate_layout(question, layout)
+    plan = make_plan(
+        SPPOConfig(
+            chunk_lengths=[end - start for start, end in found.bounds],
+            recompute=RECOMPUTE_BY_SAVED[saved],
+            **{"offload": "none", "offload_kv": "none", "sp_size": 2},
+            order="by_chunk",
+        ),
+        replace(SHAPE, sp=2),
+        device=DeviceFacts(kind="cuda", name="a GPU", profile=question.cost.profile),
+        backend_name="",
+        backend_reason="",
+        batch_rows=1,
+        total_tokens=question.total_tokens,
+        training=True,
+    )
+    assert plan.cost is not None
+    assert plan.prediction is not None
+    # Each exchanges at the rate that it knows of, and gradients are not reduced on one device.
+    rate = question.exchange_rate(2)
+    cost = replace(plan.cost, exchange_bytes_per_second=rate)
+    seconds = StepProgram(plan, plan.shape, "cuda", cost).simulate().end_seconds
+    reduced = question.cost.shape.gradient_bytes / rate
+    assert found.step_seconds == pytest.approx(seconds + reduced, rel=1e-3)
+    assert found.peak_bytes[0] == pytest.approx(plan.estimate.device.total, rel=0.1)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_rank_holds_a_share_of_all_but_weights(stages: int) -> None:
     sizes = [
@@ -99,7 +137,9 @@ def test_a_rank_holds_a_share_of_all_but_weights(stages: int) -> None:
     for cause in (Cause.WEIGHTS, Cause.GRADIENTS, Cause.OPTIMIZER):
         assert sizes[1][cause] == sizes[0][cause]
     assert sizes[1][Cause.KV] == sizes[0][Cause.KV] // 2
-    assert sizes[1][SAVED] == sizes[0][SAVED] // 2
+    # Of 4 heads what attention returns for all tokens, in every layer of the first stage.
+    returned = 8 // stages * 4 * 128 * TOKENS * 2
+    assert sizes[1][FRAMES] == sizes[0][FRAMES] // 2 + returned
     if stages > 1:
         assert (
             run("seq1f1b", Size(2, 1, 8), shared(2))[0].message_bytes(3) == TOKENS // 16 * 1024 * 2
@@ -111,7 +151,7 @@ def test_windows_see_as_many_tokens_shared_or_not() -> None:
     slow = changed(both_h2d_bytes_per_second=1e3)
     seconds: list[list[float]] = []
     for cost in (COST, shared(2)):
-        cost = replace(cost, shape=windowed, profile=slow)
+        cost = replace(cost, shape=replace(windowed, sp=cost.sp), profile=slow)
         costs, _ = run("seq1f1b", Size(1, 1, 16), cost, kv_tier="host")
         seconds.append([costs.seconds(Action("F", 0, chunk)) for chunk in range(1, 16)])
     assert seconds[0] == pytest.approx([2 * half for half in seconds[1]])

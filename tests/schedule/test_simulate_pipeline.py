@@ -176,7 +176,6 @@ def test_bubbles() -> None:
     [
         (("0F0", "1B0"), "1B0 needs an action that no rank has"),
         (("0F1",), "0F1 needs an action that no rank has"),
-        (("0F0 0K0",), r"0K0 \(K/V in\) has no place in a pipeline"),
         (("0F0 0SEND_F0",), r"0SEND_F0 \(send activation\) has no other end: .* stage 1"),
         (("0F0 0F0",), "0F0 is on the lanes twice"),
         (("0F1 0F0",), r"\[0F1\] 0F0  waits for 0F0"),
