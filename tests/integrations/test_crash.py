@@ -1,5 +1,6 @@
 """A rank that shares batches is killed in the middle of training: all end, and it goes on later."""
 
+import inspect
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer
 
 from sppo_hf.pipeline.checkpoint_marks import what_is_torn
 from tests.integrations.launch import run_job
@@ -51,6 +53,9 @@ def _kill_last_rank_in_training(job: dict[str, Any], folder: Path, ranks: int) -
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_path, layout):
     ranks, sizes, sharding = LAYOUTS[layout]
+    loading = inspect.getsource(Trainer._load_optimizer_and_scheduler)
+    if layout == "a shared sequence" and "self.args.device if self.args.world_size > 1" in loading:
+        pytest.skip("this Transformers loads optimizers of several ranks onto GPUs alone")
     job = {"kind": "ddp", "rows": 4, "arguments": {**ARGUMENTS, **sharding}}
     job["settings"] = {**COMMON, **sizes}
     ended = _kill_last_rank_in_training(job, tmp_path / "run", ranks)
