@@ -160,6 +160,27 @@ def test_layers_of_stages_must_fit(settings: dict[str, Any], parts: list[str]) -
     assert SPPOConfig(pp_size=2, pp_layers=[5, 3]).to_dict()["pp_layers"] == [5, 3]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"pp_size": 1}, ["pp_msp='on'", "pp_size=1 makes none"]),
+        ({"pp_size": 2, "pp_schedule": "seq1f1b"}, ["pp_schedule='seq1f1b'", "order of its own"]),
+        ({"pp_size": 2, "sp_size": 2}, ["sp_size=2", "sp_size=1 with pp_msp='on'"]),
+        ({"pp_size": 2, "offload_kv": "full"}, ["offload_kv='full'", "'auto' or 'none'"]),
+        ({"pp_size": 4, "num_chunks": 3}, ["num_chunks=3", "fewer than pp_size=4"]),
+        ({"pp_size": 3, "chunk_lengths": [5, 5]}, ["chunk_lengths=(5, 5)", "2 are fewer"]),
+    ],
+)
+def test_shared_units_need_a_pipeline_of_their_own(
+    settings: dict[str, Any], parts: list[str]
+) -> None:
+    message = refused({"pp_msp": "on", **settings})
+    for part in [*parts, "Allowed: ", "Remedy: "]:
+        assert part in message
+    SPPOConfig(pp_size=4, num_chunks=4, pp_msp="on")
+    SPPOConfig(**{**settings, "pp_msp": "off"})
+
+
 def test_even_partition_contradicts_uneven_lengths() -> None:
     message = refused({"partition": "even", "chunk_lengths": [5, 9]})
     assert "partition='even'" in message

@@ -21,6 +21,7 @@ from sppo_hf.pipeline.stage_runner import StageRunner
 from sppo_hf.pipeline.transport import Transport
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
 from sppo_hf.schedule.measured_timeline import ActionRecord
+from sppo_hf.schedule.messages import SENDS
 from sppo_hf.schedule.schedule import Schedule
 
 
@@ -101,10 +102,8 @@ class Executor:
             "REDUCE_GRAD": lambda action: self._reduce(action.stage),
         }
         if shared is not None:
-            names: tuple[Kind, ...] = ("F", "B", "KV", "DKV")  # type: ignore[assignment]
-            for name in names:
-                self._handlers[f"SEND_{name}"] = shared.send  # type: ignore[index]
-                self._handlers[f"RECV_{name}"] = shared.receive  # type: ignore[index]
+            self._handlers |= dict.fromkeys(SENDS, shared.send)
+            self._handlers |= dict.fromkeys(SENDS.values(), shared.receive)
 
     def run(self) -> list[ActionRecord]:
         """Carry out all actions.

@@ -151,10 +151,13 @@ def choose_pipeline(
     for bounds in _cuts(config, shape, ruled.bounds, device.kind):
         search.look_at(ruled.schedule, bounds)
     if config.pp_schedule == "auto" and config.pp_msp != "on":
-        names = (*AUTO[1:], *((MSP,) if may_share and config.pp_msp == "auto" else ()))
-        for *_, bounds in sorted(search.found)[:2]:
-            for name in names:
+        cuts = [bounds for *_, bounds in sorted(search.found)]
+        for bounds in cuts[:2]:
+            for name in AUTO[1:]:
                 search.look_at(name, bounds)
+        # Idle time no longer asks for many chunks then: coarse cuts may be the best.
+        for bounds in cuts if may_share and config.pp_msp == "auto" else ():
+            search.look_at(MSP, bounds)
     missing, seconds, _, name, bounds = min(search.found)
     reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
     if missing:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.dependencies import DependencyGraph
+from sppo_hf.schedule.messages import SENDS
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
 from sppo_hf.schedule.timeline import Record, Timeline
@@ -114,7 +115,8 @@ _LANE_NAMES: dict[Kind, str] = {
     **dict.fromkeys(COMPUTE_KINDS, "compute"),
     **{"D": "d2h", "O": "d2h", "H": "h2d", "K": "h2d", "S": "disk write", "L": "disk read"},
     **{"P": "h2d", "G": "d2h", "U": "host compute"},
-    **{"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"},
+    **dict.fromkeys(SENDS, "send"),
+    **dict.fromkeys(SENDS.values(), "recv"),
     "REDUCE_GRAD": "reduce",
 }
 

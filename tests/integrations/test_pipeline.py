@@ -18,6 +18,7 @@ NEAR = 1e-4
 PIPELINE = {"pp_size": 2, "num_chunks": 3}
 SHARED = {"sp_size": 2, "num_chunks": 3}
 BOTH = {**PIPELINE, **SHARED}
+SHARED_UNITS = {**PIPELINE, "pp_msp": "on"}
 
 
 def _series(result: dict, name: str) -> list[float]:
@@ -108,6 +109,31 @@ def test_fifty_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
     four = run_job({**FIFTY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
     _assert_same_run(four, plain, names)
     job = {**FIFTY, "resume": str(tmp_path / "four" / "checkpoint-20")}
+    one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
+    _assert_same_run(one, plain, names)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "lora"),
+    [({"gradient_accumulation_steps": 2}, False), ({"max_grad_norm": 0.1}, True)],
+    ids=["accumulation", "lora"],
+)
+def test_shared_units_by_the_trainer(tmp_path: Path, arguments, lora):
+    job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 4}
+    ours = run_job({**job, "settings": SHARED_UNITS}, 2, tmp_path / "two")
+    plain = run_job(job, 1, tmp_path / "one")
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_fifty_steps_on_shared_units_and_thirty_of_them_in_one_process(tmp_path: Path, plain):
+    names = ("loss", "grad_norm", "epoch", "eval_loss")
+    two = run_job({**FIFTY, "settings": SHARED_UNITS, "rows": 4}, 2, tmp_path / "two")
+    _assert_same_run(two, plain, names)
+    job = {**FIFTY, "resume": str(tmp_path / "two" / "checkpoint-20")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 

@@ -1,8 +1,8 @@
 """A job for each rank: tiny pipelines whose ranks keep what they did in `trace_dir`.
 
 The job holds `pp_size`, `out` (a folder) and `runs`: mappings of `name`, `settings`, `rows`,
-`steps` and `evaluate`; each run's files lie in the folder of its name, and with them what an
-observer of each rank was told.
+`steps`, `evaluate` and `overrides` (of the model's config); each run's files lie in the folder of
+its name, and with them what an observer of each rank was told.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Told(StepObserver):
 
 def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     """Train a step of a tiny model, and perhaps evaluate after it."""
-    model = build_tiny_model("llama", num_hidden_layers=LAYERS)
+    overrides = {"num_hidden_layers": LAYERS, **one.get("overrides", {})}
+    model = build_tiny_model("llama", **overrides)
     settings = {"min_offload_size": 1, "show_plan": False, **one["settings"]}
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)
     told = Told()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import Stream, lower
 from sppo_hf.schedule.validate import validate
 from tests.integrations.launch import run_ranks
@@ -42,6 +42,9 @@ def test_executed_is_planned_with_offload(ranks: int, tmp_path: Path) -> None:
     ]
     runs[-1]["settings"]["pp_virtual_stages"] = 2
     runs[1]["evaluate"] = True
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    shared = {**away, "pp_msp": "on", "recompute": "full"}
+    runs.append({"name": MSP, "settings": shared, "overrides": heads})
     found = _launch(runs, ranks, tmp_path)
     for one in runs:
         name, virtual = one["name"], one["settings"].get("pp_virtual_stages", 1)
@@ -50,6 +53,7 @@ def test_executed_is_planned_with_offload(ranks: int, tmp_path: Path) -> None:
         assert found[name] == planned.texts(), name
         kinds = [Action.parse(text).kind for rank in found[name] for text in rank]
         assert kinds.count("D") == kinds.count("H") > ranks * CHUNKS
+        assert (kinds.count("SEND_KV") == kinds.count("RECV_DKV") > 0) == (name == MSP)
         for rank in range(ranks):
             text = (tmp_path / name / f"rank{rank}.trace.json").read_text()
             events = json.loads(text)["traceEvents"]

@@ -34,12 +34,11 @@ def test_heads_are_divided_evenly_or_by_keys() -> None:
     assert head_granules(layers_of((32, 8)), 2, "it") is None
     assert head_granules(layers_of((32, 8)), 4, "it") == 8
     assert head_granules(layers_of((32, 8), (32, 4)), 4, "it") == 4
-    with pytest.raises(
-        ConfigError,
-        match=r"3 ranks cannot divide its 4 attention heads, nor 3 its "
-        r"2 key/value heads. Allowed: pp_size=2 with this model. Remedy: one of these, or "
-        r"pp_msp='off'",
-    ):
+    said = (
+        r"3 ranks cannot divide its 4 attention heads, nor 3 its 2 key/value heads. Allowed: "
+        r"pp_size=2 with this model. Remedy: one of these, or pp_msp='off'"
+    )
+    with pytest.raises(ConfigError, match=said):
         head_granules(layers_of((4, 2)), 3, "it")
     with pytest.raises(ConfigError, match="Allowed: pp_size=2 or 3 or 4 with"):
         head_granules(layers_of((28, 4)), 8, "it")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.pipeline_bounds import stage_shape
@@ -21,7 +22,7 @@ from sppo_hf.planning.pipeline_choice import (
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
 from tests.planning.shapes import tiny_shape
@@ -31,16 +32,23 @@ H100 = DeviceFacts(kind="cuda", name="H100", profile=load_profile("h100"))
 TOKENS = 65_536
 
 
-def _choose(device: DeviceFacts = H100, micro_batches: int = 1, **settings: Any) -> PipelineChoice:
+def _choose(
+    device: DeviceFacts = H100,
+    micro_batches: int = 1,
+    tokens: int = TOKENS,
+    may_share: bool = False,
+    **settings: Any,
+) -> PipelineChoice:
     config = SPPOConfig(pp_size=4, **settings)
     return choose_pipeline(
         config,
         SHAPE,
-        TOKENS,
+        tokens,
         micro_batches=micro_batches,
         batch_rows=1,
         device=device,
         dtype_name="bfloat16",
+        may_share=may_share,
     )
 
 
@@ -65,6 +73,30 @@ def test_the_choice_is_no_slower_than_the_rule(micro_batches: int) -> None:
     assert seconds[0] <= seconds[1]
     if micro_batches > 1:
         assert seconds[0] < 0.99 * seconds[1]
+
+
+def test_units_are_shared_where_that_is_faster() -> None:
+    """One long sequence, most of whose work is attention: all ranks fill and drain together."""
+    keep = {"recompute": "none", "offload": "none", "offload_kv": "none", "chunk_tokens": 16_384}
+    apart = _choose(tokens=4 * TOKENS, **keep)
+    assert apart.schedule != MSP
+    shared = _choose(tokens=4 * TOKENS, may_share=True, **keep)
+    assert (shared.schedule, "simulated" in shared.reason) == (MSP, True)
+    assert _seconds(shared, 1) < 0.97 * _seconds(apart, 1)
+    assert _choose(tokens=4 * TOKENS, may_share=True, pp_msp="off", **keep) == apart
+    # Of many rows others fill the idle time, and what is sent besides costs more.
+    assert _choose(micro_batches=16, may_share=True, **keep).schedule != MSP
+
+
+def test_units_that_must_be_shared_are_or_the_step_is_refused() -> None:
+    on = {"pp_msp": "on", "may_share": True}
+    chosen = _choose(chunk_tokens=TOKENS // 4, **on)
+    assert (chosen.schedule, chosen.reason) == (MSP, "set by the user")
+    assert _choose(DeviceFacts(kind="cuda", name="?"), **on).schedule == MSP
+    assert _choose(**on).schedule == MSP
+    said = "pp_msp='on' with pp_size=4 and 2 chunks of 65536 tokens.*Allowed: .*Remedy: more chunks"
+    with pytest.raises(ConfigError, match=said):
+        _choose(chunk_tokens=TOKENS // 2, **on)
 
 
 def test_what_is_set_stays() -> None:
