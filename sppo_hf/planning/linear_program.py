@@ -458,7 +458,7 @@ class LinearProgram:
         # The gradient sums of backward, behind what of forward has not left yet; and gradients of
         # weights, of which one slot's may be on their way.
         frames = [(self._col(tier, self._all[-1]), 1.0) for tier in ("host", "disk")]
-        leave = max(leave, float(gradients.max()))
+        leave += float(gradients.max())
         sent_gib = 0.0
         for slot in reversed(self._all):
             kv_gib += self._kv_gib(slot, tables.kv_out_backward)
