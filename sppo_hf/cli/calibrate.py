@@ -161,6 +161,7 @@ def _print(profile: HardwareProfile) -> None:
         ("  both ways at once", profile.both_d2h_bytes_per_second),
         ("host to device", profile.h2d_bytes_per_second),
         ("  both ways at once", profile.both_h2d_bytes_per_second),
+        ("optimizer's update on the host", profile.host_update_bytes_per_second),
         ("disk, writing", profile.disk_write_bytes_per_second),
         ("disk, reading", profile.disk_read_bytes_per_second),
     ):

@@ -146,8 +146,8 @@ class HardwareProfile:
     not known."""
 
     host_update_bytes_per_second: float | None = None
-    """Bytes that an optimizer's update in host memory reads and writes: AdamW's fused kernel, on
-    all cores; None where not measured."""
+    """Bytes that an optimizer's update in host memory reads and writes: AdamW's fused kernel, with
+    all threads; None where not measured."""
 
     disk_write_bytes_per_second: float | None = None
     """Writing to the disk that offload_dir is on; None where not measured."""

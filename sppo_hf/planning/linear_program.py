@@ -470,7 +470,7 @@ class LinearProgram:
         # weights, of which one slot's may be on their way.
         end = self._all[-1]
         frames = [(self._col(tier, end), 1.0) for tier in self._away]
-        leave = max(leave, float(gradients.max()))
+        leave += float(gradients.max())
         sent_gib = 0.0
         for slot in reversed(self._all):
             kv_gib += self._kv_gib(slot, tables.kv_out_backward)

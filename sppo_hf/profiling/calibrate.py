@@ -33,6 +33,7 @@ from sppo_hf.profiling.measure import (
     measure_attention,
     measure_copies,
     measure_disk,
+    measure_host_update,
     measure_launch,
     measure_matmul,
     measure_memory,
@@ -171,6 +172,7 @@ def calibrate(
         h2d_bytes_per_second=measured.copies.h2d,
         both_d2h_bytes_per_second=measured.copies.both_d2h,
         both_h2d_bytes_per_second=measured.copies.both_h2d,
+        host_update_bytes_per_second=measured.host_update,
         disk_write_bytes_per_second=None if measured.disk is None else measured.disk.write,
         disk_read_bytes_per_second=None if measured.disk is None else measured.disk.read,
         device_bytes=facts.device_memory_bytes,
@@ -192,6 +194,7 @@ class _Measured:
     memory: float
     launch_seconds: float
     copies: CopySpeed
+    host_update: float
     disk: DiskSpeed | None
 
 
@@ -204,7 +207,8 @@ def _measure(
 ) -> _Measured:
     """Run all measurements, one after another."""
     watch = BenchTimer(device, most_seconds=sizes.most_seconds)
-    total = 2 * len(dtypes) + 3 + (offload_dir is not None)
+    host = BenchTimer(torch.device("cpu"), most_seconds=sizes.most_seconds)
+    total = 2 * len(dtypes) + 4 + (offload_dir is not None)
     done = 0
 
     def run(title: str, measure: Callable[[], _T]) -> _T:
@@ -249,6 +253,9 @@ def _measure(
         memory=run("memory", partial(measure_memory, watch, sizes.memory_bytes)),
         launch_seconds=run("launches", partial(measure_launch, watch)),
         copies=run("copies", partial(measure_copies, watch, sizes.copy_bytes)),
+        host_update=run(
+            "update on the host", partial(measure_host_update, host, sizes.copy_bytes // 4)
+        ),
     )
     on_progress("done", done, total)
     return measured

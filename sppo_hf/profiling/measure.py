@@ -351,6 +351,20 @@ def measure_memory(watch: BenchTimer, num_bytes: int) -> float:
     return 2 * source.nbytes / seconds
 
 
+def measure_host_update(watch: BenchTimer, num_parameters: int) -> float:
+    """Bytes per second that AdamW's update in host memory reads and writes, with torch's kernel.
+
+    Args:
+        watch: of the CPU, whose threads all take part.
+        num_parameters: float32; the host holds 16 bytes of each.
+    """
+    parameter = torch.nn.Parameter(torch.ones(num_parameters))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    # Weights and both moments are read and written, the gradient is read.
+    return 7 * parameter.nbytes / watch.seconds(optimizer.step)
+
+
 def measure_launch(watch: BenchTimer) -> float:
     """Seconds that the forward of one decoder layer takes when it has almost nothing to do.
 

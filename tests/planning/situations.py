@@ -40,6 +40,14 @@ def small_shape(layers: int = 4, *, window: int | None = None, kv_heads: int = 2
     return shape_of(config, dtype_bytes=2, trainable_parameters=1000)
 
 
+def on_host(shape: ModelShape, *, weights: bool) -> ModelShape:
+    """All of a model is trained, with its optimizer and perhaps its layers' weights on the host."""
+    trained = replace(
+        shape, trainable_parameters=shape.total_parameters, gradient_bytes=shape.weight_bytes
+    )
+    return trained.resting_on_host(weights=weights, optimizer=True)
+
+
 def slow_cost(shape: ModelShape, **changes: Any) -> ModelCost:
     """A machine of 1 TFLOP/s whose copies take about as long as its compute."""
     curve = {"bfloat16": Curve(((256, 1e12),))}
@@ -115,7 +123,10 @@ def any_modes(draw: st.DrawFn, chunks: int, layers: int) -> LayerModes:
 def runs(
     draw: st.DrawFn, orders: tuple[Order, ...] = ("by_chunk", "by_layer")
 ) -> tuple[ModelCost, Decisions]:
-    """Anything the engine may be told to do, with any look-ahead and any place for K/V."""
+    """Anything the engine may be told to do, with any look-ahead and any place for K/V.
+
+    And with weights and optimizer on the device or the host.
+    """
     cost = draw(costs())
     bounds = draw(bounds_of())
     layers = cost.shape.num_layers
@@ -137,6 +148,11 @@ def runs(
         staging_bytes=draw(st.sampled_from([largest, 3 * largest])),
         order=draw(st.sampled_from(orders)),
     )
+    places = draw(
+        st.sampled_from(["device", "optimizer", "weights" if base.by_layer else "device"])
+    )
+    if places != "device":
+        cost = replace(cost, shape=on_host(cost.shape, weights=places == "weights"))
     if base.by_layer:
         kv_modes = draw(st.tuples(*[st.sampled_from((*TIERS, "recompute"))] * layers))
         return cost, replace(base, kv_modes=kv_modes)

@@ -10,6 +10,7 @@ from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.choices import HOLES
 from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
+from sppo_hf.planning.profile_store import load_profile
 from tests.planning.shapes import llama_config, shape_of
 
 CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
@@ -24,9 +25,13 @@ def plan(
     total_tokens: int = 32_768,
     training: bool = True,
     by_layer: bool | str = True,
+    on_host: bool | str = True,
+    trains_all: bool = False,
     **settings: Any,
 ) -> Plan:
-    shape = shape_of(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000)
+    settings = {"weights": "device", "optimizer": "device", **settings}
+    trained: dict[str, int] = {} if trains_all else {"trainable_parameters": 42_000_000}
+    shape = shape_of(llama_config(), dtype_bytes=2, **trained)
     return make_plan(
         SPPOConfig.from_dict(settings),
         shape,
@@ -37,6 +42,7 @@ def plan(
         total_tokens=total_tokens,
         training=training,
         by_layer=by_layer,
+        on_host=on_host,
     )
 
 
@@ -162,3 +168,68 @@ def test_warnings() -> None:
     assert "predicted device peak" in device
     assert "over the 17.0 GiB" in device
     assert "recompute='full'" in plan(recompute="none", offload="none").warnings[0]
+
+
+AUTO = {"weights": "auto", "optimizer": "auto"}
+FAST = replace(CUDA, host_memory_bytes=512 * 2**30, profile=load_profile("h100"))
+
+
+def places(made: Plan) -> str:
+    resting = made.shape.resting
+    if resting is None:
+        return "device"
+    return "optimizer" if resting.stays else "weights"
+
+
+def test_what_fits_on_the_device_stays_there() -> None:
+    made = plan(device=FAST, **AUTO)
+    assert places(made) == "device"
+    assert made.places_reason == ""
+    assert made.prediction == plan(device=FAST).prediction
+
+
+def test_what_does_not_is_as_fast_as_the_fastest_place() -> None:
+    """All weights, gradients and states of an 8B model take 90 GiB."""
+    made = plan(device=FAST, trains_all=True, num_chunks=2, **AUTO)
+    assert made.places_reason == "auto: not all fits on the device; the fastest that does"
+    assert made.estimate.device.total <= 80 * 2**30
+    others = [
+        plan(device=FAST, trains_all=True, num_chunks=2, weights=weights, optimizer="host")
+        for weights in ("device", "host")
+    ]
+    assert [places(other) for other in others] == ["optimizer", "weights"]
+    assert [other.places_reason for other in others] == ["set by the user"] * 2
+    least = min(other.prediction.step_seconds for other in others)
+    assert made.prediction.step_seconds <= 1.01 * least
+    assert made.prediction.update_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"order": "by_chunk"}, "optimizer"),
+        ({"by_layer": "it has one layer only"}, "optimizer"),
+        ({"optimizer": "device"}, "device"),
+        ({"device": CPU}, "device"),
+        ({"training": False}, "device"),
+        ({"on_host": "2 processes reduce gradients"}, "device"),
+    ],
+)
+def test_where_weights_cannot_rest_on_the_host(changes: dict[str, Any], place: str) -> None:
+    made = plan(**{"device": FAST, "trains_all": True, "num_chunks": 2, **AUTO, **changes})
+    assert places(made) == place
+    said = any("on the device, because 2 processes reduce" in text for text in made.warnings)
+    assert said == ("on_host" in changes)
+
+
+def test_a_host_without_room_is_refused() -> None:
+    budgets = {"device_memory": "80GiB", "host_memory": "64GiB"}
+    with pytest.raises(BudgetError, match=r"host memory cannot hold weights, gradients and opt.*"):
+        plan(device=FAST, trains_all=True, optimizer="host", **budgets)
+    with pytest.raises(BudgetError, match=r"device memory cannot .* on the host: host memory"):
+        plan(device=FAST, trains_all=True, num_chunks=2, **budgets, **AUTO)
+
+
+def test_on_a_cpu_what_rests_is_in_the_device_s_memory() -> None:
+    whole, rests = plan(device=CPU), plan(device=CPU, weights="host")
+    assert rests.budgets.device == whole.budgets.device - rests.shape.resting.held_bytes

@@ -149,7 +149,7 @@ def test_accumulated_gradients_are_counted() -> None:
         request_plan(
             question_for(
                 llama_config(num_hidden_layers=2),
-                SPPOConfig(device_memory="80GiB", order="by_chunk"),
+                SPPOConfig(device_memory="80GiB", order="by_chunk", optimizer="device"),
                 profile=load_profile("h100"),
                 accumulates=accumulates,
                 trace=by_hand,

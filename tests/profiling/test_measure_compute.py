@@ -11,6 +11,7 @@ from sppo_hf.profiling.bench_timer import BenchTimer
 from sppo_hf.profiling.measure import (
     Heads,
     measure_attention,
+    measure_host_update,
     measure_launch,
     measure_matmul,
     measure_memory,
@@ -110,6 +111,13 @@ def test_memory_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None
     clock = FakeClock()
     _ticking(monkeypatch, torch, "mul", clock)
     assert measure_memory(clock.watch(most_seconds=0.01), 4000) == pytest.approx(8000 / 0.1)
+
+
+def test_an_update_counts_weights_and_moments_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    _ticking(monkeypatch, torch, "_fused_adamw_", clock)
+    found = measure_host_update(clock.watch(most_seconds=0.01), 1000)
+    assert found == pytest.approx((3 + 2 * 2) * 4000 / 0.1)
 
 
 def test_a_layer_without_work_takes_some_time() -> None:
