@@ -55,7 +55,7 @@ class Stash(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """Everything about one (layer, chunk) that is not a differentiable tensor."""
 
@@ -73,7 +73,6 @@ class AttentionCall:
     """Keys and values are another layer's, which has put them into `kv_cache` in this chunk; this
     call reads them and adds its share of their gradients, and that layer takes the sum."""
     stash: Stash | None = None
-    keep: Keep | None = None
     counters: dict[str, int] = field(default_factory=dict)
     """Number of attention forwards really run, for the tests of invariant 3."""
     wait_for_query: Callable[[Tensor], Tensor] | None = None
@@ -89,6 +88,7 @@ def chunk_attention(
     sinks_N: Tensor | None,
     link: Tensor | None,
     call: AttentionCall,
+    keep: Keep | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the chunk's queries to all keys so far.
 
@@ -100,12 +100,13 @@ def chunk_attention(
             (gpt-oss), or None.
         link: The link returned by the previous chunk's call in this layer; None for the first.
         call: Store, pieces, backend and scale.
+        keep: Gives keys and values that stay their place on the device.
 
     Returns:
         `out_BCNH`, the layout Transformers' attention functions return, and the link for the next
         chunk of this layer.
     """
-    out_BNCH, next_link = _ChunkAttention.apply(q_BNCH, k_BKCH, v_BKCH, sinks_N, link, call)
+    out_BNCH, next_link = _ChunkAttention.apply(q_BNCH, k_BKCH, v_BKCH, sinks_N, link, call, keep)
     return out_BNCH.transpose(1, 2), next_link
 
 
@@ -119,12 +120,13 @@ class _ChunkAttention(torch.autograd.Function):
         sinks_N: Tensor | None,
         link: Tensor | None,
         call: AttentionCall,
+        keep: Keep
+        | None,  # not in `call`: the node outlives the chunk, whose room this keeps alive
     ) -> tuple[Tensor, Tensor]:
         stashed = call.stash.get() if call.stash is not None else None
         if stashed is None:
             if not call.borrowed:
-                call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=call.keep)
-            call.keep = None  # the node outlives the chunk, and must not keep its room alive
+                call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=keep)
             out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call)
             if call.stash is not None:
                 # Detached: the returned tensor gets this node as its grad_fn, and a stash that
@@ -156,7 +158,7 @@ class _ChunkAttention(torch.autograd.Function):
             # Also without dout: later chunks may have left gradients for this chunk's keys.
             dk_BKCH, dv_BKCH = call.kv.take_gradient(call.chunk)
         dlink = q_BNCH.new_empty(0) if ctx.has_link else None
-        return dq_BNCH, dk_BKCH, dv_BKCH, dsinks_N, dlink, None
+        return dq_BNCH, dk_BKCH, dv_BKCH, dsinks_N, dlink, None, None
 
 
 def _attend(

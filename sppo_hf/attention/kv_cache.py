@@ -18,6 +18,7 @@ wait elsewhere. `KVStore` is what both are to attention. Knows nothing of layers
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -250,6 +251,27 @@ class LayerKV:
             if low < high:
                 inner = slice(low - chunk_start, high - chunk_start)
                 yield chunk, inner, slice(low - start, high - start)
+
+
+class KeyOwners:
+    """Which layer's store holds the keys that a layer attends to, for one chunk.
+
+    Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]] = {}
+
+    def store_of(self, key: Tensor, value: Tensor) -> KVStore | None:
+        """The store of the layer that attended with these tensors before; None for the first."""
+        known = self._owners.get(id(key))
+        if known is not None and known[0]() is key and known[1]() is value:
+            return known[2]
+        return None
+
+    def add(self, key: Tensor, value: Tensor, store: KVStore) -> None:
+        """`store` holds these from now on."""
+        self._owners[id(key)] = (weakref.ref(key), weakref.ref(value), store)
 
 
 def gone(chunk: int) -> SPPOError:

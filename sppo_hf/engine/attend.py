@@ -1,35 +1,27 @@
 """The attention function that Transformers calls while a chunk runs.
 
 Registered once with AttentionInterface under `IMPLEMENTATION`; a model's configs point to it only
-while the engine runs one of its chunks. Which sequence, layer and chunk is running is a
-thread-local value that lives exactly as long as one call of a decoder layer: some families do not
-pass unknown keywords through to attention, and backward recomputes layers on another thread than
-forward's, so neither an argument nor a plain global would do. Each forward call has its own keys
-and values, so two forwards before one backward do not mix.
+while one of its chunks runs. Which layer and chunk attends, it finds in the `ChunkContext`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
-from sppo_hf.attention.chunk_attention import AttentionCall, Stash, chunk_attention
-from sppo_hf.attention.kv_cache import Keep, KVStore
-from sppo_hf.attention.segments import RowSpans, chunk_pieces
-from sppo_hf.engine.mask import IMPLEMENTATION, MaskMeaning
-from sppo_hf.engine.recurrent_state import LayerStates
+from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import KVStore
+from sppo_hf.attention.segments import chunk_pieces
+from sppo_hf.engine.chunk_context import ChunkContext, current
+from sppo_hf.engine.mask import IMPLEMENTATION, MaskMeaning, attending_with
 from sppo_hf.engine.sequence_group import (
-    ExchangedAgain,
     SequenceGroup,
     check_heads,
     key_heads,
@@ -39,99 +31,12 @@ from sppo_hf.engine.sequence_group import (
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 
-ChooseBackend = Callable[[AttentionSpec], Backend]
-
-
-class KeyOwners:
-    """Which layer's store holds the keys that a layer attends to, for one chunk.
-
-    Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.
-    """
-
-    def __init__(self) -> None:
-        self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]] = {}
-
-    def store_of(self, key: Tensor, value: Tensor) -> KVStore | None:
-        """The store of the layer that attended with these tensors before; None for the first."""
-        known = self._owners.get(id(key))
-        if known is not None and known[0]() is key and known[1]() is value:
-            return known[2]
-        return None
-
-    def add(self, key: Tensor, value: Tensor, store: KVStore) -> None:
-        """`store` holds these from now on."""
-        self._owners[id(key)] = (weakref.ref(key), weakref.ref(value), store)
-
-
-@dataclass(slots=True)
-class LayerCall:
-    """One call of one decoder layer for one chunk, as its attention sees it."""
-
-    layer: int
-    chunk: int
-    start: int
-    end: int
-    rows: tuple[RowSpans, ...] | None
-    kv: KVStore | None
-    """None in a layer without attention."""
-    choose_backend: ChooseBackend
-    counters: dict[str, int]
-    link: Tensor | None = None
-    """In: the previous chunk's link. Out, after attention ran: this chunk's."""
-    stash: Stash | None = None
-    keep: Keep | None = None
-    states: LayerStates | None = None
-    """None in a model without recurrent or convolutional layers."""
-    attended: int = 0
-    take_keys: Callable[[Tensor, Tensor], None] | None = None
-    """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
-    owners: KeyOwners | None = None
-    """Who has stored which keys in this chunk; None while a layer runs again."""
-    group: SequenceGroup | None = None
-    """The ranks that share the chunk; None where this one has all of it."""
-    exchanged: ExchangedAgain | None = None
-    """While a layer of a shared chunk runs again."""
-    model_name: str = field(default="this model")
-
-
-class _Running(threading.local):
-    call: LayerCall | None = None
-    taken_over: int = 0
-
-
-_running = _Running()
-
-
-def begin_layer(call: LayerCall) -> LayerCall | None:
-    """Make `call` the running one; returns what ran before, for `end_layer`."""
-    before, _running.call = _running.call, call
-    return before
-
-
-def end_layer(before: LayerCall | None) -> None:
-    """End the running layer call."""
-    _running.call = before
-
-
-def running_states() -> LayerStates | None:
-    """The states of the layer that runs in this thread; None outside layers."""
-    return None if _running.call is None else _running.call.states
-
 
 @contextlib.contextmanager
-def attention_taken_over(configs: tuple[PreTrainedConfig, ...]) -> Iterator[None]:
-    """Point the model's configs to our attention and mask, and back at exit."""
-    # The attribute behind the property: its setter would also walk into sub-configs.
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = IMPLEMENTATION
-    _running.taken_over += 1
-    try:
+def attention_taken_over(context: ChunkContext) -> Iterator[None]:
+    """Let Transformers call our attention and masks in the context's model, in this context."""
+    with attending_with(IMPLEMENTATION, context.model.configs), context.entered():
         yield
-    finally:
-        _running.taken_over -= 1
-        for config, value in zip(configs, before, strict=True):
-            config._attn_implementation_internal = value
 
 
 def attention_forward(
@@ -168,76 +73,107 @@ def attention_forward(
         UnsupportedModelError: If the call asks for what chunked attention cannot do exactly.
         ConfigError: If the ranks that share the chunk cannot share its heads.
     """
-    call = _running.call
-    if call is None and _running.taken_over:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends outside the decoder layers, which chunks do not "
-            "reach. Train the model without sppo_hf."
-        )
-    if call is None:
-        raise SPPOError(
-            f"{type(module).__name__} was called with sppo_hf's attention outside a chunk. "
-            "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
-        )
-    _refuse(call, module, attention_mask, dropout, others)
-    store = None if call.owners is None else call.owners.store_of(key, value)
-    borrowed = store is not None
-    if store is None:
-        store = call.kv
-        assert store is not None, "a layer without keys and values was refused"
-        if call.owners is not None:
-            call.owners.add(key, value, store)
+    context = _context_for(module)
+    _refuse(context, module, attention_mask, dropout, others)
+    store, borrowed = _store_of(context, key, value)
     query, key, value = (_autocast(x) for x in (query, key, value))
     own_tokens = query.shape[2]
-    if call.group is not None:
+    if context.group is not None:
         query, key, value, s_aux = _own_heads(
-            call, call.group, query, key, value, s_aux, needs_keys=not borrowed
+            context, context.group, query, key, value, s_aux, needs_keys=not borrowed
         )
-    if call.take_keys is not None:
-        call.take_keys(key.detach(), value.detach())
-    requirement = AttentionSpec(
-        device_type=query.device.type,
-        dtype=query.dtype,
-        qk_head_size=query.shape[-1],
-        v_head_size=value.shape[-1],
-        softcap=softcap is not None,
-        window=attention_mask.window is not None,
-        gqa_ratio=query.shape[1] // key.shape[1],
-        varied=call.rows is not None or attention_mask.local is not None,
-    )
+    if context.take_keys is not None:
+        context.take_keys(key.detach(), value.detach())
     window, local = attention_mask.window, attention_mask.local
-    out, call.link = chunk_attention(
+    out, context.attended.link = chunk_attention(
         query,
         key,
         value,
         sinks_N=s_aux,
-        link=call.link,
+        link=context.link,
+        keep=context.keep,
         call=AttentionCall(
             kv=store,
-            chunk=call.chunk,
-            chunk_start=call.start,
-            pieces=chunk_pieces(call.start, call.end, call.rows, window=window, local=local),
-            backend=call.choose_backend(requirement),
+            chunk=context.chunk,
+            chunk_start=context.start,
+            pieces=chunk_pieces(
+                context.start, context.end, context.rows, window=window, local=local
+            ),
+            backend=_backend(context, query, key, value, attention_mask, softcap),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,
             local=local,
             softcap=softcap,
             borrowed=borrowed,
-            stash=call.stash,
-            keep=call.keep,
-            counters=call.counters,
-            wait_for_query=None if call.group is None else call.group.wait_for,
+            stash=context.stash,
+            counters=context.counters,
+            wait_for_query=None if context.group is None else context.group.wait_for,
         ),
     )
-    if call.group is not None:
-        out = _own_tokens(call, call.group, out)
+    if context.group is not None:
+        out = _own_tokens(context, context.group, out)
         if out.shape[1] < own_tokens:  # see [Note: a rank without tokens] in sequence_group
             out = F.pad(out, (0, 0, 0, 0, 0, own_tokens - out.shape[1]))
     return out.contiguous(), None
 
 
+def _context_for(module: nn.Module) -> ChunkContext:
+    """The context of the layer in which `module` attends.
+
+    Raises:
+        UnsupportedModelError: It attends outside the decoder layers.
+        SPPOError: No chunk runs.
+    """
+    context = current()
+    if context is None:
+        raise SPPOError(
+            f"{type(module).__name__} was called with sppo_hf's attention outside a chunk. "
+            "Do not set attn_implementation='sppo' yourself; use SPPOPlugin."
+        )
+    if context.layer is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends outside the decoder layers, which chunks do not "
+            "reach. Train the model without sppo_hf."
+        )
+    return context
+
+
+def _store_of(context: ChunkContext, key: Tensor, value: Tensor) -> tuple[KVStore, bool]:
+    """Where the layer's keys and values are, and whether another layer has put them there."""
+    store = None if context.owners is None else context.owners.store_of(key, value)
+    if store is not None:
+        return store, True
+    assert context.kv is not None, "a layer without keys and values was refused"
+    if context.owners is not None:
+        context.owners.add(key, value, context.kv)
+    return context.kv, False
+
+
+def _backend(
+    context: ChunkContext,
+    q_BNCH: Tensor,
+    k_BKCH: Tensor,
+    v_BKCH: Tensor,
+    mask: MaskMeaning,
+    softcap: float | None,
+) -> Backend:
+    assert context.choose_backend is not None, "layers run with a choice of backends"
+    return context.choose_backend(
+        AttentionSpec(
+            device_type=q_BNCH.device.type,
+            dtype=q_BNCH.dtype,
+            qk_head_size=q_BNCH.shape[-1],
+            v_head_size=v_BKCH.shape[-1],
+            softcap=softcap is not None,
+            window=mask.window is not None,
+            gqa_ratio=q_BNCH.shape[1] // k_BKCH.shape[1],
+            varied=context.rows is not None or mask.local is not None,
+        )
+    )
+
+
 def _own_heads(
-    call: LayerCall,
+    context: ChunkContext,
     group: SequenceGroup,
     q_BNcH: Tensor,
     k_BKcH: Tensor,
@@ -251,12 +187,12 @@ def _own_heads(
     Nobody reads the keys and values of a layer that runs again or that borrows another's: those
     are not sent.
     """
-    num_heads, tokens = q_BNcH.shape[1], call.end - call.start
+    num_heads, tokens = q_BNcH.shape[1], context.end - context.start
     heads = None
     if group.granules is None:
-        check_heads(num_heads, group.size, f"layer {call.layer} of {call.model_name}")
+        check_heads(num_heads, group.size, f"layer {context.layer} of {context.model.name}")
         heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
-    first, end = part_of(call.start, call.end, group.rank, group.size)
+    first, end = part_of(context.start, context.end, group.rank, group.size)
     if first == end:
         q_BNcH, k_BKcH, v_BKcH = (x[:, :, :0] for x in (q_BNcH, k_BKcH, v_BKcH))
     k_BKcH, v_BKcH = key_heads_of(k_BKcH, heads), key_heads_of(v_BKcH, heads)
@@ -264,7 +200,7 @@ def _own_heads(
         mine = own_heads(num_heads, group.rank, group.size, group.granules)
         sinks_N = sinks_N[mine.start : mine.stop]
     # See [Note: what an exchange hides behind] in sequence_group.
-    again = call.exchanged
+    again = context.exchanged
     if again is not None:
         again.query = again.query or group.start_tokens_to_heads(q_BNcH.detach(), tokens)
         q_BNCH = _as_of(q_BNcH, again.query.pending())
@@ -278,10 +214,10 @@ def _own_heads(
     return q_BNCH, k_BKCH, v_BKCH, sinks_N
 
 
-def _own_tokens(call: LayerCall, group: SequenceGroup, out_BCNH: Tensor) -> Tensor:
+def _own_tokens(context: ChunkContext, group: SequenceGroup, out_BCNH: Tensor) -> Tensor:
     """Attention's output of this rank's tokens, `[B, c, N, H]`."""
-    if call.exchanged is not None:
-        return _as_of(out_BCNH, call.exchanged.out.wait().transpose(1, 2))
+    if context.exchanged is not None:
+        return _as_of(out_BCNH, context.exchanged.out.wait().transpose(1, 2))
     return group.start_heads_to_tokens(out_BCNH.transpose(1, 2)).wait().transpose(1, 2)
 
 
@@ -300,15 +236,15 @@ _CHANGE_THE_RESULT = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def _refuse(
-    call: LayerCall, module: nn.Module, mask: Any, dropout: float, others: dict[str, Any]
+    context: ChunkContext, module: nn.Module, mask: Any, dropout: float, others: dict[str, Any]
 ) -> None:
-    call.attended += 1
+    context.attended.times += 1
     reason = None
     foreign = [name for name in _CHANGE_THE_RESULT if others.get(name) is not None]
-    if call.attended > 1:
+    if context.attended.times > 1:
         reason = "one of its decoder layers attends twice"
-    elif call.kv is None:
-        reason = f"layer {call.layer} attends, and is said to have no keys and values"
+    elif context.kv is None:
+        reason = f"layer {context.layer} attends, and is said to have no keys and values"
     elif not isinstance(mask, MaskMeaning):
         reason = "its attention mask does not come from Transformers' masking utilities"
     elif mask.refusal is not None:
@@ -324,7 +260,7 @@ def _refuse(
         reason = f"{type(module).__name__} drops attention probabilities (dropout={dropout})"
     if reason is not None:
         raise UnsupportedModelError(
-            f"{call.model_name} cannot run chunk by chunk: {reason}. Train it without sppo_hf."
+            f"{context.model.name} cannot run chunk by chunk: {reason}. Train it without sppo_hf."
         )
 
 

@@ -3,7 +3,7 @@
 By chunk, a `ChunkRunner` runs the untouched base model on each slice of tokens; by layer, once on
 all of them, and each decoder layer's hooks run the layer's forward on each slice. Either way the
 hooks call `before_layer` and `after_layer`, which open and close a frame for each (layer, chunk);
-in between, attention finds the running (layer, chunk) and its keys, and the frame decides what
+in between, attention finds layer, chunk and keys in the `ChunkContext`, and the frame decides what
 becomes of the tensors that autograd saves.
 
 [Note: the reverse walk] Nothing here runs backward. The chunks' graphs hang together through the
@@ -12,8 +12,8 @@ chunk to the first, and the frames bring back or recompute what they need when a
 
 [Note: what a frame must not hold] A link has a grad_fn, whose saved tensors hold frames. Frames
 live inside the autograd graph, where Python's garbage collector cannot see circles; a frame that
-held a link would never be freed. So a frame's copy of its `LayerCall` has none, and frames never
-see a `ChunkRunner`. The same is true of states, which a frame holds detached.
+held a link would never be freed. So a frame's copy of its `ChunkContext` has none, and no
+`ChunkRunner`. The same is true of states, which a frame holds detached.
 
 [Note: states of recurrent layers] What a layer's mixers leave behind a chunk goes into the next
 chunk with its graph (see `recurrent_state`), so gradients come back as autograd walks from chunk to
@@ -28,24 +28,16 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KVStore, LayerKV
+from sppo_hf.attention.kv_cache import KeyOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.engine.action_log import ActionLog
-from sppo_hf.engine.attend import (
-    ChooseBackend,
-    KeyOwners,
-    LayerCall,
-    attention_taken_over,
-    begin_layer,
-    end_layer,
-    running_states,
-)
+from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import (
     EXAMPLE_TOKENS,
     NORM,
@@ -57,18 +49,23 @@ from sppo_hf.engine.by_layer import (
     layer_examples,
     put_next_to_forward,
 )
+from sppo_hf.engine.chunk_context import (
+    Attended,
+    ChooseBackend,
+    ChunkContext,
+    LayerStates,
+    States,
+    current_of,
+)
 from sppo_hf.engine.cpu_heap import CpuChunkArena, return_free_heap
 from sppo_hf.engine.kv_offload import EngineTransfer, kv_stream
-from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
-    LayerStates,
-    Spans,
     StateCache,
-    States,
     documents_apart,
     documents_in,
 )
-from sppo_hf.engine.sequence_group import ExchangedAgain, SequenceGroup, part_of
+from sppo_hf.engine.sequence_group import SequenceGroup, part_of
 from sppo_hf.engine.stage_input import StateEnd, enter
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
@@ -88,10 +85,14 @@ from sppo_hf.schedule.actions import Action, Kind
 
 Frame = RecomputedLayer | LayerOffload
 
-_Apart = contextlib.AbstractContextManager[object]
 
-AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
-"""Makes a context in which layers run."""
+class _OpenLayer(NamedTuple):
+    """A chunk of a layer that runs."""
+
+    context: ChunkContext
+    entered: contextlib.ExitStack
+    """Its context, and what else holds while it runs."""
+    frame: Frame | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,8 +178,14 @@ class ChunkRunner:
         self._parts = parts
         self._plan = plan
         self._rows = rows
-        self._choose_backend = choose_backend
-        self._counters = counters
+        self._sequence = ChunkContext(
+            model=parts,
+            last_position=last_position,
+            rows=rows,
+            choose_backend=choose_backend,
+            counters=counters,
+            group=group,
+        )
         self._offload = offload
         # Without links the caller says when the frames of a chunk are to come.
         away = any(mode.offload for row in plan.layer_modes for mode in row)
@@ -210,11 +217,11 @@ class ChunkRunner:
         ]
         self._cache: StateCache | None = None
         if any(parts.has_state(layer) for layer in self._layers):
-            self._cache = StateCache(len(parts.layers), running_states)
+            self._cache = StateCache(len(parts.layers))
         self._states: list[States] = [{} for _ in self._layers]
         self._state_ends: dict[int, list[StateEnd]] = {}
         self._links: list[Tensor | None] = [None] * len(self._layers)
-        self._open: list[tuple[LayerCall, LayerCall | None, Frame | None, _Apart]] = []
+        self._open: _OpenLayer | None = None
         self._norm: RecomputedLayer | None = None
         self._reads: dict[nn.Module, ReadTensors] = {}
         self._watch: StepTimer | None = None
@@ -223,9 +230,7 @@ class ChunkRunner:
         self._examples: dict[int, Example] = {}
         self._cut: CutCall | None = None
         self._layer_frames: dict[int, weakref.ref[RecomputedLayer]] = {}
-        self._owners = KeyOwners()
         self._arena = CpuChunkArena(len(self._layers))
-        self.last_position = last_position
 
     def _new_store(self) -> KVStore:
         return LayerKV(self._plan.bounds) if self._stream is None else self._stream.add_layer()
@@ -322,20 +327,20 @@ class ChunkRunner:
         self._chunks = chunks
         self._chunk = chunks.start
         self._arena = CpuChunkArena(len(self._layers))
-        self._owners = KeyOwners()
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
             inputs = {**inputs, "past_key_values": PrefixLength(self.part(chunks.start)[0])}
-        try:
-            with attention_taken_over(self._parts.configs), self._around_layers():
+        # Not kept: it has this runner, and both would wait for Python's garbage collector.
+        context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
+        with attention_taken_over(context), self._around_layers():
+            try:
                 inputs = self._with_cache(inputs, start, end)
                 output = self._parts.base(**inputs, return_dict=True)
-        finally:
-            # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
-            while self._open:
-                self._close_layer(self._open[-1][0].layer, failed=True)
-            self._close_norm(failed=True)
-            self._cut = None
+            finally:
+                # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
+                self._cancel_layer()
+                self._close_norm(failed=True)
+                self._cut = None
         if self._plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
         return output
@@ -479,26 +484,22 @@ class ChunkRunner:
             self._watch.forward_unit(chunk, index)
         args, kwargs = self._cut.take(chunk - self._chunks.start)
         start, end = self._plan.bounds[chunk]
-        call = LayerCall(
+        context = dataclasses.replace(
+            self._context(),
             layer=index,
             chunk=chunk,
             start=start,
             end=end,
-            rows=self._rows,
             kv=self._stores[index - self._layers.start],
-            choose_backend=self._choose_backend,
-            counters=self._counters,
-            keep=self._arena.keep,
             states=self._begin_states(index, start, end),
-            owners=self._owners,
-            group=self._group,
-            model_name=self._parts.name,
+            link=self._links[index - self._layers.start],
+            keep=self._arena.keep,
+            attended=Attended(),
         )
-        frame = self._frame(layer, call) if torch.is_grad_enabled() else None
+        frame = self._frame(layer, context) if torch.is_grad_enabled() else None
         if isinstance(frame, RecomputedLayer):
-            call.stash = frame
+            context = dataclasses.replace(context, stash=frame)
             self._layer_frames[chunk] = weakref.ref(frame)
-        call.link = self._links[index - self._layers.start]
         hidden = args[0] if args else kwargs["hidden_states"]
         self._watch_heap(index, end, hidden)
         if self._log is not None:
@@ -508,14 +509,21 @@ class ChunkRunner:
             # anything else is asked for.
             enter = functools.partial(self._weights.enter, index - 1, backward=True)
             hidden.register_hook(lambda _grad: enter())
-        apart = documents_apart(layer, call.states)
-        apart.__enter__()
-        self._open.append((call, begin_layer(call), frame, apart))
+        self._open = _OpenLayer(context, contextlib.ExitStack(), frame)
+        self._open.entered.enter_context(context.entered())
+        self._open.entered.enter_context(documents_apart(layer, context.states))
         if isinstance(frame, RecomputedLayer):
             frame.open(args, kwargs)
         elif frame is not None:
             frame.open()
         return args, kwargs
+
+    def _context(self) -> ChunkContext:
+        """That of the base model's forward, between layers."""
+        context = current_of(self._parts)
+        assert context is not None, "layers run in a forward of the base model"
+        assert context.layer is None, "a layer is left before the next one is entered"
+        return context
 
     def _begin_states(self, index: int, start: int, end: int) -> LayerStates | None:
         """The states of layer `index` for the running chunk; None in a model without any."""
@@ -563,14 +571,14 @@ class ChunkRunner:
             The output over all tokens; None where that is `output` itself.
         """
         if failed:
-            self._close_layer(index, failed=True)
+            self._cancel_layer()
             return None
 
         def open_chunk(chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return self._open_layer(index, layer, chunk)
 
         def close_chunk(output: Any) -> None:
-            self._close_layer(index)
+            self._close_layer()
             if self._plan.order == "by_layer" and self._watch is not None:
                 hidden = output[0] if isinstance(output, tuple) else output
                 self._watch.watch_backward(self._chunk, hidden, index)
@@ -630,35 +638,41 @@ class ChunkRunner:
             return away
         return None
 
-    def _close_layer(self, index: int, *, failed: bool = False) -> None:
-        if not self._open or self._open[-1][0].layer != index:
-            assert failed, "a layer that ran was opened"
+    def _cancel_layer(self) -> None:
+        """Leave the layer that runs, if one does, after an exception in it."""
+        if self._open is None:
             return
-        call, before, frame, apart = self._open.pop()
-        end_layer(before)
-        apart.__exit__(None, None, None)
-        if failed:
-            if frame is not None and frame.is_open:
-                frame.cancel()
-            return
+        opened, self._open = self._open, None
+        opened.entered.close()
+        if opened.frame is not None and opened.frame.is_open:
+            opened.frame.cancel()
+
+    def _close_layer(self) -> None:
+        assert self._open is not None, "a layer that ran was opened"
+        (context, entered, frame), self._open = self._open, None
+        entered.close()
+        assert context.layer is not None, "the context of a layer"
+        position = context.layer - self._layers.start
         recorded = len(self._prefetch_order)
         if frame is not None:
             frame.close()
         if self._log is not None:
-            self._log.end_layer(self._chunk, index - self._layers.start, frame)
+            self._log.end_layer(self._chunk, position, frame)
         if self._stream is not None and len(self._prefetch_order) == recorded:
             self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
-        if call.kv is not None and not call.attended:
+        if context.kv is not None and not context.attended.times:
             raise UnsupportedModelError(
-                f"{self._parts.name} cannot run chunk by chunk: layer {call.layer} did not attend "
-                "through Transformers' AttentionInterface. Train it without sppo_hf."
+                f"{self._parts.name} cannot run chunk by chunk: layer {context.layer} did not "
+                "attend through Transformers' AttentionInterface. Train it without sppo_hf."
             )
         if self._linked:
-            self._links[call.layer - self._layers.start] = call.link
-        if call.states is not None:
-            self._states[call.layer - self._layers.start] = call.states.after
+            self._links[position] = context.attended.link
+        if context.states is not None:
+            self._states[position] = context.states.after
 
-    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_norm(
+        self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the frame of the final norm and the first chunk; returns that chunk's arguments.
 
         The frame keeps the norm's input, and nothing else. Norms of 16-bit models work in float32
@@ -678,7 +692,8 @@ class ChunkRunner:
         if torch.is_grad_enabled():
             self._norm = RecomputedLayer(
                 norm,
-                run_layer=_Again(self._around_layers),
+                context=self._context(),
+                around_layers=self._around_layers,
                 prefetch_order=self._prefetch_order,
                 offload=self._offload,
                 keep=lambda _kind, hidden: hidden,
@@ -716,36 +731,33 @@ class ChunkRunner:
             self._reads[module] = ReadTensors.of_module(module)
         return self._reads[module]
 
-    def _frame(self, layer: nn.Module, call: LayerCall) -> Frame | None:
-        mode = self._plan.mode(call.layer - self._layers.start, call.chunk)
+    def _frame(self, layer: nn.Module, context: ChunkContext) -> Frame | None:
+        index, chunk = context.layer, context.chunk
+        assert index is not None, "the context of a layer"
+        position = index - self._layers.start
+        mode = self._plan.mode(position, chunk)
+        number, label = self._number(chunk, position), f"layer {index}, chunk {chunk}"
         weights, before_use = self._weights, None
         if weights is not None:
-            before_use = functools.partial(weights.enter, call.layer, backward=True)
+            before_use = functools.partial(weights.enter, index, backward=True)
         if mode.recompute:
             return RecomputedLayer(
                 layer,
-                # Without the arena: a frame would keep slabs of all layers until it is done.
-                run_layer=_Rerun(
-                    dataclasses.replace(call, keep=None, states=None, owners=None),
-                    self._parts.configs,
-                    self._around_layers,
-                    None if call.states is None else call.states.documents,
-                ),
+                context=context,
+                around_layers=self._around_layers,
                 # The layer's keys are made again from what this frame is about to let go of.
                 before_recompute=None
-                if self._kv_mode(call.layer) != "recompute" or not isinstance(call.kv, LayerKV)
-                else functools.partial(call.kv.bring_until, call.chunk),
-                states={} if call.states is None else call.states.before,
+                if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)
+                else functools.partial(context.kv.bring_until, chunk),
                 prefetch_order=self._prefetch_order,
                 offload=self._offload,
                 keep=self._arena.keep,
                 mode=mode,
-                label=f"layer {call.layer}, chunk {call.chunk}",
+                label=label,
                 reads=self._reads_of(layer),
-                number=self._number(call.chunk, call.layer - self._layers.start),
+                number=number,
                 before_use=before_use,
             )
-        label = f"layer {call.layer}, chunk {call.chunk}"
         casts = WeightCasts.of(layer, self._plan.device.kind, label)
         if mode.tier == "device" and casts is None and weights is None:
             return None  # autograd itself keeps it
@@ -756,7 +768,7 @@ class ChunkRunner:
             label=label,
             tier=mode.tier,
             casts=casts,
-            number=self._number(call.chunk, call.layer - self._layers.start),
+            number=number,
             weights=weights,
             before_use=before_use,
         )
@@ -872,72 +884,6 @@ class _LayerLog:
 
     def _action(self, kind: Kind, chunk: int, layer: int, part: int | None = None) -> Action:
         return Action(kind, 0, self._first_unit + chunk, layer, part)
-
-
-class _Again:
-    """Runs a module without attention again."""
-
-    def __init__(self, around_layers: AroundLayers) -> None:
-        self._around_layers = around_layers
-
-    def __call__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: RecomputedLayer,
-    ) -> None:
-        with self._around_layers():
-            module.forward(*args, **kwargs)
-
-
-class _Rerun:
-    """Runs a layer again with its attention answered from the frame's stash."""
-
-    def __init__(
-        self,
-        call: LayerCall,
-        configs: tuple[Any, ...],
-        around_layers: AroundLayers,
-        documents: tuple[Spans, ...] | None,
-    ) -> None:
-        assert call.link is None, "see [Note: what a frame must not hold]"
-        self._call = call
-        self._documents = documents
-        self._configs = configs
-        self._around_layers = around_layers
-
-    def __call__(
-        self,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: RecomputedLayer,
-    ) -> None:
-        # What the mixers write now was written in forward: nobody reads it again.
-        states = LayerStates(frame.states, self._documents)
-        stashed, group = frame.get(), self._call.group
-        if group is not None and stashed is not None and frame.exchanged is None:
-            frame.exchanged = ExchangedAgain(group.start_heads_to_tokens(stashed[0]))
-        call = dataclasses.replace(
-            self._call,
-            stash=frame,
-            states=states,
-            attended=0,
-            take_keys=frame.take_keys,
-            exchanged=frame.exchanged,
-        )
-        before = begin_layer(call)
-        try:
-            with (
-                attention_taken_over(self._configs),
-                documents_apart(layer, states),
-                self._around_layers(),
-            ):
-                # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
-                layer.forward(*args, **kwargs)
-        finally:
-            end_layer(before)
 
 
 class _KeysAgain:

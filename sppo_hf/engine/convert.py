@@ -283,28 +283,28 @@ def _stand_in(causal_lm: Any) -> types.MethodType:
 def _before_layer(
     engine: Engine, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if engine.running is not None:
-        return engine.running.before_layer(index, layer, args, kwargs)
+    runner = engine.running
+    if runner is not None:
+        return runner.before_layer(index, layer, args, kwargs)
     engine.layer_runs_outside(index)
     return None
 
 
 def _after_layer(engine: Engine, index: int, layer: nn.Module, _: Any, output: Any) -> Any:
-    if engine.running is None:
+    runner = engine.running
+    if runner is None:
         return None
     # Called with None when the layer (or another hook before it) raised.
-    return engine.running.after_layer(index, layer, output, failed=output is None)
+    return runner.after_layer(index, layer, output, failed=output is None)
 
 
 def _before_norm(
     engine: Engine, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if engine.running is None:
-        return None
-    return engine.running.before_norm(norm, args, kwargs)
+    runner = engine.running
+    return None if runner is None else runner.before_norm(norm, args, kwargs)
 
 
 def _after_norm(engine: Engine, norm: nn.Module, _: Any, output: Any) -> Any:
-    if engine.running is None:
-        return None
-    return engine.running.after_norm(norm, output, failed=output is None)
+    runner = engine.running
+    return None if runner is None else runner.after_norm(norm, output, failed=output is None)

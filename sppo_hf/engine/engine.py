@@ -30,6 +30,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.by_layer import NotByLayer
+from sppo_hf.engine.chunk_context import LayerRunner, current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
@@ -88,7 +89,6 @@ class Engine:
         self.group = group
         self.enabled = True
         self.counters: dict[str, int] = {}
-        self.running: ChunkRunner | None = None
         self.logits_request: LogitsRequest | None = None
         """What calls in evaluation do with logits while it is set."""
         self.loss_is_outside = ""
@@ -477,17 +477,7 @@ class Engine:
         slices = ChunkInputs(self._inputs(call), positions, constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
         chunks = sequence.run(slices, stop_token=stop, watch=watch)
-        while True:
-            self.running = sequence
-            try:
-                step = next(chunks, None)
-            finally:
-                self.running = None
-            if step is None:
-                if backward_next:  # the last chunk's loss is done, so its logits are gone
-                    sequence.start_backward()
-                return
-            chunk, output = step
+        for chunk, output in chunks:
             self.head.output_class = type(output)
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
@@ -499,6 +489,8 @@ class Engine:
                 start, end = plan.bounds[chunk]
                 hidden_BCD = self.group.gather_tokens(hidden_BCD, end - start)
             yield chunk, hidden_BCD
+        if backward_next:  # the last chunk's loss is done, so its logits are gone
+            sequence.start_backward()
 
     def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
         """What is cut along the tokens.
@@ -540,9 +532,16 @@ class Engine:
         """The offload engine; there once a batch was planned."""
         return self.offload_holder.engine
 
+    @property
+    def running(self) -> LayerRunner | None:
+        """What runs chunks in this model now, in this thread; None where nothing does."""
+        context = current_of(self.parts)
+        return None if context is None else context.runner
+
     def last_position(self) -> Tensor | None:
         """Largest position of the running sequence, `[1, 1]`; None when none runs."""
-        return None if self.running is None else self.running.last_position
+        context = current_of(self.parts)
+        return None if context is None else context.last_position
 
     def take_stats(self) -> OffloadStats:
         """What the offload engine did since the last time this was asked."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,8 +37,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.loaders import first_line
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # M tokens, D model width, F width of the gated product.
 
@@ -111,7 +115,7 @@ def _refuse_without_compiler(device: torch.device) -> None:
         with torch.enable_grad():
             torch.compile(lambda x: (x * 2).sin().sum())(values).backward()
     except Exception as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise ConfigError(
             f"compile=True, but torch.compile does not work on {device}: {reason}. Allowed: on a "
             "GPU with Triton, on a CPU with a C++ compiler. Remedy: install it, or drop compile."
@@ -202,8 +206,12 @@ def _find_kernel(module: nn.Module, ops: Any, device: torch.device) -> Callable[
             if good:
                 setattr(forward, _MARK, name)
                 return forward
-    except Exception:  # noqa: BLE001 - kernels of another release, or a compiler that is missing
-        return None
+    except Exception as error:  # noqa: BLE001 - kernels of another release, or no compiler
+        logger.warning(
+            "%s keeps its own code: Liger's kernel for it failed when tried (%s)",
+            type(module).__name__,
+            first_line(error),
+        )
     return None
 
 

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, PreTrainedConfig
 
 from sppo_hf.errors import UnsupportedModelError
 
 IMPLEMENTATION = "sppo"
 """Name under which attention and mask are registered with Transformers."""
+
+QUESTION = "sppo_question"
+"""Name of a mask that ends a model's forward by `MaskAsked`."""
 
 # Far from zero, and not multiples of each other, so that masks that depend on the position modulo
 # something (chunked attention) cannot look like a window at all of them.
@@ -79,21 +81,18 @@ class MaskAsked(Exception):
         self.mask_function = mask_function
 
 
-class _Asking(threading.local):
-    active = False
-
-
-_asking = _Asking()
-
-
 @contextlib.contextmanager
-def asking_for_masks() -> Iterator[None]:
-    """Let the first mask that a model builds in this thread end its forward by `MaskAsked`."""
-    _asking.active = True
+def attending_with(implementation: str, configs: tuple[PreTrainedConfig, ...]) -> Iterator[None]:
+    """Let a model take its attention and masks by this name, by its configs; at exit as before."""
+    # The attribute behind the property: its setter would also walk into sub-configs.
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = implementation
     try:
         yield
     finally:
-        _asking.active = False
+        for config, value in zip(configs, before, strict=True):
+            config._attn_implementation_internal = value
 
 
 def sees(mask_function: Callable[..., Any], *, query: int, key: int) -> bool:
@@ -103,8 +102,6 @@ def sees(mask_function: Callable[..., Any], *, query: int, key: int) -> bool:
 
 def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskMeaning:
     """Entry for AttentionMaskInterface: the meaning of `mask_function`, or why it has none."""
-    if _asking.active:
-        raise MaskAsked(mask_function)
     made = kwargs.get("attention_mask")
     if isinstance(made, MaskMeaning):
         # A multimodal model made it for its text decoder, which takes a finished mask as it is.
@@ -191,4 +188,9 @@ def _not_causal(kwargs: dict[str, Any]) -> UnsupportedModelError:
     )
 
 
+def _end_forward(*_: Any, mask_function: Callable[..., Any], **__: Any) -> None:
+    raise MaskAsked(mask_function)
+
+
 AttentionMaskInterface.register(IMPLEMENTATION, mask_meaning)
+AttentionMaskInterface.register(QUESTION, _end_forward)

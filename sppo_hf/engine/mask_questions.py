@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.engine.attend import attention_taken_over
-from sppo_hf.engine.mask import MaskAsked, asking_for_masks, sees
+from sppo_hf.engine.mask import QUESTION, MaskAsked, attending_with, sees
 from sppo_hf.engine.structure import ModelParts
 
 # B batch rows, T tokens of the sequence, A axes of positions.
@@ -76,7 +75,7 @@ def _first_mask(
     """The function of the first mask that the model builds for two tokens; None if it fails."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=position_ids.device)
     try:
-        with torch.no_grad(), attention_taken_over(parts.configs), asking_for_masks():
+        with torch.no_grad(), attending_with(QUESTION, parts.configs):
             # Without hooks: what shards a model must not see a forward that does not end.
             parts.base.forward(
                 input_ids=ids,

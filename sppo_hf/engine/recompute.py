@@ -10,13 +10,12 @@ again. What is kept stays on the device or travels through the offload engine.
 
 The layer's random state and autocast settings are those of the first forward, so dropout inside a
 layer (LoRA's, for one) repeats exactly.
-
-Knows nothing of chunk loops, losses or plans.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator
@@ -26,7 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sppo_hf.engine.recurrent_state import StateKey, States
+from sppo_hf.engine.attend import attention_taken_over
+from sppo_hf.engine.chunk_context import Attended, ChunkContext, LayerStates, StateKey, States
+from sppo_hf.engine.recurrent_state import documents_apart
 from sppo_hf.engine.selective import (
     Changed,
     Holder,
@@ -45,8 +46,8 @@ from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
 from sppo_hf.planning.activation_modes import FrameMode
 
-RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], "RecomputedLayer"], None]
-"""Runs a layer's forward once more with `frame` as the frame attention finds."""
+AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
+"""Makes a context in which layers run."""
 
 
 class _Stop(Exception):
@@ -109,14 +110,14 @@ class RecomputedLayer:
         self,
         layer: nn.Module,
         *,
-        run_layer: RunLayer,
+        context: ChunkContext,
+        around_layers: AroundLayers,
         prefetch_order: PrefetchOrder,
         offload: OffloadEngine,
         keep: Callable[[str, Tensor], Tensor],
         mode: FrameMode,
         label: str,
         reads: ReadTensors,
-        states: States | None = None,
         number: int | None = None,
         before_recompute: Callable[[], None] | None = None,
         before_use: Callable[[], None] | None = None,
@@ -125,14 +126,14 @@ class RecomputedLayer:
 
         Args:
             layer: The decoder layer.
-            run_layer: Runs the layer again; sets up what its attention needs.
+            context: That of the layer's first forward.
+            around_layers: Is entered around the second forward.
             prefetch_order: Order of frames in this sequence, for prefetching.
             offload: Moves what is kept, if the mode says so.
             keep: Gives a tensor that stays its place on the device.
             mode: What is kept ("inputs" or "matmuls"), and where it waits.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
-            states: States that its mixers read.
             number: Its place in the order of forward, for the prefetch order.
             before_recompute: Is called before the layer runs again, while the frame still has what
                 `keys_again` needs.
@@ -140,7 +141,8 @@ class RecomputedLayer:
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
-        self._run_layer = run_layer
+        self._context = context.of_frame()
+        self._around_layers = around_layers
         self._prefetch_order = prefetch_order
         self._number = number
         self._offload = offload
@@ -156,14 +158,10 @@ class RecomputedLayer:
         self._again: dict[int, Tensor] | None = None
         self._stash: tuple[Holder, Holder] | None = None
         self._hidden: Holder | None = None
-        self._given_states: States = states or {}
+        self._given_states: States = {} if context.states is None else context.states.before
         self._states: dict[StateKey, tuple[Holder, bool]] = {}
-        self.states: States = {}
-        """While the layer is recomputed: the states that its mixers read."""
-        self.exchanged: ExchangedAgain | None = None
+        self._exchanged: ExchangedAgain | None = None
         """While the layer is recomputed: what the ranks that share its chunk exchange."""
-        self.take_keys: Callable[[Tensor, Tensor], None] | None = None
-        """While the layer runs for its keys and values alone: gets them, and ends the run."""
         self._recorder: SelectiveRecorder | None = None
         self._products: tuple[Product, ...] | None = None
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -188,7 +186,7 @@ class RecomputedLayer:
         self._versions = self._reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._rest))
         self._arguments = (arguments, arguments.versions())
-        self._context = RunContext(hidden.device)
+        self._run_context = RunContext(hidden.device)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         if self._mode.saved == "matmuls":
@@ -297,18 +295,17 @@ class RecomputedLayer:
         hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
         if self._stash is not None:
             self._recomputing = (self._stash[0].take(), self._stash[1].take())
-        self.states = {
+        states: States = {
             key: holder.take().detach().requires_grad_(needs_grad)
             for key, (holder, needs_grad) in self._states.items()
         }
         try:
-            again = self._run_again(hidden, self._aside(hidden))
+            again = self._run_again(hidden, states, self._aside(hidden))
             if again is None:
                 _needless(self._layer)[self._kind()] = None
-                again = self._run_again(hidden, _Nothing())
+                again = self._run_again(hidden, states, _Nothing())
         finally:
-            self._recomputing = self.exchanged = None
-            self.states = {}
+            self._recomputing = self._exchanged = None
             self._release()
         assert again is not None, "what computes all its products has no others"
         self._check_repeated(again)
@@ -334,17 +331,12 @@ class RecomputedLayer:
 
         with contextlib.ExitStack() as borrowed:
             hidden = borrowed.enter_context(hidden_holder.borrow())
-            self.states = {
+            states = {
                 key: borrowed.enter_context(holder.borrow())
                 for key, (holder, _) in self._states.items()
             }
-            self.take_keys = take
-            try:
-                with self._context.restored(), torch.no_grad(), contextlib.suppress(_Stop):
-                    self._run_layer(self._layer, *_with_hidden(hidden, *rest), self)
-            finally:
-                self.take_keys = None
-                self.states = {}
+            with self._run_context.restored(), torch.no_grad(), contextlib.suppress(_Stop):
+                self._run_layer(*_with_hidden(hidden, *rest), states, take)
         assert found, "a layer whose keys are made again attends"
         return found[0]
 
@@ -355,7 +347,43 @@ class RecomputedLayer:
         self._reads.refuse_changes(self._versions, where)
         arguments.refuse_changes(versions, where)
 
-    def _run_again(self, hidden: Tensor, aside: _Aside) -> list[Tensor] | None:
+    def _run_layer(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        states: States,
+        take_keys: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        """Run the layer's forward once more; attention's results come from `get`.
+
+        See [Note: backward has no context] in `chunk_context`.
+
+        Args:
+            args: The layer's arguments.
+            kwargs: Its keyword arguments.
+            states: What its mixers read. What they write was written in forward.
+            take_keys: Gets keys and values, BKCH, and ends the run.
+        """
+        given, group, stashed = self._context.states, self._context.group, self.get()
+        if group is not None and stashed is not None and self._exchanged is None:
+            self._exchanged = ExchangedAgain(group.start_heads_to_tokens(stashed[0]))
+        context = dataclasses.replace(
+            self._context,
+            stash=self,
+            exchanged=self._exchanged,
+            states=None if given is None else LayerStates(states, given.documents),
+            take_keys=take_keys,
+            attended=Attended(),
+        )
+        with (
+            attention_taken_over(context),
+            documents_apart(self._layer, context.states),
+            self._around_layers(),
+        ):
+            # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
+            self._layer.forward(*args, **kwargs)
+
+    def _run_again(self, hidden: Tensor, states: States, aside: _Aside) -> list[Tensor] | None:
         """All that autograd saves; None if the layer does not repeat itself beside `aside`."""
         args, kwargs = _with_hidden(hidden, *self._rest)
         again: list[Tensor] = []
@@ -368,13 +396,13 @@ class RecomputedLayer:
 
         try:
             with (
-                self._context.restored(),
+                self._run_context.restored(),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
                 contextlib.suppress(_Stop),
                 aside,
             ):
-                self._run_layer(self._layer, args, kwargs, self)
+                self._run_layer(args, kwargs, states)
         except Changed:
             return None
         # Something in it may have minded the dispatch mode.

@@ -7,12 +7,12 @@ gives a copy, writing keeps what was written, and nothing is detached or written
 untouched code carries states through training, and their gradients flow from the last chunk back to
 the first, as those of keys and values do.
 
-The cache itself holds nothing. The states of the running (layer, chunk) are in a `LayerStates`,
-which the layer's call has with it, so a layer that runs again in backward reads the states that it
+The cache itself holds nothing. The states of the running (layer, chunk) are in a `LayerStates` of
+its `ChunkContext`, so a layer that runs again in backward reads the states that it
 read in forward, and what it writes then is dropped.
 
-Which modules are mixers is read off their code: they write states into a cache. Whether a family
-computes the same with states as without is not known here; `family_guard` finds out.
+Whether a family computes the same with states as without is not known here; `family_guard` finds
+out.
 
 [Note: chunks of one token] A single token with a state is a step of generation, for which mixers
 have another branch. It writes into states in place, by kernels that autograd does not see. So no
@@ -28,9 +28,9 @@ is given a second one behind it, whose output and state are dropped.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,77 +38,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from sppo_hf.attention.segments import RowSpans
+from sppo_hf.engine.chunk_context import LayerStates, Spans, StateKey, current
+from sppo_hf.engine.structure import mixers_of
 from sppo_hf.errors import UnsupportedModelError
 
 # B batch rows, C tokens of a chunk or document, D model width, E channels, K kernel size.
-
-StateKey = tuple[str, int, int]
-"""Kind ("conv" or "recurrent"), the layer's index and which of its states it is."""
-
-States = Mapping[StateKey, Tensor]
-"""States after some chunk, each with the batch rows first."""
-
-Spans = tuple[tuple[int, int, bool], ...]
-"""Runs of tokens of one row of a chunk: start, end, and whether it goes on from before."""
-
-_WRITES = frozenset(("update_conv_state", "update_recurrent_state"))
-
-
-class LayerStates:
-    """States of one layer in one chunk: what is there before it, and what it leaves."""
-
-    def __init__(self, before: States, documents: tuple[Spans, ...] | None = None) -> None:
-        """Begin a chunk.
-
-        Args:
-            before: What the chunk before left; nothing in the first chunk.
-            documents: The documents of every row in this chunk, where there are several.
-        """
-        self.documents = documents
-        self.part: LayerStates | None = None
-        """Those of one document, while it runs by itself."""
-        self.after: dict[StateKey, Tensor] = {}
-        self.before = before
-
-    @property
-    def begun(self) -> bool:
-        """Whether there are states from before."""
-        return bool(self.before)
-
-    def read(self, key: StateKey) -> Tensor | None:
-        """A copy of the state from before; None where there is none."""
-        state = self.before.get(key)
-        return None if state is None else state.clone()
-
-    def write_conv(self, key: StateKey, x_BEC: Tensor, kernel: int | None) -> Tensor:
-        """Take the inputs of a causal convolution; returns them behind those kept from before.
-
-        Args:
-            key: Which state it is.
-            x_BEC: The chunk's inputs.
-            kernel: Inputs to keep; as many as are kept already if None, all in the first chunk.
-        """
-        before = self.before.get(key)
-        if before is not None:
-            kernel = before.shape[-1]
-            x_BEC = torch.cat([before, x_BEC], dim=-1)
-        kernel = x_BEC.shape[-1] if kernel is None else kernel
-        if x_BEC.shape[-1] < kernel:
-            x_BEC = nn.functional.pad(x_BEC, (kernel - x_BEC.shape[-1], 0))
-        self.after[key] = x_BEC[..., -kernel:].clone()  # a view would keep the whole chunk's inputs
-        return x_BEC
-
-    def write_recurrent(self, key: StateKey, state: Tensor) -> Tensor:
-        """Take the state after the chunk's last token, and return it."""
-        whole = state.untyped_storage().nbytes() <= state.nbytes
-        self.after[key] = state if whole else state.clone()
-        return state
-
-    def rows(self, row: int, *, fresh: bool) -> LayerStates:
-        """For one document of `row`: with the states of the row, or `fresh` without any."""
-        if fresh:
-            return LayerStates({})
-        return LayerStates({key: state[row : row + 1] for key, state in self.before.items()})
 
 
 class _CacheLayer:
@@ -138,20 +72,15 @@ class _StatesByIndex:
 class StateCache(Cache):
     """The running layer's states, in the interface of Transformers' caches; keys pass through."""
 
-    def __init__(self, num_layers: int, running: Callable[[], LayerStates | None]) -> None:
-        """Make the cache.
-
-        Args:
-            num_layers: Decoder layers of the model.
-            running: Gives the states of the layer that runs in this thread; None outside layers.
-        """
-        self._running = running
+    def __init__(self, num_layers: int) -> None:
+        """Make the cache of a model with so many decoder layers."""
         super().__init__(layers=[_CacheLayer(self, layer) for layer in range(num_layers)])  # type: ignore[misc]
 
     def _states(self) -> LayerStates:
-        states = self._running()
-        assert states is not None, "states are read and written by mixers, in decoder layers"
-        return states.part or states
+        context = current()
+        assert context is not None, "states are read and written by mixers, in decoder layers"
+        assert context.states is not None, "states are read and written by mixers"
+        return context.states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Inputs of a convolution from before, `[B, E, K]`; None in the first chunk."""
@@ -183,7 +112,8 @@ class StateCache(Cache):
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         """Whether the running layer has states from before."""
-        return self._running() is not None and self._states().begun
+        context = current()
+        return context is not None and context.states is not None and context.states.begun
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
         """No: states are cut to what the next token needs."""
@@ -202,22 +132,6 @@ class StateCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Length and offset of the keys of a mask: those of the chunk."""
         return query_length, 0
-
-
-def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules in `module` that carry a state: those whose code writes it into a cache."""
-    return tuple(child for child in module.modules() if _writes_states(type(child)))
-
-
-@functools.cache
-def _writes_states(kind: type[nn.Module]) -> bool:
-    methods = (value for value in vars(kind).values() if inspect.isroutine(value))
-    return any(_WRITES & _names(method) for method in methods)
-
-
-def _names(method: Any) -> frozenset[str]:
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    return frozenset(() if code is None else code.co_names)
 
 
 def documents_in(
@@ -253,7 +167,7 @@ def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[No
     mixers = mixers_of(layer)
     before = [mixer.__dict__.get("forward") for mixer in mixers]
     for mixer in mixers:
-        mixer.forward = functools.partial(_by_document, mixer.forward, states)
+        mixer.forward = functools.partial(_by_document, mixer.forward)
     try:
         yield
     finally:
@@ -263,11 +177,13 @@ def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[No
                 mixer.forward = own
 
 
-def _by_document(
-    forward: Callable[..., Any], states: LayerStates, *args: Any, **kwargs: Any
-) -> Tensor:
+def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Call a mixer's `forward` for each document of each row; `[B, C, D]`, as it would return."""
     hidden = args[0] if args else kwargs["hidden_states"]
+    context = current()
+    assert context is not None, "mixers run in decoder layers"
+    states = context.states
+    assert states is not None, "mixers have states"
     assert states.documents is not None, "the layer's documents are known"
     rows: list[Tensor] = []
     after: dict[StateKey, list[Tensor]] = {}
@@ -282,12 +198,9 @@ def _by_document(
                 whole = isinstance(x, Tensor) and x.shape[:2] == hidden.shape[:2]
                 return x[row : row + 1, at] if whole else x
 
-            states.part = states.rows(row, fresh=not goes_on)
-            try:
+            part = states.rows(row, fresh=not goes_on)
+            with dataclasses.replace(context, states=part).entered():
                 output = forward(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()})
-                left = states.part.after
-            finally:
-                states.part = None
             if not isinstance(output, Tensor):
                 raise UnsupportedModelError(
                     "packed documents cannot be kept apart in this model: a mixer returns "
@@ -295,7 +208,7 @@ def _by_document(
                     "of their own."
                 )
             outputs.append(output[:, : end - start])
-        for key, state in left.items():
+        for key, state in part.after.items():
             after.setdefault(key, []).append(state)
         rows.append(torch.cat(outputs, dim=1))
     states.after |= {key: torch.cat(parts) for key, parts in after.items()}

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.recurrent_state import mixers_of
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.structure import ModelParts, mixers_of
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 # B batch rows, C tokens of a chunk, D model width.

@@ -7,6 +7,7 @@ would not be exact chunk by chunk. It looks at modules and configs only; it runs
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.refusals import (
     IGNORES_STATE,
@@ -33,6 +33,25 @@ ATTENTION_DROPOUT_FIELDS = (
     "attention_dropout_prob",
 )
 """How configs call the share of attention probabilities that is dropped."""
+
+
+_WRITES = frozenset(("update_conv_state", "update_recurrent_state"))
+
+
+def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules in `module` that carry a state: those whose code writes it into a cache."""
+    return tuple(child for child in module.modules() if _writes_states(type(child)))
+
+
+@functools.cache
+def _writes_states(kind: type[nn.Module]) -> bool:
+    methods = (value for value in vars(kind).values() if inspect.isroutine(value))
+    return any(_WRITES & _names(method) for method in methods)
+
+
+def _names(method: Any) -> frozenset[str]:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return frozenset(() if code is None else code.co_names)
 
 
 @dataclass(frozen=True, slots=True)

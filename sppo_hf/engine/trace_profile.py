@@ -48,18 +48,13 @@ from sppo_hf.attention.backends.base import (
 from sppo_hf.attention.blocks import Block
 from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment
-from sppo_hf.engine.attend import (
-    LayerCall,
-    attention_taken_over,
-    begin_layer,
-    end_layer,
-    running_states,
-)
+from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import PrefixLength
+from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
 from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of, quiet_peft
 from sppo_hf.engine.mask import MaskMeaning
 from sppo_hf.engine.matmul_operations import operation, storage_key, tensors_in
-from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
+from sppo_hf.engine.recurrent_state import StateCache
 from sppo_hf.engine.selective import NeedlessRecorder, SelectiveRecorder
 from sppo_hf.engine.stage_message import SHARED_KEYS
 from sppo_hf.engine.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
@@ -324,7 +319,7 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     names = parts.base_arguments()
     if parts.has_states:
         inputs["use_cache"] = True
-        cache = StateCache(len(parts.layers), running_states)
+        cache = StateCache(len(parts.layers))
         inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
         if "position_ids" not in names:
             del inputs["position_ids"]
@@ -336,7 +331,7 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         for layer in parts.layers:
             layer.forward = left_out(layer, returned)
         try:
-            with attention_taken_over(parts.configs), _autocast(training):
+            with attention_taken_over(ChunkContext(model=parts)), _autocast(training):
                 parts.base(**inputs)
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             failed = failed or error
@@ -625,33 +620,26 @@ class _Run:
         return counts
 
     def _forward(self) -> Tensor:
-        call = LayerCall(
+        context = ChunkContext(
+            model=self._parts,
             layer=0,
-            chunk=0,
-            start=0,
             end=self.keys.tokens,
-            rows=None,
             kv=self.keys,
             choose_backend=self.keys.choose_backend,
-            counters={},
             stash=self,
             states=self._states,
         )
-        before = begin_layer(call)
-        try:
-            with (
-                attention_taken_over(self._parts.configs),
-                saved_tensors_hooks(self._save, lambda tensor: tensor),
-                self._counter.watching(),
-                self._needless,
-            ):
-                self._recorder.start()
-                try:
-                    out = self._layer.forward(*self._args, **self._kwargs)
-                finally:
-                    self._recorder.abandon()
-        finally:
-            end_layer(before)
+        with (
+            attention_taken_over(context),
+            saved_tensors_hooks(self._save, lambda tensor: tensor),
+            self._counter.watching(),
+            self._needless,
+        ):
+            self._recorder.start()
+            try:
+                out = self._layer.forward(*self._args, **self._kwargs)
+            finally:
+                self._recorder.abandon()
         return out[0] if isinstance(out, tuple) else out
 
     def _save(self, tensor: Tensor) -> Tensor:

@@ -602,7 +602,6 @@ class PipelineEngine(Engine):
             bounds=prepared.bounds,
             rows=prepared.rows,
             make_sequence=make_sequence,
-            enter=self._enter,
             head=self.head,
             add_loss=add_loss,
             labelled=frozenset(labelled_chunks(layout, prepared.bounds)),
@@ -648,9 +647,6 @@ class PipelineEngine(Engine):
     def messages(self) -> MessageLayout:
         """How stages pack what they give on."""
         return MessageLayout.of(self.parts, self.shape().layers)
-
-    def _enter(self, sequence: ChunkRunner | None) -> None:
-        self.running = sequence
 
     def _execute(
         self,

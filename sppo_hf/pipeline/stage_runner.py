@@ -172,7 +172,6 @@ class StageRunner:
         bounds: Bounds,
         rows: list[tuple[int, int]],
         make_sequence: MakeSequence,
-        enter: Callable[[ChunkRunner | None], None],
         head: ModelHead,
         add_loss: AddLoss | None,
         labelled: frozenset[int],
@@ -191,7 +190,6 @@ class StageRunner:
             bounds: The chunks that run.
             rows: Half-open rows of each micro-batch.
             make_sequence: Makes the state of one micro-batch on one stage.
-            enter: Told which sequence the model's hooks belong to while layers run.
             head: Is told the class of the base model's outputs.
             add_loss: Ends the forward of a chunk; None where the last stage is not here.
             labelled: Chunks whose loss is computed.
@@ -208,7 +206,6 @@ class StageRunner:
         self._bounds = bounds
         self._rows = rows
         self._make_sequence = make_sequence
-        self._enter = enter
         self._head = head
         self._add_loss = add_loss
         self._labelled = labelled
@@ -352,13 +349,11 @@ class StageRunner:
             self._received = parts
         elif running.embedded is not None:
             inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
-        self._enter(running.sequence)
         try:
             with self._staged.running(stage):
                 output = running.sequence.run_chunk(chunk, inputs)
             given = self._given
         finally:
-            self._enter(None)
             self._received = self._given = None
             own_inputs = self._staged.take_given(stage)
         self._head.output_class = type(output)

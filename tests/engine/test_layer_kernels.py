@@ -196,10 +196,18 @@ class _Breaks(SiLUMul):
 
 
 @pytest.mark.parametrize("wrong", [_Clamps, _Forgets, _Breaks])
-def test_a_kernel_that_differs_is_not_taken(liger: SimpleNamespace, wrong: type) -> None:
+def test_a_kernel_that_differs_is_not_taken(
+    liger: SimpleNamespace, caplog: pytest.LogCaptureFixture, wrong: type
+) -> None:
     liger.LigerSiLUMulFunction = wrong
     model = build_tiny_model("llama", dtype=torch.float32)
     assert used(model) == {"norm": 2 * len(model.model.layers) + 1}
+    if wrong is _Breaks:
+        (line,) = caplog.messages
+        assert line.startswith("LlamaMLP keeps its own code")
+        assert "RuntimeError: no kernel image is available" in line
+    else:
+        assert not caplog.messages, "a kernel that differs is nothing to report"
 
 
 def test_a_module_that_does_more_keeps_its_own_code() -> None:

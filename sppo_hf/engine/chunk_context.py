@@ -1,0 +1,217 @@
+"""Which layer and chunk of which model runs: one value, read by hooks, attention and mixers.
+
+Transformers calls layers, attention and caches with its own arguments, and some families do not
+pass unknown ones through. So what belongs to the running (layer, chunk) is in one ContextVar. A
+`ChunkRunner` enters a context around the base model, with which the hooks of the model's layers
+find it, and another around each chunk of each layer, with that chunk's keys, values and states.
+
+[Note: backward has no context] A ContextVar belongs to a thread. Autograd runs the backward of CUDA
+on a thread of its own, and a caller may call `backward` on any: nothing is entered there, or
+something else. So what runs a layer again enters the context itself, from what its frame kept of
+the first (`ChunkContext.of_frame`), and each forward has its own keys and values: two forwards
+before one backward do not mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sppo_hf.attention.backends.base import AttentionSpec, Backend
+from sppo_hf.attention.chunk_attention import Stash
+from sppo_hf.attention.kv_cache import Keep, KeyOwners, KVStore
+from sppo_hf.attention.segments import RowSpans
+from sppo_hf.engine.sequence_group import ExchangedAgain, SequenceGroup
+from sppo_hf.engine.structure import ModelParts
+
+# B batch rows, C tokens of a chunk, E channels.
+
+ChooseBackend = Callable[[AttentionSpec], Backend]
+
+
+StateKey = tuple[str, int, int]
+"""Kind ("conv" or "recurrent"), the layer's index and which of its states it is."""
+
+States = Mapping[StateKey, Tensor]
+"""States after some chunk, each with the batch rows first."""
+
+Spans = tuple[tuple[int, int, bool], ...]
+"""Runs of tokens of one row of a chunk: start, end, and whether it goes on from before."""
+
+
+class LayerRunner(Protocol):
+    """What the hooks of a model's layers and final norm call: see `ChunkRunner`."""
+
+    def before_layer(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A layer begins; returns its arguments."""
+        ...
+
+    def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
+        """A layer has ended or failed; returns its output, None where that is `output` itself."""
+        ...
+
+    def before_norm(
+        self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The final norm begins; returns its arguments."""
+        ...
+
+    def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
+        """The final norm has ended or failed; see `after_layer`."""
+        ...
+
+
+class LayerStates:
+    """States of one layer in one chunk: what is there before it, and what it leaves."""
+
+    def __init__(self, before: States, documents: tuple[Spans, ...] | None = None) -> None:
+        """Begin a chunk.
+
+        Args:
+            before: What the chunk before left; nothing in the first chunk.
+            documents: The documents of every row in this chunk, where there are several.
+        """
+        self.documents = documents
+        self.after: dict[StateKey, Tensor] = {}
+        self.before = before
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are states from before."""
+        return bool(self.before)
+
+    def read(self, key: StateKey) -> Tensor | None:
+        """A copy of the state from before; None where there is none."""
+        state = self.before.get(key)
+        return None if state is None else state.clone()
+
+    def write_conv(self, key: StateKey, x_BEC: Tensor, kernel: int | None) -> Tensor:
+        """Take the inputs of a causal convolution; returns them behind those kept from before.
+
+        Args:
+            key: Which state it is.
+            x_BEC: The chunk's inputs.
+            kernel: Inputs to keep; as many as are kept already if None, all in the first chunk.
+        """
+        before = self.before.get(key)
+        if before is not None:
+            kernel = before.shape[-1]
+            x_BEC = torch.cat([before, x_BEC], dim=-1)
+        kernel = x_BEC.shape[-1] if kernel is None else kernel
+        if x_BEC.shape[-1] < kernel:
+            x_BEC = nn.functional.pad(x_BEC, (kernel - x_BEC.shape[-1], 0))
+        self.after[key] = x_BEC[..., -kernel:].clone()  # a view would keep the whole chunk's inputs
+        return x_BEC
+
+    def write_recurrent(self, key: StateKey, state: Tensor) -> Tensor:
+        """Take the state after the chunk's last token, and return it."""
+        whole = state.untyped_storage().nbytes() <= state.nbytes
+        self.after[key] = state if whole else state.clone()
+        return state
+
+    def without_tensors(self) -> LayerStates:
+        """The documents alone."""
+        return LayerStates({}, self.documents)
+
+    def rows(self, row: int, *, fresh: bool) -> LayerStates:
+        """For one document of `row`: with the states of the row, or `fresh` without any."""
+        if fresh:
+            return LayerStates({})
+        return LayerStates({key: state[row : row + 1] for key, state in self.before.items()})
+
+
+@dataclasses.dataclass(slots=True)
+class Attended:
+    """What attention leaves in the context of its layer and chunk."""
+
+    times: int = 0
+    """How often it was called."""
+    link: Tensor | None = None
+    """This chunk's link, for the next chunk of the layer (see `chunk_attention`)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkContext:
+    """One chunk in one layer, or between layers (`layer` is None) a forward of the base model."""
+
+    model: ModelParts
+    runner: LayerRunner | None = None
+    """What the hooks of the model's layers call; None where a layer runs without them."""
+    last_position: Tensor | None = None
+    """Largest position of the whole sequence, `[1, 1]`."""
+    rows: tuple[RowSpans, ...] | None = None
+    """Documents and padding per row; None for plain causal rows."""
+    choose_backend: ChooseBackend | None = None
+    """Picks the attention backend for what a layer asks."""
+    counters: dict[str, int] = dataclasses.field(default_factory=dict)
+    group: SequenceGroup | None = None
+    """The ranks that share the chunk; None where this one has all of it."""
+    owners: KeyOwners | None = None
+    """Who has stored which keys in this chunk; None while a layer runs again."""
+
+    layer: int | None = None
+    chunk: int = 0
+    start: int = 0
+    end: int = 0
+    """The chunk is the tokens `[start, end)`."""
+    kv: KVStore | None = None
+    """Keys and values of the layer; None in one without attention."""
+    states: LayerStates | None = None
+    """None in a model without recurrent or convolutional layers."""
+    link: Tensor | None = None
+    """The link of the layer's chunk before."""
+    stash: Stash | None = None
+    """The frame of a layer that is recomputed in backward: keeps attention's results in the first
+    forward, and has them in the second."""
+    keep: Keep | None = None
+    """Gives keys and values that stay their place on the device."""
+    take_keys: Callable[[Tensor, Tensor], None] | None = None
+    """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
+    exchanged: ExchangedAgain | None = None
+    """While a layer of a shared chunk runs again."""
+    attended: Attended = dataclasses.field(default_factory=Attended)
+
+    def of_frame(self) -> ChunkContext:
+        """What a frame keeps, to run its layer again; see [Note: what a frame must not hold]."""
+        states = None if self.states is None else self.states.without_tensors()
+        return dataclasses.replace(
+            self,
+            runner=None,
+            owners=None,
+            states=states,
+            link=None,
+            stash=None,
+            keep=None,
+            attended=Attended(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let this be `current()`; at exit, also by an exception, what was before."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[ChunkContext | None] = ContextVar("sppo_chunk", default=None)
+
+
+def current() -> ChunkContext | None:
+    """The context of what runs in this thread; None where nothing of ours does."""
+    return _current.get()
+
+
+def current_of(model: ModelParts) -> ChunkContext | None:
+    """`current()` if it is of `model`; models may run inside of each other."""
+    context = _current.get()
+    return context if context is not None and context.model is model else None
