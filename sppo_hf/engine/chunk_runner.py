@@ -59,6 +59,7 @@ from sppo_hf.engine.by_layer import (
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, return_free_heap
 from sppo_hf.engine.kv_offload import EngineTransfer, kv_stream
+from sppo_hf.engine.layer_tiles import LayerTiles
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     LayerStates,
@@ -79,6 +80,7 @@ from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.activation_modes import AWAY_TIERS, AwayTier, FrameMode
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action, Kind
@@ -195,6 +197,7 @@ class ChunkRunner:
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
+        self._tiles = LayerTiles(plan.layer_tile_tokens, _Again(around_layers))
         self._weights = weights
         self._group = group
         attending = parts.attending_layers()
@@ -209,6 +212,7 @@ class ChunkRunner:
         self._links: list[Tensor | None] = [None] * len(self._layers)
         self._open: list[tuple[LayerCall, LayerCall | None, Frame | None, _Apart]] = []
         self._norm: RecomputedLayer | None = None
+        self._norm_parts = 1
         self._reads: dict[nn.Module, ReadTensors] = {}
         self._watch: StepTimer | None = None
         self._chunks = range(0)  # those of the running call of the base model
@@ -402,44 +406,40 @@ class ChunkRunner:
             modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
             stays = all(mode.recompute and mode.tier == "device" for mode in modes)
             self._arena = CpuChunkArena(len(self._chunks), inputs_stay=stays)
-        self._cut = self._cut_call(args, kwargs, self._examples.get(index), where)
+        example = self._examples.get(index)
+        self._cut = CutCall(args, kwargs, bounds=self._call_bounds(), example=example, where=where)
         return self._open_layer(index, layer, self._chunks.start)
 
-    def _cut_call(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        example: Example | None,
-        where: str,
-    ) -> CutCall:
-        bounds = self._plan.bounds[self._chunks.start : self._chunks.stop]
-        return CutCall(args, kwargs, bounds=bounds, example=example, where=where)
+    def _call_bounds(self) -> Bounds:
+        """Those of the chunks that this call of the base model is for."""
+        return self._plan.bounds[self._chunks.start : self._chunks.stop]
 
-    def _other_chunks(
+    def _other_parts(
         self,
         module: nn.Module,
         output: Any,
-        open_chunk: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-        close_chunk: Callable[[Any], None],
+        count: int,
+        open_part: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+        close_part: Callable[[Any], None],
     ) -> Any:
-        """Close the first chunk of `module`, whose output is `output`, and run the others.
+        """Close the first of `count` parts of `module`, which gave `output`, and run the others.
 
         Returns:
             The output over all tokens of this call; None where that is `output` itself.
         """
         cut, self._cut = self._cut, None
-        close_chunk(output)
-        if len(self._chunks) == 1:
+        close_part(output)
+        if count == 1:
             return None
-        assert cut is not None, "what runs in chunks was cut"
+        assert cut is not None, "what runs in parts was cut"
         cut.put(0, output)
-        for index in range(1, len(self._chunks)):
+        for index in range(1, count):
             self._cut = cut
-            args, kwargs = open_chunk(self._chunks[index])
+            args, kwargs = open_part(index)
             self._cut = None
             output = module.forward(*args, **kwargs)
             del args, kwargs
-            close_chunk(output)
+            close_part(output)
             cut.put(index, output)
         return cut.joined()
 
@@ -476,8 +476,10 @@ class ChunkRunner:
         self._watch_heap(index, end, hidden)
         if self._log is not None:
             self._log.begin_layer(self._chunk, index - self._layers.start, hidden)
-        apart = documents_apart(layer, call.states)
-        apart.__enter__()
+        apart = contextlib.ExitStack()
+        tiled = frame if isinstance(frame, RecomputedLayer) else None
+        apart.enter_context(self._tiles.inside(layer, hidden, tiled))
+        apart.enter_context(documents_apart(layer, call.states))
         self._open.append((call, begin_layer(call), frame, apart))
         if isinstance(frame, RecomputedLayer):
             frame.open(args, kwargs)
@@ -534,8 +536,8 @@ class ChunkRunner:
             self._close_layer(index, failed=True)
             return None
 
-        def open_chunk(chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return self._open_layer(index, layer, chunk)
+        def open_chunk(part: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._open_layer(index, layer, self._chunks[part])
 
         def close_chunk(output: Any) -> None:
             self._close_layer(index)
@@ -543,7 +545,7 @@ class ChunkRunner:
                 hidden = output[0] if isinstance(output, tuple) else output
                 self._watch.watch_backward(self._chunk, hidden, index)
 
-        joined = self._other_chunks(layer, output, open_chunk, close_chunk)
+        joined = self._other_parts(layer, output, len(self._chunks), open_chunk, close_chunk)
         away = self._end_layer(index) if self._plan.order == "by_layer" else None
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
@@ -633,14 +635,19 @@ class ChunkRunner:
         and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
         weights train.
         """
-        self._cut = self._cut_call(args, kwargs, self._examples.get(NORM), "the final norm")
-        return self._open_norm(norm, self._chunks.start)
+        bounds, example = self._call_bounds(), self._examples.get(NORM)
+        tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
+        if len(tiles) > len(bounds):  # called with [B, T, D] alone
+            bounds, example = tiles, Example.of((args[0][:, :EXAMPLE_TOKENS],), {})
+        self._norm_parts = len(bounds)
+        self._cut = CutCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
+        return self._open_norm(norm, 0)
 
-    def _open_norm(self, norm: nn.Module, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _open_norm(self, norm: nn.Module, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._cut is not None, "a norm that runs was given its arguments"
-        self._chunk = chunk
-        args, kwargs = self._cut.take(chunk - self._chunks.start)
-        if self._log is not None:
+        self._chunk = chunk = min(self._chunks.start + index, self._chunks.stop - 1)
+        args, kwargs = self._cut.take(index)
+        if self._log is not None and index < len(self._chunks):
             hidden = args[0] if args else kwargs["hidden_states"]
             self._log.begin_layer(chunk, len(self._layers), hidden)
         if torch.is_grad_enabled():
@@ -662,10 +669,11 @@ class ChunkRunner:
         if failed:
             self._close_norm(failed=True)
             return None
-        return self._other_chunks(
+        return self._other_parts(
             norm,
             output,
-            lambda chunk: self._open_norm(norm, chunk),
+            self._norm_parts,
+            lambda index: self._open_norm(norm, index),
             lambda _: self._close_norm(),
         )
 
@@ -697,6 +705,7 @@ class ChunkRunner:
                     dataclasses.replace(call, keep=None, states=None, owners=None),
                     self._parts.configs,
                     self._around_layers,
+                    self._tiles,
                     None if call.states is None else call.states.documents,
                 ),
                 # The layer's keys are made again from what this frame is about to let go of.
@@ -855,6 +864,7 @@ class _Rerun:
         call: LayerCall,
         configs: tuple[Any, ...],
         around_layers: AroundLayers,
+        tiles: LayerTiles,
         documents: tuple[Spans, ...] | None,
     ) -> None:
         assert call.link is None, "see [Note: what a frame must not hold]"
@@ -862,6 +872,7 @@ class _Rerun:
         self._documents = documents
         self._configs = configs
         self._around_layers = around_layers
+        self._tiles = tiles
 
     def __call__(
         self,
@@ -879,6 +890,7 @@ class _Rerun:
         try:
             with (
                 attention_taken_over(self._configs),
+                self._tiles.inside(layer, args[0] if args else kwargs["hidden_states"], frame),
                 documents_apart(layer, states),
                 self._around_layers(),
             ):

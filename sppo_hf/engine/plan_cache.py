@@ -138,6 +138,8 @@ class PlanCache:
         self._teacher = ProfileCorrector()
         self._by_chunk_reason = ""
         """Why the model cannot go layer by layer, once that is known."""
+        self._untiled_reason = ""
+        """Why layers cannot run in tiles, once that is known."""
         self._have_run: dict[int, Plan] = {}
         """By identity; the plan is held, so that no other gets it."""
         self._have_trained: dict[int, Plan] = {}
@@ -161,6 +163,12 @@ class PlanCache:
         self._by_chunk_reason = reason
         self._config = self._config.replace(order="by_chunk")
         self._plans = {key: p for key, p in self._plans.items() if p.order == "by_chunk"}
+
+    def refuse_tiles(self, reason: str) -> None:
+        """Plan without tiles in layers from now on; `reason` says what cannot run in them."""
+        self._untiled_reason = reason
+        self._config = self._config.replace(layer_tile_tokens=0)
+        self._plans = {key: p for key, p in self._plans.items() if not p.layer_tile_tokens}
 
     def shrink(self, plan: Plan) -> int | None:
         """Plan with less than the device budget of `plan` from now on, where nothing has run yet.
@@ -296,6 +304,7 @@ class PlanCache:
             accumulates=training and self._accumulates,
             dtype_name=dtype_name(self._parts),
             by_layer=self._by_chunk_reason or True,
+            in_tiles=self._untiled_reason or True,
             **learned,
         )
 

@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ _Aside = SelectiveReplayer | NeedlessRecorder | NeedlessPlayer | _Nothing
 
 
 _UNKNOWN = Needless((), ())
+_NO_READS = ReadTensors(())
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Needless | None]]
 _found = weakref.WeakKeyDictionary()
 
@@ -73,7 +74,7 @@ def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
     return _found.setdefault(layer, {})
 
 
-def _is_compiled(layer: nn.Module) -> bool:
+def is_compiled(layer: nn.Module) -> bool:
     """Whether `torch.compile` made a part of `layer`.
 
     Beside a dispatch mode such a part would run in eager mode, from then on for good, and what it
@@ -98,6 +99,15 @@ class _Slot:
         self.index = index
 
 
+class _Unseen(NamedTuple):
+    """What ran in a layer's first forward, unseen."""
+
+    need_grads: list[bool]
+    """Which of its outputs needed gradients."""
+    after: RunContext | None
+    """What random numbers come behind it; None where it runs again."""
+
+
 class RecomputedLayer:
     """Frame of one (layer, chunk) in recompute mode; also the stash of its attention.
 
@@ -109,7 +119,7 @@ class RecomputedLayer:
         layer: nn.Module,
         *,
         run_layer: RunLayer,
-        prefetch_order: PrefetchOrder,
+        prefetch_order: PrefetchOrder | None,
         offload: OffloadEngine,
         keep: Callable[[str, Tensor], Tensor],
         mode: FrameMode,
@@ -125,7 +135,8 @@ class RecomputedLayer:
         Args:
             layer: The decoder layer.
             run_layer: Runs the layer again; sets up what its attention needs.
-            prefetch_order: Order of frames in this sequence, for prefetching.
+            prefetch_order: Order of frames in this sequence, for prefetching; None for a frame
+                that is a part of another one, which has the other's copies.
             offload: Moves what is kept, if the mode says so.
             keep: Gives a tensor that stays its place on the device.
             mode: What is kept ("inputs" or "matmuls"), and where it waits.
@@ -144,6 +155,12 @@ class RecomputedLayer:
         self._number = number
         self._offload = offload
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
+        self._beside: _Aside = _Nothing()
+        self._parts_products: list[Product] = []
+        """Of frames that are parts of this one."""
+        self._like: RunContext | None = None
+        self._unseen: list[_Unseen] = []
+        self._next_unseen = 0
         self._mode = mode
         self._label = label
         self._before_recompute = before_recompute
@@ -185,7 +202,7 @@ class RecomputedLayer:
         self._versions = self._reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._rest))
         self._arguments = (arguments, arguments.versions())
-        self._context = RunContext(hidden.device)
+        self._context = RunContext(hidden.device, like=self._like)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         if self._mode.saved == "matmuls":
@@ -205,10 +222,10 @@ class RecomputedLayer:
         self._unhook()
         self._keep = None
         self._reads.leave_out_own_writes(self._versions)
-        if self._meta:
-            self._prefetch_order.record(self, self._number)
-        else:
+        if not self._meta:
             self._release()  # nothing in the layer needs a gradient
+        elif self._prefetch_order is not None:
+            self._prefetch_order.record(self, self._number)
 
     def cancel(self) -> None:
         """Stop watching after an exception in the layer's forward."""
@@ -239,6 +256,73 @@ class RecomputedLayer:
         if self._recorder is not None:
             self._recorder.resume(out_BNCH, lse_BNC)
 
+    # -- parts of the layer that have frames of their own ----------------------------------------
+
+    def part(self, module: nn.Module, run: RunLayer, label: str, hidden: Holder) -> FramePart:
+        """A frame for a call of `module` on a part of the tokens, inside the layer's forward.
+
+        Args:
+            module: A part of the layer.
+            run: Runs it again.
+            label: What it is, and which tokens: the same in all layers of a kind.
+            hidden: Has the call's input in backward.
+        """
+        keep = self._keep
+        assert keep is not None, "parts are made while the frame is open"
+        return FramePart(
+            module,
+            hidden,
+            run_layer=run,
+            prefetch_order=None,
+            offload=self._offload,
+            keep=lambda kind, tensor: keep(f"{label}, {kind}", tensor),
+            mode=self._mode,
+            label=f"{self._label}, {label}",
+            reads=_NO_READS,  # this frame compares what all of the layer reads
+            before_use=self._before_use,
+            products=self._parts_products,
+            like=self._context,
+        )
+
+    def run_unseen(
+        self, run: Callable[[], list[Tensor]], count: int
+    ) -> tuple[list[Tensor], list[bool]]:
+        """Run what is not to be recorded or answered with the layer, as its parts are not.
+
+        Args:
+            run: Runs it; in the layer's second forward without gradients, and only if it must.
+            count: How many tensors it returns.
+
+        Returns:
+            These, and which of them needed gradients in the first forward.
+        """
+        if self.is_open:
+            if self._recorder is None:
+                outputs, after = run(), None
+            else:
+                self._recorder.pause()
+                outputs = run()
+                after = RunContext(outputs[0].device)
+                self._recorder.resume()
+                self._recorder.add_unseen(*outputs)
+            self._unseen.append(_Unseen([x.requires_grad for x in outputs], after))
+            return outputs, self._unseen[-1].need_grads
+        before, self._next_unseen = self._unseen[self._next_unseen], self._next_unseen + 1
+        beside = self._beside
+        if isinstance(beside, SelectiveReplayer):
+            assert before.after is not None, "products are played back if they were recorded"
+            before.after.go_on()
+            return beside.unseen(count), before.need_grads
+        beside.__exit__(None, None, None)
+        try:
+            with torch.no_grad():
+                outputs = run()
+        finally:
+            beside.__enter__()
+        if isinstance(beside, NeedlessRecorder):
+            beside.given(*outputs)
+        return outputs, before.need_grads
+
     def _hold(self, kind: str, tensor: Tensor) -> Holder:
         if self._mode.tier != "device":
             return SavedOffloaded(self._offload, tensor, self._mode.tier)
@@ -265,6 +349,9 @@ class RecomputedLayer:
         """What is away, first needed first."""
         for holder in self._holders():
             yield from holder.handles()
+        for product in self._parts_products:
+            if product.holder is not None:
+                yield from product.holder.handles()
 
     def saved(self, index: int) -> Tensor:
         """The saved tensor of slot `index`, recomputing the layer the first time.
@@ -275,7 +362,8 @@ class RecomputedLayer:
         if self._before_use is not None:
             self._before_use()
         if self._again is None:
-            self._prefetch_order.on_backward(self)
+            if self._prefetch_order is not None:
+                self._prefetch_order.on_backward(self)
             self._recompute()
         assert self._again is not None
         if index not in self._again:
@@ -363,6 +451,7 @@ class RecomputedLayer:
             if len(again) == len(self._meta):
                 raise _Stop
 
+        self._beside, self._next_unseen = aside, 0
         try:
             with (
                 self._context.restored(),
@@ -374,6 +463,8 @@ class RecomputedLayer:
                 self._run_layer(self._layer, args, kwargs, self)
         except Changed:
             return None
+        finally:
+            self._beside = _Nothing()
         # Something in it may have minded the dispatch mode.
         if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
             return None
@@ -387,7 +478,7 @@ class RecomputedLayer:
         if self._products is not None:
             return SelectiveReplayer(self._products, width=width, label=self._label)
         known = _needless(self._layer).get(self._kind(), _UNKNOWN)
-        if known is _UNKNOWN and not _is_compiled(self._layer):
+        if known is _UNKNOWN and not is_compiled(self._layer):
             return NeedlessRecorder(hidden)
         if known is _UNKNOWN:
             known = _needless(self._layer)[self._kind()] = None
@@ -427,13 +518,53 @@ class RecomputedLayer:
         self._rest = ((), {})
 
 
+class FramePart(RecomputedLayer):
+    """Frame of a part of a layer's work, on some of its tokens; see `RecomputedLayer.part`.
+
+    Its input is what the layer's own frame has, or makes again, so it keeps products alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        hidden: Holder,
+        *,
+        products: list[Product],
+        like: RunContext,
+        **others: Any,
+    ) -> None:
+        """Make a frame.
+
+        Args:
+            module: What runs.
+            hidden: Has its input in backward.
+            products: Gets what the part holds.
+            like: The layer's, with which the part's is shared where it is the same.
+            others: See `RecomputedLayer`.
+        """
+        super().__init__(module, **others)
+        self._input = hidden
+        self._of_layer = products
+        self._like = like
+
+    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+        return self._input if kind == "inputs" else super()._hold(kind, tensor)
+
+    def close(self) -> None:
+        """See `RecomputedLayer`."""
+        super().close()
+        self._of_layer += [p for p in self._products or () if p.holder is not None]
+
+
 class RunContext:
     """Random state and autocast settings of a first forward, for a second one."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Note what holds now, on the CPU and on `device`."""
+    def __init__(self, device: torch.device, *, like: RunContext | None = None) -> None:
+        """Note what holds now, on the CPU and on `device`; what is as in `like` is shared."""
         self._device = device
         self._rng_cpu = torch.get_rng_state()
+        if like is not None and torch.equal(self._rng_cpu, like._rng_cpu):
+            self._rng_cpu = like._rng_cpu  # 5 KB
         self._rng_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -441,15 +572,19 @@ class RunContext:
         ]
         self._cache = torch.is_autocast_cache_enabled()
 
+    def go_on(self) -> None:
+        """Draw what was drawn from here on."""
+        torch.set_rng_state(self._rng_cpu)
+        if self._rng_cuda is not None:
+            torch.cuda.set_rng_state(self._rng_cuda, self._device)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let what was noted hold once more; afterwards all is as it was before."""
         with contextlib.ExitStack() as stack:
             devices = [self._device] if self._rng_cuda is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            torch.set_rng_state(self._rng_cpu)
-            if self._rng_cuda is not None:
-                torch.cuda.set_rng_state(self._rng_cuda, self._device)
+            self.go_on()
             for kind, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(

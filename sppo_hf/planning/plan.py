@@ -340,6 +340,7 @@ def make_plan(
     bounds: Bounds | None = None,
     alive: float | None = None,
     by_layer: bool | str = True,
+    in_tiles: bool | str = True,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
@@ -360,6 +361,7 @@ def make_plan(
             for a device of its own.
         by_layer: whether the model's layers can be called on parts of a sequence; a part of a
             sentence says why not, and is passed on as a warning.
+        in_tiles: the same of whether token-wise modules of layers can run in tiles.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -370,6 +372,7 @@ def make_plan(
         shape = shape.resting_on_host(weights=weights_rest, optimizer=optimizer_rests)
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
+    layer_tile_tokens = 0 if config.layer_tile_tokens == "auto" else config.layer_tile_tokens
     budgets = read_budgets(config, device)
     if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
@@ -381,6 +384,7 @@ def make_plan(
         batch=Batch(
             batch_rows=batch_rows,
             tile_tokens=tile_tokens,
+            layer_tile_tokens=layer_tile_tokens,
             training=training,
             accumulates=accumulates,
             return_logits=config.return_logits,
@@ -425,6 +429,7 @@ def make_plan(
             *estimate_warnings(shape),
             *resting_warnings(shape),
             *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
+            *((f"layer_tile_tokens: 0, because {in_tiles}",) if isinstance(in_tiles, str) else ()),
         ),
     )
 

@@ -44,6 +44,9 @@ class Batch:
     tile_tokens: int
     """Tokens of a tile of the loss."""
 
+    layer_tile_tokens: int = 0
+    """Tokens of a tile of layers' token-wise modules; 0: all of a chunk."""
+
     training: bool = True
     """Whether a backward follows."""
 
@@ -64,6 +67,7 @@ class Batch:
             layer_modes=uniform_modes(len(bounds), num_layers, KEEP),
             training=self.training,
             tile_tokens=self.tile_tokens,
+            layer_tile_tokens=self.layer_tile_tokens,
             accumulates=self.accumulates,
             return_logits=self.return_logits,
             staging_bytes=self.staging_bytes,
