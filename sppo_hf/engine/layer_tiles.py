@@ -307,6 +307,7 @@ class _TiledCall:
     ) -> None:
         self._part = part
         self._forward = forward
+        self._x = x_BTD.detach()
         self._rows = x_BTD.shape[:2]
         tokens = self._rows.numel()
         self._bounds = _even_bounds(tokens, -(-tokens // tile_tokens))
@@ -327,7 +328,7 @@ class _TiledCall:
         nodes = [_Save.apply(anchor, tile.detach()).grad_fn for tile in self._tiles]  # type: ignore[union-attr]
         count = len(self._part.dims)
         if not frame.is_open:
-            outputs, need_grads = frame.run_unseen(lambda: self._run(self._forward), count)
+            outputs, need_grads = frame.run_unseen(lambda: self._run(self._forward), self._x, count)
             return self._shaped(
                 [
                     _Stand.apply(anchor, functools.partial(_itself, x)) if needs_grad else x
@@ -350,7 +351,7 @@ class _TiledCall:
             inner.close()
             return output
 
-        outputs, _ = frame.run_unseen(lambda: self._run(run), count)
+        outputs, _ = frame.run_unseen(lambda: self._run(run), self._x, count)
         return self._shaped(outputs)
 
     def _run(self, forward: Callable[[Tensor], Any]) -> list[Tensor]:

@@ -285,6 +285,7 @@ class PlanCache:
         *,
         training: bool,
         return_logits: bool,
+        layer_tile_tokens: int | None = None,
         **learned: Any,
     ) -> Plan:
         shape = self.shape()
@@ -292,8 +293,11 @@ class PlanCache:
             shape = rank_shape(shape, self._group.size)
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
+        config = self._config.replace(return_logits=return_logits)
+        if layer_tile_tokens is not None:
+            config = config.replace(layer_tile_tokens=layer_tile_tokens)
         return make_plan(
-            self._config.replace(return_logits=return_logits),
+            config,
             shape,
             device=device_facts(device, self._config),
             backend_name=name,
@@ -355,6 +359,7 @@ class PlanCache:
                 correction=correction_found.correction,
                 # Other chunks would round sums in another order; other modes change no number.
                 bounds=before.bounds,
+                layer_tile_tokens=before.layer_tile_tokens,
             )
             self._plans[key] = after
             self._offload.prepare(device, after)

@@ -20,6 +20,7 @@ import contextlib
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -105,7 +106,17 @@ class _Unseen(NamedTuple):
     need_grads: list[bool]
     """Which of its outputs needed gradients."""
     after: RunContext | None
-    """What random numbers come behind it; None where it runs again."""
+    """What random numbers come behind it, where it does not run again but is kept."""
+
+
+@dataclass(slots=True)
+class _OfParts:
+    """What the parts of a layer have come to that have frames of their own."""
+
+    products: list[Product] = field(default_factory=list[Product])
+    """Those that they hold."""
+    multiply: bool = False
+    """Whether those that ran last have products."""
 
 
 class RecomputedLayer:
@@ -156,8 +167,7 @@ class RecomputedLayer:
         self._offload = offload
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
         self._beside: _Aside = _Nothing()
-        self._parts_products: list[Product] = []
-        """Of frames that are parts of this one."""
+        self._of_parts = _OfParts()
         self._like: RunContext | None = None
         self._unseen: list[_Unseen] = []
         self._next_unseen = 0
@@ -280,37 +290,41 @@ class RecomputedLayer:
             label=f"{self._label}, {label}",
             reads=_NO_READS,  # this frame compares what all of the layer reads
             before_use=self._before_use,
-            products=self._parts_products,
+            of_parts=self._of_parts,
             like=self._context,
         )
 
     def run_unseen(
-        self, run: Callable[[], list[Tensor]], count: int
+        self, run: Callable[[], list[Tensor]], given: Tensor, count: int
     ) -> tuple[list[Tensor], list[bool]]:
-        """Run what is not to be recorded or answered with the layer, as its parts are not.
+        """Run parts of the layer, which are not recorded or answered with the rest of it.
 
         Args:
-            run: Runs it; in the layer's second forward without gradients, and only if it must.
-            count: How many tensors it returns.
+            run: Runs them; in the layer's second forward without gradients, and only if it must:
+                what multiplies is kept like a product, where products are kept.
+            given: What the parts are given.
+            count: How many tensors they return.
 
         Returns:
             These, and which of them needed gradients in the first forward.
         """
         if self.is_open:
-            if self._recorder is None:
-                outputs, after = run(), None
-            else:
-                self._recorder.pause()
+            after, recorder = None, self._recorder
+            if recorder is None:
                 outputs = run()
-                after = RunContext(outputs[0].device)
-                self._recorder.resume()
-                self._recorder.add_unseen(*outputs)
+            else:
+                recorder.pause()
+                self._of_parts.multiply = False
+                outputs = run()
+                if self._of_parts.multiply:
+                    after = RunContext(outputs[0].device, like=self._context)
+                recorder.resume()
+                recorder.add_unseen(given, outputs, as_products=self._of_parts.multiply)
             self._unseen.append(_Unseen([x.requires_grad for x in outputs], after))
             return outputs, self._unseen[-1].need_grads
         before, self._next_unseen = self._unseen[self._next_unseen], self._next_unseen + 1
         beside = self._beside
-        if isinstance(beside, SelectiveReplayer):
-            assert before.after is not None, "products are played back if they were recorded"
+        if isinstance(beside, SelectiveReplayer) and before.after is not None:
             before.after.go_on()
             return beside.unseen(count), before.need_grads
         beside.__exit__(None, None, None)
@@ -349,7 +363,7 @@ class RecomputedLayer:
         """What is away, first needed first."""
         for holder in self._holders():
             yield from holder.handles()
-        for product in self._parts_products:
+        for product in self._of_parts.products:
             if product.holder is not None:
                 yield from product.holder.handles()
 
@@ -529,7 +543,7 @@ class FramePart(RecomputedLayer):
         module: nn.Module,
         hidden: Holder,
         *,
-        products: list[Product],
+        of_parts: _OfParts,
         like: RunContext,
         **others: Any,
     ) -> None:
@@ -538,13 +552,13 @@ class FramePart(RecomputedLayer):
         Args:
             module: What runs.
             hidden: Has its input in backward.
-            products: Gets what the part holds.
+            of_parts: Gets what the part multiplied and holds.
             like: The layer's, with which the part's is shared where it is the same.
             others: See `RecomputedLayer`.
         """
         super().__init__(module, **others)
         self._input = hidden
-        self._of_layer = products
+        self._of_parts = of_parts
         self._like = like
 
     def _hold(self, kind: str, tensor: Tensor) -> Holder:
@@ -553,7 +567,9 @@ class FramePart(RecomputedLayer):
     def close(self) -> None:
         """See `RecomputedLayer`."""
         super().close()
-        self._of_layer += [p for p in self._products or () if p.holder is not None]
+        products = self._products or ()
+        self._of_parts.multiply = self._of_parts.multiply or bool(products)
+        self._of_parts.products += [p for p in products if p.holder is not None]
 
 
 class RunContext:

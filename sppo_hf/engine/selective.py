@@ -379,10 +379,20 @@ class SelectiveRecorder(_DependencyTracker):
         if self._running:
             self.pause()
 
-    def add_unseen(self, *outputs: Tensor) -> None:
-        """Treat what ran unseen and returned `outputs` like products; after it, watch on."""
+    def add_unseen(self, given: Tensor, outputs: Sequence[Tensor], *, as_products: bool) -> None:
+        """Take note of what ran unseen on `given` and returned `outputs`.
+
+        Args:
+            given: Its input.
+            outputs: What it returned.
+            as_products: Whether to hold these like products, or they are made again.
+        """
+        depends = self._read(given)
         for output in outputs:
-            self._add(Product(_UNSEEN, (), _zeros_like(output)), output)
+            if as_products:
+                self._add(Product(_UNSEEN, (), _zeros_like(output)), output)
+            else:
+                self._set(output, depends)
 
     # -- what torch calls --------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from sppo_hf.planning.choices import (
     read_budgets,
     read_choices,
     read_orders,
+    read_tiles,
     set_by_rule,
 )
 from sppo_hf.planning.chunk_bounds import (
@@ -49,7 +50,7 @@ from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.pipeline_bounds import asked_by_unit, shared_budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
-from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks
+from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     BudgetViolation,
     Choices,
@@ -320,6 +321,8 @@ class _Task:
     budgets: Budgets
     choices: Choices
     orders: tuple[Order, ...]
+    tiles: tuple[int, ...]
+    """Tokens of tiles in which token-wise modules of one chunk over all tokens may run."""
     cost: ModelCost | None
     bounds: Bounds | None
 
@@ -394,6 +397,7 @@ def make_plan(
         budgets=budgets,
         choices=read_choices(config, device),
         orders=read_orders(config, by_layer=by_layer is True),
+        tiles=() if bounds is not None or in_tiles is not True else read_tiles(config, device),
         cost=None
         if device.profile is None
         else ModelCost(
@@ -432,6 +436,11 @@ def make_plan(
             *((f"layer_tile_tokens: 0, because {in_tiles}",) if isinstance(in_tiles, str) else ()),
         ),
     )
+
+
+def _tiled_layers(task: _Task) -> Iterator[Decisions]:
+    if "by_layer" in task.orders:
+        yield from tiled_layers(task.batch, task.total_tokens, task.shape.num_layers, task.tiles)
 
 
 def _order_reason(task: _Task, decided: _Decided) -> str:
@@ -563,7 +572,8 @@ def _by_rule(task: _Task) -> _Decided:
         offload_reason = "auto: on a CPU the host's memory is the device's"
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
     mode = mode_of(saved, tier)
-    found = [_ruled(task, order, mode) for order in task.orders]
+    bases = [*(_base(task, order) for order in task.orders), *_tiled_layers(task)]
+    found = [_ruled(task, base, mode) for base in bases]
     decisions = min(found, key=lambda d: _over_or_held(task, d))
     if decisions.layer_modes[-1][0] != mode:
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
@@ -577,10 +587,9 @@ def _by_rule(task: _Task) -> _Decided:
     )
 
 
-def _ruled(task: _Task, order: Order, mode: FrameMode) -> Decisions:
-    """Every frame in one mode, in an order; K/V where they are least in the way."""
+def _ruled(task: _Task, base: Decisions, mode: FrameMode) -> Decisions:
+    """Every frame in one mode; K/V where they are least in the way."""
     config, on_cpu = task.config, task.device.kind == "cpu"
-    base = _base(task, order)
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
     # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
     # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.
@@ -619,6 +628,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             task.budgets,
             task.choices,
             orders=task.orders,
+            tiles=task.tiles,
             device_kind=task.device.kind,
         )
         if not isinstance(found, BudgetViolation):
@@ -659,6 +669,7 @@ def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
         *_, cuts = _cuts(task, cost)
         bounds = cuts[-1]
     bases = [task.batch.decisions(bounds, task.shape.num_layers, order) for order in task.orders]
+    bases += _tiled_layers(task)
     plans = [
         min_memory(
             cost,

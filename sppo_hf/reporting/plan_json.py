@@ -36,6 +36,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "max_seq_len": answer.max_seq_len,
         "policy": None if predicted is None else predicted.policy,
         "order": None if plan is None else plan.order,
+        "layer_tile_tokens": None if plan is None else plan.layer_tile_tokens,
         "kv_tier": None if plan is None else plan.farthest_keys,
         "kv_modes": None if plan is None else list(plan.kv_modes),
         "kv_block_tokens": None if plan is None else plan.kv_block_tokens,
