@@ -153,6 +153,9 @@ class SPPOConfig:
     loss_tile_tokens: int | Literal["auto"] = "auto"
     """Tokens whose logits exist at the same time while the loss is computed."""
 
+    layer_tile_tokens: int | Literal["auto"] = "auto"
+    """Tokens on which MLPs, norms and adapters of a layer run at once, inside a chunk; 0: all."""
+
     return_logits: bool = False
     """Whether the output carries the logits of the whole sequence, which can take gigabytes."""
 
@@ -174,6 +177,7 @@ class SPPOConfig:
         for name, rule in _RULES.items():
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         _check_one_way_to_cut(self)
+        _check_tiles(self)
         _check_pipeline(self)
         if self.pp_msp == "on":
             _check_multiplexing(self)
@@ -333,6 +337,7 @@ _RULES: dict[str, Rule] = {
     "use_streams": flag,
     "min_offload_size": count(0),
     "loss_tile_tokens": integer(1, "auto"),
+    "layer_tile_tokens": integer(0, "auto"),
     "return_logits": flag,
     "show_plan": flag,
     "trace_dir": text,
@@ -360,6 +365,26 @@ def _check_one_way_to_cut(config: SPPOConfig) -> None:
         raise ConfigError(
             f"partition='even' contradicts chunk_lengths={show(tokens)}, which are not even. "
             f"Allowed: either alone. Remedy: drop partition, or use num_chunks={len(tokens)}."
+        )
+
+
+def _check_tiles(config: SPPOConfig) -> None:
+    """Refuse tiles inside layers beside what is not proven with them."""
+    tile_tokens = config.layer_tile_tokens
+    if tile_tokens in ("auto", 0):
+        return
+    for name, ranks in (("pp_size", config.pp_size), ("sp_size", config.sp_size)):
+        if ranks > 1:
+            raise ConfigError(
+                f"layer_tile_tokens={tile_tokens} contradicts {name}={ranks}: layers in tiles are "
+                f"proven on one device alone. Allowed: layer_tile_tokens='auto' or 0 with {name} "
+                "above 1. Remedy: drop one of them."
+            )
+    if config.compile:
+        raise ConfigError(
+            f"layer_tile_tokens={tile_tokens} contradicts compile=True: compiled norms and MLPs "
+            "run on whole chunks. Allowed: layer_tile_tokens='auto' or 0 with compile. Remedy: "
+            "drop one of them."
         )
 
 

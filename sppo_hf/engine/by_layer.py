@@ -225,7 +225,7 @@ class CutCall:
         self._bounds = bounds
         self._where = where
         self._whole: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._joint: _Joint | None = None
+        self._joint: Joint | None = None
         self._hidden_shape: torch.Size = torch.Size()
         if len(bounds) == 1:
             return
@@ -251,7 +251,7 @@ class CutCall:
         ]
         self._dim = dim
         self._whole = None
-        self._joint = _Joint(dim, tokens, len(bounds))
+        self._joint = Joint(dim, tokens, len(bounds))
 
     def take(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the `index`-th chunk; chunks come in order, each once."""
@@ -346,10 +346,11 @@ class Pieces:
         return _Take.apply(self._link, part, self._gradient, start, end)
 
 
-class _Joint:
+class Joint:
     """Chunks' tensors on their way into one over all tokens."""
 
     def __init__(self, dim: int, tokens: int, num_chunks: int) -> None:
+        """Prepare to join so many along `dim`, which will be `tokens` long."""
         self._dim = dim
         self._tokens = tokens
         self._whole: Tensor | None = None
@@ -358,6 +359,7 @@ class _Joint:
         self._num_chunks = num_chunks
 
     def put(self, part: Tensor, start: int, end: int) -> None:
+        """Copy the part of tokens `[start, end)` into the whole."""
         if self._whole is None or self._gradient is None:
             shape = torch.Size(
                 (*part.shape[: self._dim], self._tokens, *part.shape[self._dim + 1 :])
@@ -369,6 +371,7 @@ class _Joint:
             self._links.append(_Put.apply(part, self._gradient, start, end))
 
     def close(self) -> Tensor:
+        """The whole; all parts are in it."""
         whole, self._whole = self._whole, None
         assert whole is not None, "something was put in"
         links, self._links = self._links, []

@@ -59,6 +59,7 @@ from sppo_hf.engine.chunk_context import (
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, return_free_heap
 from sppo_hf.engine.kv_offload import EngineTransfer, kv_stream
+from sppo_hf.engine.layer_tiles import LayerTiles
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     StateCache,
@@ -76,6 +77,7 @@ from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS, AwayTier, away_tiers
@@ -209,6 +211,7 @@ class ChunkRunner:
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
+        self._tiles = LayerTiles(plan.layer_tile_tokens)
         self._weights = weights
         self._group = group
         attending = parts.attending_layers()
@@ -223,6 +226,7 @@ class ChunkRunner:
         self._links: list[Tensor | None] = [None] * len(self._layers)
         self._open: _OpenLayer | None = None
         self._norm: RecomputedLayer | None = None
+        self._norm_parts = 1
         self._reads: dict[nn.Module, ReadTensors] = {}
         self._watch: StepTimer | None = None
         self._chunks = range(0)  # those of the running call of the base model
@@ -434,44 +438,40 @@ class ChunkRunner:
             modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
             stays = all(mode.recompute and mode.tier == "device" for mode in modes)
             self._arena = CpuChunkArena(len(self._chunks), inputs_stay=stays)
-        self._cut = self._cut_call(args, kwargs, self._examples.get(index), where)
+        example = self._examples.get(index)
+        self._cut = CutCall(args, kwargs, bounds=self._call_bounds(), example=example, where=where)
         return self._open_layer(index, layer, self._chunks.start)
 
-    def _cut_call(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        example: Example | None,
-        where: str,
-    ) -> CutCall:
-        bounds = self._plan.bounds[self._chunks.start : self._chunks.stop]
-        return CutCall(args, kwargs, bounds=bounds, example=example, where=where)
+    def _call_bounds(self) -> Bounds:
+        """Those of the chunks that this call of the base model is for."""
+        return self._plan.bounds[self._chunks.start : self._chunks.stop]
 
-    def _other_chunks(
+    def _other_parts(
         self,
         module: nn.Module,
         output: Any,
-        open_chunk: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-        close_chunk: Callable[[Any], None],
+        count: int,
+        open_part: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+        close_part: Callable[[Any], None],
     ) -> Any:
-        """Close the first chunk of `module`, whose output is `output`, and run the others.
+        """Close the first of `count` parts of `module`, which gave `output`, and run the others.
 
         Returns:
             The output over all tokens of this call; None where that is `output` itself.
         """
         cut, self._cut = self._cut, None
-        close_chunk(output)
-        if len(self._chunks) == 1:
+        close_part(output)
+        if count == 1:
             return None
-        assert cut is not None, "what runs in chunks was cut"
+        assert cut is not None, "what runs in parts was cut"
         cut.put(0, output)
-        for index in range(1, len(self._chunks)):
+        for index in range(1, count):
             self._cut = cut
-            args, kwargs = open_chunk(self._chunks[index])
+            args, kwargs = open_part(index)
             self._cut = None
             output = module.forward(*args, **kwargs)
             del args, kwargs
-            close_chunk(output)
+            close_part(output)
             cut.put(index, output)
         return cut.joined()
 
@@ -509,9 +509,12 @@ class ChunkRunner:
             # anything else is asked for.
             enter = functools.partial(self._weights.enter, index - 1, backward=True)
             hidden.register_hook(lambda _grad: enter())
-        self._open = _OpenLayer(context, contextlib.ExitStack(), frame)
-        self._open.entered.enter_context(context.entered())
-        self._open.entered.enter_context(documents_apart(layer, context.states))
+        tiled = frame if isinstance(frame, RecomputedLayer) else None
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self._tiles.inside(layer, hidden, tiled))
+            entered.enter_context(context.entered())
+            entered.enter_context(documents_apart(layer, context.states))
+            self._open = _OpenLayer(context, entered.pop_all(), frame)
         if isinstance(frame, RecomputedLayer):
             frame.open(args, kwargs)
         elif frame is not None:
@@ -574,8 +577,8 @@ class ChunkRunner:
             self._cancel_layer()
             return None
 
-        def open_chunk(chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return self._open_layer(index, layer, chunk)
+        def open_chunk(part: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._open_layer(index, layer, self._chunks[part])
 
         def close_chunk(output: Any) -> None:
             self._close_layer()
@@ -583,7 +586,7 @@ class ChunkRunner:
                 hidden = output[0] if isinstance(output, tuple) else output
                 self._watch.watch_backward(self._chunk, hidden, index)
 
-        joined = self._other_chunks(layer, output, open_chunk, close_chunk)
+        joined = self._other_parts(layer, output, len(self._chunks), open_chunk, close_chunk)
         away = self._end_layer(index) if self._plan.order == "by_layer" else None
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
@@ -679,14 +682,19 @@ class ChunkRunner:
         and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
         weights train.
         """
-        self._cut = self._cut_call(args, kwargs, self._examples.get(NORM), "the final norm")
-        return self._open_norm(norm, self._chunks.start)
+        bounds, example = self._call_bounds(), self._examples.get(NORM)
+        tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
+        if len(tiles) > len(bounds):  # called with [B, T, D] alone
+            bounds, example = tiles, Example.of((args[0][:, :EXAMPLE_TOKENS],), {})
+        self._norm_parts = len(bounds)
+        self._cut = CutCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
+        return self._open_norm(norm, 0)
 
-    def _open_norm(self, norm: nn.Module, chunk: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _open_norm(self, norm: nn.Module, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._cut is not None, "a norm that runs was given its arguments"
-        self._chunk = chunk
-        args, kwargs = self._cut.take(chunk - self._chunks.start)
-        if self._log is not None:
+        self._chunk = chunk = min(self._chunks.start + index, self._chunks.stop - 1)
+        args, kwargs = self._cut.take(index)
+        if self._log is not None and index < len(self._chunks):
             hidden = args[0] if args else kwargs["hidden_states"]
             self._log.begin_layer(chunk, len(self._layers), hidden)
         if torch.is_grad_enabled():
@@ -709,10 +717,11 @@ class ChunkRunner:
         if failed:
             self._close_norm(failed=True)
             return None
-        return self._other_chunks(
+        return self._other_parts(
             norm,
             output,
-            lambda chunk: self._open_norm(norm, chunk),
+            self._norm_parts,
+            lambda index: self._open_norm(norm, index),
             lambda _: self._close_norm(),
         )
 
@@ -745,6 +754,7 @@ class ChunkRunner:
                 layer,
                 context=context,
                 around_layers=self._around_layers,
+                in_tiles=self._tiles.inside,
                 # The layer's keys are made again from what this frame is about to let go of.
                 before_recompute=None
                 if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)

@@ -38,6 +38,7 @@ from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.fused import fused_tile
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.layer_kernels import prepare_layers, restore_layers
+from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.offload_holder import OffloadHolder
@@ -218,25 +219,25 @@ class Engine:
         self.plans.correct(self.observer)
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
         self.place_weights(device)
-        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
-        self._rest_as_planned(plan, device)
-        random = None if self.plans.has_run(plan) else RandomState(device)
-        try:
-            return self._run_plan(call, layout, plan, logits, began)
-        except NotByLayer as reason:
-            self._stop_resting_layers(device)
-            self.plans.refuse_by_layer(str(reason))
-        except RuntimeError as error:
-            if random is None or not self._plan_with_less(plan, error, "forward"):
-                raise
-        # Here, where the error and all that it holds of the failed forward are gone.
-        if random is not None:
-            random.restore()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        plan = self.plan(rows, tokens, device, return_logits=logits.whole)
-        self._rest_as_planned(plan, device)
-        return self._run_plan(call, layout, plan, logits, began)
+        while True:
+            plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+            self._rest_as_planned(plan, device)
+            random = None if self.plans.has_run(plan) else RandomState(device)
+            try:
+                return self._run_plan(call, layout, plan, logits, began)
+            except NotByLayer as reason:
+                self._stop_resting_layers(device)
+                self.plans.refuse_by_layer(str(reason))
+            except NotTokenWise as reason:
+                self.plans.refuse_tiles(str(reason))
+            except RuntimeError as error:
+                if random is None or not self._plan_with_less(plan, error, "forward"):
+                    raise
+            # Here, where the error and all that it holds of the failed forward are gone.
+            if random is not None:
+                random.restore()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def plan_after_failed_backward(self, error: RuntimeError) -> bool:
         """Plan with less memory from now on, if it ran out in the first backward of a plan.

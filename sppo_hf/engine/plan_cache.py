@@ -151,6 +151,8 @@ class PlanCache:
         self._teacher = ProfileCorrector(group)
         self._by_chunk_reason = ""
         """Why the model cannot go layer by layer, once that is known."""
+        self._untiled_reason = ""
+        """Why layers cannot run in tiles, once that is known."""
         self._have_run: dict[int, Plan] = {}
         """By identity; the plan is held, so that no other gets it."""
         self._have_trained: dict[int, Plan] = {}
@@ -178,6 +180,12 @@ class PlanCache:
         self._by_chunk_reason = reason
         self._config = self._config.replace(order="by_chunk")
         self._plans = {key: p for key, p in self._plans.items() if p.order == "by_chunk"}
+
+    def refuse_tiles(self, reason: str) -> None:
+        """Plan without tiles in layers from now on; `reason` says what cannot run in them."""
+        self._untiled_reason = reason
+        self._config = self._config.replace(layer_tile_tokens=0)
+        self._plans = {key: p for key, p in self._plans.items() if not p.layer_tile_tokens}
 
     def rest(self, config: SPPOConfig, plan: Plan | None = None) -> None:
         """Plan with weights and optimizer where `config` has them from now on.
@@ -304,6 +312,7 @@ class PlanCache:
         *,
         training: bool,
         return_logits: bool,
+        layer_tile_tokens: int | None = None,
         **learned: Any,
     ) -> Plan:
         if self._shape is None:
@@ -314,8 +323,11 @@ class PlanCache:
             shape = replace(shape, sp=self._group.size)
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
+        config = self._config.replace(return_logits=return_logits)
+        if layer_tile_tokens is not None:
+            config = config.replace(layer_tile_tokens=layer_tile_tokens)
         return make_plan(
-            self._config.replace(return_logits=return_logits),
+            config,
             shape,
             device=device_facts(device, self._config),
             backend_name=name,
@@ -327,6 +339,7 @@ class PlanCache:
             dtype_name=dtype_name(self._parts, device),
             by_layer=self._by_chunk_reason or True,
             on_host=self.stays_reason or True,
+            in_tiles=self._untiled_reason or True,
             **learned,
         )
 
@@ -376,6 +389,7 @@ class PlanCache:
                 correction=correction_found.correction,
                 # Other chunks would round sums in another order; other modes change no number.
                 bounds=before.bounds,
+                layer_tile_tokens=before.layer_tile_tokens,
             )
             self._plans[key] = after
             self._offload.prepare(device, after)

@@ -19,7 +19,8 @@ import dataclasses
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,11 @@ from sppo_hf.planning.activation_modes import FrameMode
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a context in which layers run."""
 
+InTiles = Callable[
+    [nn.Module, Tensor, "RecomputedLayer | None"], contextlib.AbstractContextManager[None]
+]
+"""Makes a context in which a layer's token-wise modules run in tiles; see `layer_tiles`."""
+
 
 class _Stop(Exception):
     """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
@@ -66,6 +72,7 @@ _Aside = SelectiveReplayer | NeedlessRecorder | NeedlessPlayer | _Nothing
 
 
 _UNKNOWN = Needless((), ())
+_NO_READS = ReadTensors(())
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Needless | None]]
 _found = weakref.WeakKeyDictionary()
 
@@ -75,7 +82,7 @@ def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
     return _found.setdefault(layer, {})
 
 
-def _is_compiled(layer: nn.Module) -> bool:
+def is_compiled(layer: nn.Module) -> bool:
     """Whether `torch.compile` made a part of `layer`.
 
     Beside a dispatch mode such a part would run in eager mode, from then on for good, and what it
@@ -100,6 +107,25 @@ class _Slot:
         self.index = index
 
 
+class _Unseen(NamedTuple):
+    """What ran in a layer's first forward, unseen."""
+
+    need_grads: list[bool]
+    """Which of its outputs needed gradients."""
+    after: RunContext | None
+    """What random numbers come behind it, where it does not run again but is kept."""
+
+
+@dataclass(slots=True)
+class _OfParts:
+    """What the parts of a layer have come to that have frames of their own."""
+
+    products: list[Product] = field(default_factory=list[Product])
+    """Those that they hold."""
+    multiply: bool = False
+    """Whether those that ran last have products."""
+
+
 class RecomputedLayer:
     """Frame of one (layer, chunk) in recompute mode; also the stash of its attention.
 
@@ -112,12 +138,13 @@ class RecomputedLayer:
         *,
         context: ChunkContext,
         around_layers: AroundLayers,
-        prefetch_order: PrefetchOrder,
+        prefetch_order: PrefetchOrder | None,
         offload: OffloadEngine,
         keep: Callable[[str, Tensor], Tensor],
         mode: FrameMode,
         label: str,
         reads: ReadTensors,
+        in_tiles: InTiles | None = None,
         number: int | None = None,
         before_recompute: Callable[[], None] | None = None,
         before_use: Callable[[], None] | None = None,
@@ -128,12 +155,14 @@ class RecomputedLayer:
             layer: The decoder layer.
             context: That of the layer's first forward.
             around_layers: Is entered around the second forward.
-            prefetch_order: Order of frames in this sequence, for prefetching.
+            prefetch_order: Order of frames in this sequence, for prefetching; None for a frame
+                that is a part of another one, which has the other's copies.
             offload: Moves what is kept, if the mode says so.
             keep: Gives a tensor that stays its place on the device.
             mode: What is kept ("inputs" or "matmuls"), and where it waits.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
+            in_tiles: Lets its token-wise modules run in tiles in the second forward.
             number: Its place in the order of forward, for the prefetch order.
             before_recompute: Is called before the layer runs again, while the frame still has what
                 `keys_again` needs.
@@ -143,10 +172,16 @@ class RecomputedLayer:
         self._layer = layer
         self._context = context.of_frame()
         self._around_layers = around_layers
+        self._in_tiles = in_tiles
         self._prefetch_order = prefetch_order
         self._number = number
         self._offload = offload
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
+        self._beside: _Aside = _Nothing()
+        self._of_parts = _OfParts()
+        self._like: RunContext | None = None
+        self._unseen: list[_Unseen] = []
+        self._next_unseen = 0
         self._mode = mode
         self._label = label
         self._before_recompute = before_recompute
@@ -186,7 +221,7 @@ class RecomputedLayer:
         self._versions = self._reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._rest))
         self._arguments = (arguments, arguments.versions())
-        self._run_context = RunContext(hidden.device)
+        self._run_context = RunContext(hidden.device, like=self._like)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         if self._mode.saved == "matmuls":
@@ -206,10 +241,10 @@ class RecomputedLayer:
         self._unhook()
         self._keep = None
         self._reads.leave_out_own_writes(self._versions)
-        if self._meta:
-            self._prefetch_order.record(self, self._number)
-        else:
+        if not self._meta:
             self._release()  # nothing in the layer needs a gradient
+        elif self._prefetch_order is not None:
+            self._prefetch_order.record(self, self._number)
 
     def cancel(self) -> None:
         """Stop watching after an exception in the layer's forward."""
@@ -240,6 +275,77 @@ class RecomputedLayer:
         if self._recorder is not None:
             self._recorder.resume(out_BNCH, lse_BNC)
 
+    # -- parts of the layer that have frames of their own ----------------------------------------
+
+    def part(self, module: nn.Module, label: str, hidden: Holder) -> FramePart:
+        """A frame for a call of `module` on a part of the tokens, inside the layer's forward.
+
+        Args:
+            module: A part of the layer.
+            label: What it is, and which tokens: the same in all layers of a kind.
+            hidden: Has the call's input in backward.
+        """
+        keep = self._keep
+        assert keep is not None, "parts are made while the frame is open"
+        return FramePart(
+            module,
+            hidden,
+            context=self._context,
+            around_layers=self._around_layers,
+            prefetch_order=None,
+            offload=self._offload,
+            keep=lambda kind, tensor: keep(f"{label}, {kind}", tensor),
+            mode=self._mode,
+            label=f"{self._label}, {label}",
+            reads=_NO_READS,  # this frame compares what all of the layer reads
+            before_use=self._before_use,
+            of_parts=self._of_parts,
+            like=self._run_context,
+        )
+
+    def run_unseen(
+        self, run: Callable[[], list[Tensor]], given: Tensor, count: int
+    ) -> tuple[list[Tensor], list[bool]]:
+        """Run parts of the layer, which are not recorded or answered with the rest of it.
+
+        Args:
+            run: Runs them; in the layer's second forward without gradients, and only if it must:
+                what multiplies is kept like a product, where products are kept.
+            given: What the parts are given.
+            count: How many tensors they return.
+
+        Returns:
+            These, and which of them needed gradients in the first forward.
+        """
+        if self.is_open:
+            after, recorder = None, self._recorder
+            if recorder is None:
+                outputs = run()
+            else:
+                recorder.pause()
+                self._of_parts.multiply = False
+                outputs = run()
+                if self._of_parts.multiply:
+                    after = RunContext(outputs[0].device, like=self._run_context)
+                recorder.resume()
+                recorder.add_unseen(given, outputs, as_products=self._of_parts.multiply)
+            self._unseen.append(_Unseen([x.requires_grad for x in outputs], after))
+            return outputs, self._unseen[-1].need_grads
+        before, self._next_unseen = self._unseen[self._next_unseen], self._next_unseen + 1
+        beside = self._beside
+        if isinstance(beside, SelectiveReplayer) and before.after is not None:
+            before.after.go_on()
+            return beside.unseen(count), before.need_grads
+        beside.__exit__(None, None, None)
+        try:
+            with torch.no_grad():
+                outputs = run()
+        finally:
+            beside.__enter__()
+        if isinstance(beside, NeedlessRecorder):
+            beside.given(*outputs)
+        return outputs, before.need_grads
+
     def _hold(self, kind: str, tensor: Tensor) -> Holder:
         if self._mode.tier != "device":
             return SavedOffloaded(self._offload, tensor, self._mode.tier)
@@ -266,6 +372,9 @@ class RecomputedLayer:
         """What is away, first needed first."""
         for holder in self._holders():
             yield from holder.handles()
+        for product in self._of_parts.products:
+            if product.holder is not None:
+                yield from product.holder.handles()
 
     def saved(self, index: int) -> Tensor:
         """The saved tensor of slot `index`, recomputing the layer the first time.
@@ -276,7 +385,8 @@ class RecomputedLayer:
         if self._before_use is not None:
             self._before_use()
         if self._again is None:
-            self._prefetch_order.on_backward(self)
+            if self._prefetch_order is not None:
+                self._prefetch_order.on_backward(self)
             self._recompute()
         assert self._again is not None
         if index not in self._again:
@@ -377,6 +487,9 @@ class RecomputedLayer:
         )
         with (
             attention_taken_over(context),
+            self._in_tiles(self._layer, args[0] if args else kwargs["hidden_states"], self)
+            if self._in_tiles is not None
+            else contextlib.nullcontext(),
             documents_apart(self._layer, context.states),
             self._around_layers(),
         ):
@@ -394,6 +507,7 @@ class RecomputedLayer:
             if len(again) == len(self._meta):
                 raise _Stop
 
+        self._beside, self._next_unseen = aside, 0
         try:
             with (
                 self._run_context.restored(),
@@ -405,6 +519,8 @@ class RecomputedLayer:
                 self._run_layer(args, kwargs, states)
         except Changed:
             return None
+        finally:
+            self._beside = _Nothing()
         # Something in it may have minded the dispatch mode.
         if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
             return None
@@ -418,7 +534,7 @@ class RecomputedLayer:
         if self._products is not None:
             return SelectiveReplayer(self._products, width=width, label=self._label)
         known = _needless(self._layer).get(self._kind(), _UNKNOWN)
-        if known is _UNKNOWN and not _is_compiled(self._layer):
+        if known is _UNKNOWN and not is_compiled(self._layer):
             return NeedlessRecorder(hidden)
         if known is _UNKNOWN:
             known = _needless(self._layer)[self._kind()] = None
@@ -458,13 +574,66 @@ class RecomputedLayer:
         self._rest = ((), {})
 
 
+class FramePart(RecomputedLayer):
+    """Frame of a part of a layer's work, on some of its tokens; see `RecomputedLayer.part`.
+
+    Its input is what the layer's own frame has, or makes again, so it keeps products alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        hidden: Holder,
+        *,
+        of_parts: _OfParts,
+        like: RunContext,
+        **others: Any,
+    ) -> None:
+        """Make a frame.
+
+        Args:
+            module: What runs.
+            hidden: Has its input in backward.
+            of_parts: Gets what the part multiplied and holds.
+            like: The layer's, with which the part's is shared where it is the same.
+            others: See `RecomputedLayer`.
+        """
+        super().__init__(module, **others)
+        self._input = hidden
+        self._of_parts = of_parts
+        self._like = like
+
+    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+        return self._input if kind == "inputs" else super()._hold(kind, tensor)
+
+    def close(self) -> None:
+        """See `RecomputedLayer`."""
+        super().close()
+        products = self._products or ()
+        self._of_parts.multiply = self._of_parts.multiply or bool(products)
+        self._of_parts.products += [p for p in products if p.holder is not None]
+
+    def _run_layer(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        states: States,
+        take_keys: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        """Run the part again: it has no attention and no states."""
+        with self._around_layers():
+            self._layer.forward(*args, **kwargs)
+
+
 class RunContext:
     """Random state and autocast settings of a first forward, for a second one."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Note what holds now, on the CPU and on `device`."""
+    def __init__(self, device: torch.device, *, like: RunContext | None = None) -> None:
+        """Note what holds now, on the CPU and on `device`; what is as in `like` is shared."""
         self._device = device
         self._rng_cpu = torch.get_rng_state()
+        if like is not None and torch.equal(self._rng_cpu, like._rng_cpu):
+            self._rng_cpu = like._rng_cpu  # 5 KB
         self._rng_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -472,15 +641,19 @@ class RunContext:
         ]
         self._cache = torch.is_autocast_cache_enabled()
 
+    def go_on(self) -> None:
+        """Draw what was drawn from here on."""
+        torch.set_rng_state(self._rng_cpu)
+        if self._rng_cuda is not None:
+            torch.cuda.set_rng_state(self._rng_cuda, self._device)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let what was noted hold once more; afterwards all is as it was before."""
         with contextlib.ExitStack() as stack:
             devices = [self._device] if self._rng_cuda is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            torch.set_rng_state(self._rng_cpu)
-            if self._rng_cuda is not None:
-                torch.cuda.set_rng_state(self._rng_cuda, self._device)
+            self.go_on()
             for kind, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(

@@ -187,6 +187,10 @@ _written_unseen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDic
 """By layer: whether something torch does not see writes into products; see the note."""
 
 
+_UNSEEN = "a module in tiles"
+"""In place of an operation's name: what ran while nobody watched."""
+
+
 @dataclass(slots=True)
 class Product:
     """One matrix product of a layer's first forward."""
@@ -372,13 +376,31 @@ class SelectiveRecorder(_DependencyTracker):
         if self._running:
             self.pause()
 
+    def add_unseen(self, given: Tensor, outputs: Sequence[Tensor], *, as_products: bool) -> None:
+        """Take note of what ran unseen on `given` and returned `outputs`.
+
+        Args:
+            given: Its input.
+            outputs: What it returned.
+            as_products: Whether to hold these like products, or they are made again.
+        """
+        depends = self._read(given)
+        for output in outputs:
+            if as_products:
+                self._add(Product(_UNSEEN, (), _zeros_like(output)), output)
+            else:
+                self._set(output, depends)
+
     # -- what torch calls --------------------------------------------------------------------
 
     def _product(
         self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
     ) -> None:
-        index = self._num_products
         product = Product(op.name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
+        self._add(product, output)
+
+    def _add(self, product: Product, output: Tensor) -> None:
+        index = self._num_products
         self._products.append(product)
         self._num_products += 1
         if product.of_weights:
@@ -439,19 +461,29 @@ class SelectiveReplayer(TorchDispatchMode):
         op = operation(func)
         if not op.is_product(args, self._width):
             return func(*args, **(kwargs or {}))
+        expected = self._expect(op.name, _shapes(args))
+        return func(*args, **(kwargs or {})) if expected.of_weights else _played(expected)
+
+    def unseen(self, count: int) -> list[Tensor]:
+        """What the next thing that ran unseen returned, `count` tensors; zeros if not needed."""
+        return [_played(self._expect(_UNSEEN, ())) for _ in range(count)]
+
+    def _expect(self, name: str, shapes: tuple[torch.Size, ...]) -> Product:
         index, self._next = self._next, self._next + 1
         expected = self._products[index] if index < len(self._products) else None
-        if expected is None or (expected.name, expected.shapes) != (op.name, _shapes(args)):
+        if expected is None or (expected.name, expected.shapes) != (name, shapes):
             before = f"{expected.name} of {_listed(expected.shapes)}" if expected else "not there"
             raise SPPOError(
                 f"{self._label}: matrix product {index} was {before} in forward, and is "
-                f"{op.name} of {_listed(_shapes(args))} when recomputed. The layer's forward "
+                f"{name} of {_listed(shapes)} when recomputed. The layer's forward "
                 "depends on something that changed in between. Set recompute='none' for this model."
             )
-        if expected.of_weights:
-            return func(*args, **(kwargs or {}))
-        # Detached: autograd makes a result its own, and must not meet a view of something else.
-        return expected.blank() if expected.holder is None else expected.holder.take().detach()
+        return expected
+
+
+def _played(product: Product) -> Tensor:
+    # Detached: autograd makes a result its own, and must not meet a view of something else.
+    return product.blank() if product.holder is None else product.holder.take().detach()
 
 
 @dataclass(frozen=True, slots=True)

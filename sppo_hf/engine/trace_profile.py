@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -51,6 +52,7 @@ from sppo_hf.attention.segments import AttentionSegment
 from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import PrefixLength
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
+from sppo_hf.engine.layer_tiles import is_searched, is_worth_tiles
 from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of, quiet_peft
 from sppo_hf.engine.mask import MaskMeaning
 from sppo_hf.engine.matmul_operations import operation, storage_key, tensors_in
@@ -425,10 +427,10 @@ def _trace_layer(
     ]
     short, long = (run.forward() for run in runs)
     per_token = {
-        field.name: round(
-            (getattr(long, field.name) - getattr(short, field.name)) / (lengths[1] - lengths[0])
+        count.name: round(
+            (getattr(long, count.name) - getattr(short, count.name)) / (lengths[1] - lengths[0])
         )
-        for field in fields(_Counts)
+        for count in fields(_Counts)
     }
     # Gradients have no part that does not grow with the tokens, so one run will do.
     backward = round(runs[1].backward_flops() / lengths[1])
@@ -510,6 +512,27 @@ class _Counts:
     whole_bytes: int = 0
     mlp_width: int = 0
     adapted_mlp_width: int = 0
+    tiled_bytes: int = 0
+    tile_bytes: int = 0
+    tiles_recompute_flops: int = 0
+
+
+@dataclass(slots=True)
+class _Tiled:
+    """One call of a module that takes tokens alone, and so can run in tiles."""
+
+    begin: int
+    """Products that ran before it."""
+    end: int = 0
+    """The same, and its own."""
+    last_save: int = 0
+    """The same, up to the last tensor that is saved in it."""
+    saved: set[int | None] = field(default_factory=set[int | None])
+    """Memory that autograd saves in it."""
+    blank: tuple[bool, ...] = ()
+    """Which of its thick products a tile does without when it runs again."""
+    followed: bool = False
+    """Whether anything is saved outside such modules behind it."""
 
 
 class _Run:
@@ -545,6 +568,12 @@ class _Run:
         self._saved: dict[int | None, Tensor] = {}
         """By memory; the tensors stay, so that no other one takes their place."""
         self._last_save = 0
+        self._outside: dict[int | None, Tensor] = {}
+        """By memory, what is saved where these modules run in tiles: outside them, or their input.
+        """
+        self._tiles: list[_Tiled] = []
+        self._tile: _Tiled | None = None
+        self._tile_needless = self._needless
         self._attention_bytes = 0
         self._attending_child: str | None = None
         self._out = self.hidden
@@ -610,6 +639,8 @@ class _Run:
             for product in forward[: self._last_save]
             if not (product.thick and next(blank, False))
         )
+        counts.tiled_bytes, counts.tile_bytes = self._tiles_bytes(counts.whole_bytes)
+        counts.tiles_recompute_flops = self._tiles_flops(() if found is None else found.blank)
         thick = iter(held)
         # A thick product of weights alone is computed again, too.
         counts.matmuls_recompute_flops = sum(
@@ -618,6 +649,83 @@ class _Run:
             if not product.thick or next(thick).of_weights
         )
         return counts
+
+    def _tiles_bytes(self, whole_bytes: int) -> tuple[int, int]:
+        """What is not saved where modules run in tiles, and the most that one module saves."""
+        outside = sum(self._size(key, x) for key, x in self._outside.items())
+        inside = (
+            sum(self._saved_bytes(key) for key in tile.saved - self._outside.keys())
+            for tile in self._tiles
+        )
+        return max(0, whole_bytes - outside), max(inside, default=0)
+
+    def _tiles_flops(self, blank: tuple[bool, ...]) -> int:
+        """What runs once more where a layer's inputs are kept and modules run in tiles.
+
+        A module that something behind it needs runs for its output, and then tile by tile.
+        """
+        products, answered = self._counter.products, iter(blank)
+        needed = [x.flops * (not (x.thick and next(answered, False))) for x in products]
+        flops = 0
+        for tile in self._tiles:
+            blank = iter(tile.blank)
+            inside = products[tile.begin : tile.last_save]
+            again = sum(x.flops * (not (x.thick and next(blank, False))) for x in inside)
+            if tile.followed:
+                again += sum(product.flops for product in products[tile.begin : tile.end])
+            flops += again - sum(needed[tile.begin : min(tile.end, self._last_save)])
+        return max(0, flops)
+
+    @contextlib.contextmanager
+    def _watching_tiles(self) -> Iterator[None]:
+        """Notes what modules do that can run in tiles, if they take tokens alone."""
+        modules = [
+            part
+            for part in self._layer.modules()
+            if part is not self._layer and is_worth_tiles(part) and not is_searched(part)
+        ]
+        before = [part.__dict__.get("forward") for part in modules]
+        try:
+            for part in modules:
+                part.__dict__["forward"] = functools.partial(self._in_tile, part.forward)
+            yield
+        finally:
+            for part, own in zip(modules, before, strict=True):
+                del part.__dict__["forward"]
+                if own is not None:
+                    part.__dict__["forward"] = own
+
+    def _in_tile(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        alone = len(args) == 1 and not kwargs and args[0].ndim == 3
+        if self._tile is not None or not alone:
+            return forward(*args, **kwargs)
+        if args[0].requires_grad:
+            self._save_outside(args[0])
+        tile = self._tile = _Tiled(len(self._counter.products))
+        self._tile_needless = NeedlessRecorder(args[0], without_memory=True)
+        self._recorder.pause()  # it is to be on top
+        try:
+            with self._tile_needless:
+                self._recorder.resume()
+                try:
+                    output = forward(*args)
+                finally:
+                    self._recorder.abandon()
+        finally:
+            self._tile = None
+        self._recorder.resume()
+        found = self._tile_needless.result()
+        tile.blank = () if found is None else found.blank
+        tile.end = len(self._counter.products)
+        self._tiles.append(tile)
+        return output
+
+    def _save_outside(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._others:
+            self._outside.setdefault(key, tensor)
+        for tile in self._tiles:
+            tile.followed = True
 
     def _forward(self) -> Tensor:
         context = ChunkContext(
@@ -632,6 +740,7 @@ class _Run:
         with (
             attention_taken_over(context),
             saved_tensors_hooks(self._save, lambda tensor: tensor),
+            self._watching_tiles(),
             self._counter.watching(),
             self._needless,
         ):
@@ -649,10 +758,19 @@ class _Run:
         key = storage_key(tensor)
         if key not in self._others and key not in self._saved:
             self._saved[key] = tensor
+        if self._tile is None:
+            self._save_outside(tensor)
+        else:
+            self._tile_needless.saved(tensor)
+            self._tile.last_save = self._last_save
+            if key not in self._others:
+                self._tile.saved.add(key)
         return tensor
 
     def _saved_bytes(self, key: int | None) -> int:
-        tensor = self._saved[key]
+        return self._size(key, self._saved[key])
+
+    def _size(self, key: int | None, tensor: Tensor) -> int:
         num_bytes = tensor.untyped_storage().nbytes() if key is not None else tensor.nbytes
         return self._slices.get(key, num_bytes)
 

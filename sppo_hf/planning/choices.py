@@ -15,6 +15,7 @@ from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.solve import Choices
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier
+from sppo_hf.planning.tile_sizes import LAYER_TILES_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,16 @@ def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     elif config.offload_kv == "full":
         kv_tiers = away or (HOST,)
     return Choices(saved=saved, tiers=tiers, kv_tiers=kv_tiers)
+
+
+def read_tiles(config: SPPOConfig, device: DeviceFacts) -> tuple[int, ...]:
+    """Returns the tiles that a layer over all tokens may have, if one chunk is allowed."""
+    several = config.num_chunks not in ("auto", 1) or len(config.chunk_lengths or ()) > 1
+    if several or config.chunk_tokens or config.compile or config.sharing_ranks > 1:
+        return ()
+    if config.layer_tile_tokens == "auto":
+        return LAYER_TILES_TOKENS[device.kind]
+    return (config.layer_tile_tokens,) if config.layer_tile_tokens else ()
 
 
 def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ...]:

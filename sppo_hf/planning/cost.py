@@ -153,23 +153,33 @@ class ModelCost:
         sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
         return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
 
-    def unit_seconds(self, bounds: Bounds) -> UnitSeconds:
-        """Returns the seconds of every unit of a batch, once for each kind of layer."""
-        key = ("units", bounds)
+    def unit_seconds(self, bounds: Bounds, layer_tile_tokens: int = 0) -> UnitSeconds:
+        """Returns the seconds of every unit of a batch, once for each kind of layer.
+
+        Args:
+            bounds: the chunks.
+            layer_tile_tokens: tokens of all rows on which token-wise modules of layers run at once;
+                0 for all of a chunk.
+        """
+        key = ("units", bounds, layer_tile_tokens)
         if key not in self._memo:
             kinds = sorted(set(self._kinds))
             lengths = [end - start for start, end in bounds]
+            tile = layer_tile_tokens
 
             def table(of: Callable[[int, int, int], float]) -> NDArray[np.float64]:
                 return np.array([[of(kind, *chunk) for chunk in bounds] for kind in kinds])
 
             self._memo[key] = UnitSeconds(
-                forward=table(self.forward_seconds),
-                backward=table(self.backward_seconds),
+                forward=table(lambda *unit: self.forward_seconds(*unit, tile)),
+                backward=table(lambda *unit: self.backward_seconds(*unit, tile)),
                 weight=table(lambda i, start, end: self.weight_seconds(i, end - start)),
                 recompute=np.array(
                     [
-                        [[self.recompute_seconds(i, n, saved) for n in lengths] for saved in SAVED]
+                        [
+                            [self.recompute_seconds(i, n, saved, tile) for n in lengths]
+                            for saved in SAVED
+                        ]
                         for i in kinds
                     ]
                 ),
@@ -179,30 +189,30 @@ class ModelCost:
             )
         return self._memo[key]
 
-    def forward_seconds(self, layer: int, start: int, end: int) -> float:
+    def forward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
         """Forward of `layer` over tokens [start, end) with all keys before them."""
         shape = self.shape.layers[layer]
-        key = ("F", self._kinds[layer], start, end)
+        key = ("F", self._kinds[layer], start, end, tile)
         if key not in self._memo:
             tokens = end - start
-            linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens)
+            linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens, tile)
             attention = self._pairs_flops(shape, start, end) / self._rate(
                 self.profile.attention_forward_flops, tokens
             )
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
-            seconds = max(busy, self.profile.launch_seconds)
+            seconds = max(busy, self._launches(tokens, tile) * self.profile.launch_seconds)
             exchange = self.exchange_seconds(layer, tokens)
             self._memo[key] = seconds * self.correction.forward + exchange
         return self._memo[key]
 
-    def backward_seconds(self, layer: int, start: int, end: int) -> float:
+    def backward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
         """Backward of `layer` over tokens [start, end), recomputation left out."""
         shape = self.shape.layers[layer]
-        key = ("B", self._kinds[layer], start, end)
+        key = ("B", self._kinds[layer], start, end, tile)
         if key not in self._memo:
             tokens = end - start
             flops = self.shape.backward_linear_flops_per_token(layer)
-            linear = self._linear_seconds(flops, tokens)
+            linear = self._linear_seconds(flops, tokens, tile)
             attention = (
                 ATTENTION_BACKWARD_FLOPS
                 * self._pairs_flops(shape, start, end)
@@ -210,7 +220,7 @@ class ModelCost:
             )
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _BACKWARD_TRAFFIC)
             # About two kernels for each of forward's.
-            seconds = max(busy, 2 * self.profile.launch_seconds)
+            seconds = max(busy, 2 * self._launches(tokens, tile) * self.profile.launch_seconds)
             exchange = self.exchange_seconds(layer, tokens)
             self._memo[key] = seconds * self.correction.backward + exchange
         return self._memo[key]
@@ -223,21 +233,23 @@ class ModelCost:
             self._memo[key] = self._linear_seconds(flops, tokens) * self.correction.backward
         return self._memo[key]
 
-    def recompute_seconds(self, layer: int, tokens: int, saved: Saved) -> float:
+    def recompute_seconds(self, layer: int, tokens: int, saved: Saved, tile: int = 0) -> float:
         """What backward runs again of `layer` over a chunk of `tokens` tokens; never attention."""
         if saved == "whole":
             return 0.0
-        key = ("R", self._kinds[layer], tokens, saved)
+        key = ("R", self._kinds[layer], tokens, saved, tile)
         if key not in self._memo:
-            linear = self._linear_seconds(
-                self.shape.recompute_flops_per_token(layer, saved), tokens
-            )
+            flops = self.shape.recompute_flops_per_token(layer, saved)
+            launches = self._launches(tokens, tile)
+            if saved == "inputs" and launches > 1:
+                flops += self.shape.layers[layer].tiles_recompute_flops
+            linear = self._linear_seconds(flops, tokens, tile)
             busy = linear + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
-            seconds = max(busy, self.profile.launch_seconds)
+            seconds = max(busy, launches * self.profile.launch_seconds)
             # Short chunks leave the device waiting for Python, which some modes keep busier.
-            host = _HOST_FORWARDS[saved] * self.profile.launch_seconds
-            beside = self.forward_seconds(layer, 0, tokens) / self.correction.forward
-            beside += self.backward_seconds(layer, 0, tokens) / self.correction.backward
+            host = _HOST_FORWARDS[saved] * launches * self.profile.launch_seconds
+            beside = self.forward_seconds(layer, 0, tokens, tile) / self.correction.forward
+            beside += self.backward_seconds(layer, 0, tokens, tile) / self.correction.backward
             again = max(seconds, host - beside) * self.correction.backward
             if saved == "inputs":
                 # Queries go to heads once more, and attention's output, kept there, comes back.
@@ -341,9 +353,18 @@ class ModelCost:
         each = max(1, self.sp // shape.num_heads)
         return flops * shape.heads_of(self.sp) / (each * shape.num_heads)
 
-    def _linear_seconds(self, flops_per_token: float, tokens: int) -> float:
+    def _launches(self, tokens: int, tile: int) -> float:
+        """How many times as many kernels a layer in tiles has.
+
+        About half of a layer's kernels are those of token-wise modules: an assumption.
+        """
         rows = self._own_rows(tokens)
-        return flops_per_token * rows / self._rate(self.profile.matmul_flops, rows)
+        return (1 + -(-rows // tile)) / 2 if tile and rows > tile else 1.0
+
+    def _linear_seconds(self, flops_per_token: float, tokens: int, tile: int = 0) -> float:
+        rows = self._own_rows(tokens)
+        at_once = min(rows, tile) if tile else rows
+        return flops_per_token * rows / self._rate(self.profile.matmul_flops, at_once)
 
     def _elementwise_seconds(self, layer: int, tokens: int, traffic: int) -> float:
         size = self._own_rows(tokens) * self.shape.frame_bytes_per_token(layer)

@@ -51,6 +51,9 @@ class Decisions:
     tile_tokens: int
     """Tokens whose logits exist at once while the loss is computed."""
 
+    layer_tile_tokens: int = 0
+    """Tokens of all rows on which a layer's token-wise modules run at once; 0: all of a chunk."""
+
     order: Order = "by_chunk"
     """How the grid of layers and chunks is walked."""
 

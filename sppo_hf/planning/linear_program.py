@@ -152,7 +152,7 @@ class LinearProgram:
         self._modes = modes
         self._device_kind = device_kind
         self._tables = byte_tables(cost.shape, decisions, device_kind)
-        self._work = cost.unit_seconds(decisions.bounds)
+        self._work = cost.unit_seconds(decisions.bounds, decisions.layer_tile_tokens)
         if decisions.by_layer:
             self._groups = [self._frames_of_layers(), self._keys_of_layers(kv_modes)]
         else:

@@ -206,7 +206,8 @@ class StepProgram:
         """[points] How long each takes."""
         assert self._cost is not None, "seconds are asked of a program with costs"
         kind_of = self.tables.kind_of
-        work = self._cost.unit_seconds(self.decisions.bounds)
+        what = self.decisions
+        work = self._cost.unit_seconds(what.bounds, what.layer_tile_tokens)
         forward, backward = work.forward[kind_of].T, work.backward[kind_of].T
         if self.points.training:
             chunks = np.arange(self.points.num_chunks)[:, None]

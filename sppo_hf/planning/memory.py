@@ -53,6 +53,7 @@ def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> By
         decisions.kv_block_tokens,
         device_kind,
         decisions.by_layer,
+        decisions.layer_tile_tokens,
     )
 
 
@@ -96,6 +97,7 @@ class ByteTables:
         kv_block_tokens: int,
         device_kind: str,
         by_layer: bool,
+        layer_tile_tokens: int = 0,
     ) -> None:
         """Work out what all other quantities rest on; see `byte_tables`."""
         sp, self._all_tokens, alike = shape.sp, bounds[-1][1], shape.alike
@@ -122,6 +124,9 @@ class ByteTables:
         """[chunks] First token of each chunk, and the one behind its last."""
         self.lengths = self.ends - self.starts
         """[chunks] Tokens."""
+        in_a_tile = -(-layer_tile_tokens // batch_rows)
+        self._at_once = np.minimum(self.lengths, in_a_tile) if layer_tile_tokens else self.lengths
+        """[chunks] Tokens of each row on which token-wise modules of layers run at once."""
         self.points = Points(len(bounds), shape.num_layers, training, by_layer)
         kinds, self.kind_of = np.unique(np.array(alike), return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
@@ -231,17 +236,26 @@ class ByteTables:
 
     @cached_property
     def rebuilt(self) -> Bytes:
-        """What a recomputed layer rebuilds: its frame, and under autocast casts of its weights."""
-        return self.saved[:, SAVED.index("whole")] + _by_kind(self.shape.cast_bytes, self.kinds)
+        """What a recomputed layer rebuilds: its frame, and under autocast casts of its weights.
+
+        Where token-wise modules run in tiles, of what they save one tile of one of them.
+        """
+        whole = self.saved[:, SAVED.index("whole")]
+        layers = self.shape.layers
+        tiled = self.rows * _by_kind(lambda kind: layers[kind].tiled_bytes, self.kinds)
+        tile = self.rows * _by_kind(lambda kind: layers[kind].tile_bytes, self.kinds)
+        less = tiled * self.lengths - tile * self._at_once
+        less = np.where(self._at_once < self.lengths, np.maximum(less, 0), 0)
+        return whole - less + _by_kind(self.shape.cast_bytes, self.kinds)
 
     def _workspace(self, *, backward: bool) -> Bytes:
         """Temporaries of a layer over one chunk.
 
-        The MLP holds about two intermediates in forward and four with their gradients in backward,
-        beside two or four full-width tensors; attention holds q, its output and (in backward) their
-        gradients, and one layer's whole prefix of K/V (and dK/dV of one call) once more. CUDA's
-        flash kernels (FlashAttention 2's and cuDNN's) write dK/dV for every query head before they
-        sum those that share a key head.
+        The MLP holds about two intermediates in forward and four with their gradients in backward
+        (of a tile, where it runs in tiles), beside two or four full-width tensors; attention holds
+        q, its output and (in backward) their gradients, and one layer's whole prefix of K/V (and
+        dK/dV of one call) once more. CUDA's flash kernels (FlashAttention 2's and cuDNN's) write
+        dK/dV for every query head before they sum those that share a key head.
         """
         copies = 4 if backward else 2
         nothing = np.zeros_like(self.ends)
@@ -251,14 +265,15 @@ class ByteTables:
         for kind in self.kinds:
             layer = self.shape.layers[kind]
             full_width = copies * layer.hidden_size
-            mlp = copies * layer.mlp_width + full_width
+            mlp = copies * layer.mlp_width
             mlp += 0 if backward else self._wide_adapters_elements(layer)
             per_query = layer.q_elements + layer.attention_output_elements
             joined = layer.kv_elements * prefix * (2 if backward else 1)
             if backward and self.device_kind == "cuda" and layer.num_heads > layer.num_kv_heads:
                 joined = joined + per_query * keys_of_a_call
-            busiest = max(mlp, (copies // 2) * per_query + full_width)
-            rows.append(self.lengths * busiest + joined)
+            attention = self.lengths * (copies // 2) * per_query
+            busiest = np.maximum(self._at_once * mlp, attention) + self.lengths * full_width
+            rows.append(busiest + joined)
         return np.array(rows) * (self.shape.dtype_bytes * self.rows)
 
     def _wide_adapters_elements(self, layer: LayerProfile) -> int:

@@ -36,7 +36,7 @@ THIN = 8
 
 Thin products are computed again rather than kept."""
 
-_FORMAT = 3
+_FORMAT = 4
 
 _Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
 
@@ -125,6 +125,17 @@ class LayerProfile:
 
     adapted_mlp_width: int = 0
     """Widest product of an adapter inside the MLP, which frozen intermediates are added to."""
+
+    tiled_bytes: int = 0
+    """Of `whole_bytes`, what a recomputed layer does not rebuild at once where its token-wise
+    modules run in tiles."""
+
+    tile_bytes: int = 0
+    """What one of these modules saves at most, of the tile that is rebuilt."""
+
+    tiles_recompute_flops: int = 0
+    """Beside `inputs_recompute_flops`, what runs once more in tiles: modules whose output something
+    behind them needs run for it, and then tile by tile."""
 
     borrows_keys: bool = False
     """Keys and values are an earlier layer's, in whose store they are (Gemma 3n, Gemma 4)."""

@@ -25,6 +25,7 @@ from sppo_hf.planning.choices import (
     read_choices,
     read_orders,
     read_places,
+    read_tiles,
     set_by_rule,
 )
 from sppo_hf.planning.chunk_bounds import (
@@ -43,7 +44,7 @@ from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.pipeline_bounds import asked_by_unit, shared_budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
-from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks
+from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     BudgetViolation,
     Choices,
@@ -312,6 +313,8 @@ class _Task:
     budgets: Budgets
     choices: Choices
     orders: tuple[Order, ...]
+    tiles: tuple[int, ...]
+    """Tokens of tiles in which token-wise modules of one chunk over all tokens may run."""
     cost: ModelCost | None
     bounds: Bounds | None
 
@@ -333,6 +336,7 @@ def make_plan(
     alive: float | None = None,
     by_layer: bool | str = True,
     on_host: bool | str = True,
+    in_tiles: bool | str = True,
 ) -> Plan:
     """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
 
@@ -355,6 +359,7 @@ def make_plan(
             sentence says why not, and is passed on as a warning.
         on_host: whether weights and optimizer may rest on the host where the settings leave that
             open; likewise.
+        in_tiles: the same of whether token-wise modules of layers can run in tiles.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -377,6 +382,7 @@ def make_plan(
             bounds=bounds,
             alive=alive,
             by_layer=by_layer,
+            in_tiles=in_tiles,
         )
 
     allowed = training and on_host is True
@@ -455,10 +461,12 @@ def _make_plan(
     bounds: Bounds | None,
     alive: float | None,
     by_layer: bool | str,
+    in_tiles: bool | str,
 ) -> Plan:
     """Decides with weights and optimizer where `config` and `shape` have them."""
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
+    layer_tile_tokens = 0 if config.layer_tile_tokens == "auto" else config.layer_tile_tokens
     budgets = read_budgets(config, device)
     if device.kind == "cpu" and shape.resting is not None and config.device_memory is None:
         # What rests is in the memory that the device computes in.
@@ -474,6 +482,7 @@ def _make_plan(
         batch=Batch(
             batch_rows=batch_rows,
             tile_tokens=tile_tokens,
+            layer_tile_tokens=layer_tile_tokens,
             training=training,
             accumulates=accumulates,
             return_logits=config.return_logits,
@@ -483,6 +492,7 @@ def _make_plan(
         budgets=budgets,
         choices=read_choices(config, device),
         orders=read_orders(config, by_layer=by_layer is True),
+        tiles=() if bounds is not None or in_tiles is not True else read_tiles(config, device),
         cost=None
         if device.profile is None
         else ModelCost(
@@ -520,8 +530,14 @@ def _make_plan(
             *hole_warnings(config, device, predicted, budgets),
             *estimate_warnings(shape),
             *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
+            *((f"layer_tile_tokens: 0, because {in_tiles}",) if isinstance(in_tiles, str) else ()),
         ),
     )
+
+
+def _tiled_layers(task: _Task) -> Iterator[Decisions]:
+    if "by_layer" in task.orders:
+        yield from tiled_layers(task.batch, task.total_tokens, task.shape.num_layers, task.tiles)
 
 
 def _order_reason(task: _Task, decided: _Decided) -> str:
@@ -653,7 +669,8 @@ def _by_rule(task: _Task) -> _Decided:
         offload_reason = "auto: on a CPU the host's memory is the device's"
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
     mode = mode_of(saved, tier)
-    found = [_ruled(task, order, mode) for order in task.orders]
+    bases = [*(_base(task, order) for order in task.orders), *_tiled_layers(task)]
+    found = [_ruled(task, base, mode) for base in bases]
     decisions = min(found, key=lambda d: _over_or_held(task, d))
     if decisions.layer_modes[-1][0] != mode:
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
@@ -667,10 +684,9 @@ def _by_rule(task: _Task) -> _Decided:
     )
 
 
-def _ruled(task: _Task, order: Order, mode: FrameMode) -> Decisions:
-    """Every frame in one mode, in an order; K/V where they are least in the way."""
+def _ruled(task: _Task, base: Decisions, mode: FrameMode) -> Decisions:
+    """Every frame in one mode; K/V where they are least in the way."""
     config, on_cpu = task.config, task.device.kind == "cpu"
-    base = _base(task, order)
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
     # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
     # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.
@@ -709,6 +725,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             task.budgets,
             task.choices,
             orders=task.orders,
+            tiles=task.tiles,
             device_kind=task.device.kind,
         )
         if not isinstance(found, BudgetViolation):
@@ -749,6 +766,7 @@ def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
         *_, cuts = _cuts(task, cost)
         bounds = cuts[-1]
     bases = [task.batch.decisions(bounds, task.shape.num_layers, order) for order in task.orders]
+    bases += _tiled_layers(task)
     plans = [
         min_memory(
             cost,

@@ -20,6 +20,7 @@ from sppo_hf.planning.choices import (
     read_choices,
     read_orders,
     read_places,
+    read_tiles,
     set_by_rule,
 )
 from sppo_hf.planning.chunk_bounds import (
@@ -40,7 +41,7 @@ from sppo_hf.planning.model_profile import Tracer, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.refusals import check_config
-from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks
+from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     BudgetViolation,
     Choices,
@@ -328,7 +329,8 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
     """
     choices = read_choices(question.config, question.device)
     base = replace(
-        _batch(plan).decisions(plan.bounds, plan.num_layers, plan.order),
+        _batch(plan, question.config).decisions(plan.bounds, plan.num_layers, plan.order),
+        layer_tile_tokens=plan.layer_tile_tokens,
         kv_tier=plan.kv_tier,
         kv_block_tokens=plan.kv_block_tokens,
         kv_modes=plan.kv_modes,
@@ -433,11 +435,16 @@ def _smallest(
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
     chooses = config.offload_chooses
     orders = read_orders(config)
-    for order, bounds in product(
-        orders[-1:] if chooses else orders,
-        islice(_cuts(question, cost, total_tokens), most_cuts),
-    ):
-        base = _batch(plan).decisions(bounds, plan.num_layers, order)
+    cuts = islice(_cuts(question, cost, total_tokens), most_cuts)
+    batch = _batch(plan, config)
+    bases = [
+        batch.decisions(bounds, plan.num_layers, order)
+        for order, bounds in product(orders[-1:] if chooses else orders, cuts)
+    ]
+    if "by_layer" in orders and not chooses:
+        tiles = read_tiles(config, question.device)[:1]
+        bases += tiled_layers(batch, total_tokens, plan.num_layers, tiles)
+    for base in bases:
         for kv_mode in kv_modes_of(cost.shape, base, choices)[: 1 if chooses else None]:
             placed = with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
             if set_by_rule(config, question.device):
@@ -477,13 +484,15 @@ def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator
     yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
 
 
-def _batch(plan: Plan) -> Batch:
+def _batch(plan: Plan, config: SPPOConfig) -> Batch:
+    named = config.layer_tile_tokens != "auto"
     return Batch(
         batch_rows=plan.batch_rows,
         tile_tokens=plan.tile_tokens,
         training=plan.training,
         accumulates=plan.accumulates,
         staging_bytes=plan.staging_bytes,
+        layer_tile_tokens=plan.layer_tile_tokens if named else 0,
     )
 
 

@@ -6,7 +6,7 @@ Knows nothing of configs or devices by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sppo_hf.planning.activation_modes import KEEP
 from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, auto_bounds, lengthened
@@ -44,6 +44,9 @@ class Batch:
     tile_tokens: int
     """Tokens of a tile of the loss."""
 
+    layer_tile_tokens: int = 0
+    """Tokens of a tile of layers' token-wise modules; 0: all of a chunk."""
+
     training: bool = True
     """Whether a backward follows."""
 
@@ -64,6 +67,7 @@ class Batch:
             layer_modes=uniform_modes(len(bounds), num_layers, KEEP),
             training=self.training,
             tile_tokens=self.tile_tokens,
+            layer_tile_tokens=self.layer_tile_tokens,
             accumulates=self.accumulates,
             return_logits=self.return_logits,
             staging_bytes=self.staging_bytes,
@@ -79,6 +83,7 @@ def solve_chunks(
     choices: Choices,
     *,
     orders: Sequence[Order] = ("by_chunk",),
+    tiles: Sequence[int] = (),
     device_kind: str = "cuda",
 ) -> Solution | BudgetViolation:
     """Returns the fastest of the plans for several ways to cut a sequence and to walk the grid.
@@ -90,6 +95,8 @@ def solve_chunks(
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
         orders: orders of work, the first of equally fast ones is taken.
+        tiles: by layer, tokens on which token-wise modules of one chunk over all tokens may run at
+            once: another way than chunks inside layers.
         device_kind: "cpu" or "cuda".
     """
     best: Solution | None = None
@@ -98,6 +105,8 @@ def solve_chunks(
         found_plans = 0
         other = best  # what another order has come to is to be beaten
         bases = [batch.decisions(bounds, cost.shape.num_layers, order) for bounds in cuts]
+        if order == "by_layer":
+            bases += tiled_layers(batch, cuts[0][-1][1], cost.shape.num_layers, tiles)
         for base in sorted(bases, key=lambda base: compute_seconds(base, cost)):
             if found_plans >= _PLANS_COMPARED:
                 break
@@ -115,6 +124,16 @@ def solve_chunks(
         return best
     assert closest is not None, "there is at least one way to cut"
     return closest
+
+
+def tiled_layers(
+    batch: Batch, total_tokens: int, num_layers: int, tiles: Sequence[int]
+) -> Iterator[Decisions]:
+    """Yields layers over all tokens with token-wise modules in tiles, where tiles are shorter."""
+    for tile_tokens in tiles:
+        if tile_tokens < total_tokens * batch.batch_rows:
+            whole = batch.decisions(((0, total_tokens),), num_layers, "by_layer")
+            yield replace(whole, layer_tile_tokens=tile_tokens)
 
 
 def chunk_cuts(

@@ -26,6 +26,11 @@ def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
     return max(64, tokens // 64 * 64)
 
 
+LAYER_TILES_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
+"""Tokens on which token-wise modules of a layer may run at once: longer ones gain a kernel nothing,
+and shorter ones save little beside what a layer holds over all tokens."""
+
+
 def kv_block_tokens(
     shape: ModelShape,
     total_tokens: int,

@@ -39,6 +39,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "order": None if plan is None else plan.order,
         "weights": None if plan is None else places_of(plan)[0],
         "optimizer": None if plan is None else places_of(plan)[1],
+        "layer_tile_tokens": None if plan is None else plan.layer_tile_tokens,
         "kv_tier": None if plan is None else plan.farthest_keys,
         "kv_modes": None if plan is None else list(plan.kv_modes),
         "kv_block_tokens": None if plan is None else plan.kv_block_tokens,

@@ -191,7 +191,15 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
     purpose = "training" if plan.training else "evaluation"
     table.add_row("tokens", rows + format_tokens(plan.total_tokens), purpose)
     table.add_row("chunks", format_lengths(plan.chunk_lengths), f"{plan.num_layers} layers each")
-    table.add_row("order", ORDERS[plan.order], plan.order_reason)
+    whole = plan.by_layer and plan.num_chunks == 1
+    order = "layer by layer, each over all tokens" if whole else ORDERS[plan.order]
+    table.add_row("order", order, plan.order_reason)
+    if 0 < plan.layer_tile_tokens < plan.batch_rows * max(plan.chunk_lengths):
+        table.add_row(
+            "tiles",
+            f"of {format_tokens(plan.layer_tile_tokens)}",
+            "MLPs, norms and adapters inside a layer; attention over a chunk at once",
+        )
     table.add_row("device", plan.device.name, speeds_known(plan))
     table.add_row("attention", plan.backend_name, plan.backend_reason)
     if plan.training:

@@ -89,10 +89,11 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
 
     Autograd empties the stack of function modes before it calls Python, so a layer that is run
     again in backward would compute in float32 where it computed in float64 before. The `forward` of
-    each decoder layer, norm and rotary table (a pipeline may run all of them there) is therefore
-    wrapped, for the duration, to enter it by itself.
+    each decoder layer, norm and rotary table (a pipeline may run all of them there), and of what
+    layers are made of (which may run in tiles), is therefore wrapped, for the duration, to enter it
+    by itself.
     """
-    layers = [layer for layer in model.modules() if _may_run_again(layer)]
+    layers = list(dict.fromkeys(_may_run_again(model)))
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = _in_float64(layer.forward)
@@ -107,9 +108,13 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
                 layer.forward = own
 
 
-def _may_run_again(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return "norm" in name or "rotary" in name or isinstance(module, GradientCheckpointingLayer)
+def _may_run_again(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        name = type(module).__name__.lower()
+        if "norm" in name or "rotary" in name:
+            yield module
+        if isinstance(module, GradientCheckpointingLayer):
+            yield from (part for part in module.modules() if any(part.children()))
 
 
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:

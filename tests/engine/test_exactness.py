@@ -86,6 +86,8 @@ CHUNKINGS: dict[str, dict[str, Any]] = {
     "2": {"num_chunks": 2, "partition": "even"},
     "7-uneven": {"chunk_lengths": (1, 4, 2, 5, 3, 7, 1)},
     "one-token": {"chunk_lengths": (1,) * TOKENS},
+    # The layer over all tokens, and in it token-wise modules on a few at a time.
+    "tiles": {"num_chunks": 1, "layer_tile_tokens": 5},
     # A state before a single token is generation to its mixer.
     "with-states": {"chunk_lengths": (1, 4, 2, 9, 7)},
 }
@@ -127,6 +129,8 @@ def _cross() -> list[Cell]:
     by_layer = [
         Cell("7-uneven", "full", "none", "accumulation", "by_layer"),
         Cell("7-uneven", "none", "full", "lora", "by_layer"),
+        Cell("tiles", "none", "none", "lora", "by_layer"),
+        Cell("tiles", "full", "full", "accumulation", "by_layer"),
     ]
     return hardest + modes + scenarios + by_layer
 
@@ -145,7 +149,7 @@ def _each_setting() -> list[Cell]:
 def _cross_with_states() -> list[Cell]:
     modes = itertools.product(("none", "full"), ("none", "full"))
     cells = [Cell("with-states", recompute, offload, "plain") for recompute, offload in modes]
-    cells += [Cell(chunking, "full", "none", "plain") for chunking in ("1", "2")]
+    cells += [Cell(chunking, "full", "none", "plain") for chunking in ("1", "2", "tiles")]
     scenarios = ("lora", "right-padding", "accumulation")
     cells += [Cell("with-states", "full", "none", scenario) for scenario in scenarios]
     return [*cells, *(cell._replace(order="by_layer") for cell in (cells[0], cells[-2]))]
@@ -334,6 +338,7 @@ _ONCE = [
     ("family", "chunking", "recompute", "offload", "order"),
     [
         *(("llama", *settings) for settings in _ONCE),
+        ("llama", "tiles", "full", "none", "by_layer"),
         *((family, *settings) for family in ("mistral", "gpt_oss") for settings in _ONCE[3::4]),
     ],
 )
@@ -345,7 +350,7 @@ def test_attention_runs_forward_once_per_layer_and_chunk(
     batch = make_batch(rows=2, tokens=TOKENS)
     converted = convert(model, cell.config())
     run_batch(converted, batch)
-    num_chunks = {"1": 1, "7-uneven": 7, "one-token": TOKENS}[chunking]
+    num_chunks = {"1": 1, "tiles": 1, "7-uneven": 7, "one-token": TOKENS}[chunking]
     assert len(forwards) == model.config.num_hidden_layers * num_chunks
     assert is_converted(converted)
 

@@ -3,7 +3,7 @@
 The harness of the engine under everything that the planner may decide: frames whole, reduced to
 products or to layer inputs; on the device, on the host, on disk; chunk by chunk K/V kept or
 streamed from either, in blocks of any size; layer by layer those of each layer kept, sent away or
-made again; look-ahead from nothing to everything.
+made again; layers whole or in tiles; look-ahead from nothing to everything.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from sppo_hf.testing.exactness import Gradients, compare, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 TOKENS = 23
-LENGTHS = ((4, 7, 1, 6, 5), (1, 1, 21), (12, 11))
+LENGTHS = ((4, 7, 1, 6, 5), (1, 1, 21), (12, 11), (TOKENS,))
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3", "gpt2")
 
 DECISIONS = st.fixed_dictionaries(
@@ -42,6 +42,7 @@ DECISIONS = st.fixed_dictionaries(
             ),
             st.lists(st.sampled_from((*TIERS, "recompute")), min_size=1, max_size=3),
         ),
+        "layer_tile_tokens": st.sampled_from((0, 5)),
         "max_pending_d2h_bytes": st.sampled_from((None, 0, 3000, 10**9)),
         "max_prefetch_bytes": st.sampled_from((None, 0, 3000, 10**9)),
     }
@@ -67,7 +68,8 @@ def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
             tuple(modes[(chunk * plan.num_layers + i) % len(modes)] for i in range(plan.num_layers))
             for chunk in range(plan.num_chunks)
         )
-        others = {name: drawn[name] for name in ("max_pending_d2h_bytes", "max_prefetch_bytes")}
+        names = ("max_pending_d2h_bytes", "max_prefetch_bytes", "layer_tile_tokens")
+        others = {name: drawn[name] for name in names}
         if isinstance(kv, dict):
             return dataclasses.replace(
                 plan, layer_modes=rows, order="by_chunk", kv_modes=(), **others, **kv
