@@ -229,10 +229,12 @@ class LayerKV:
     def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
         """Add what another store's `take_sums` has returned, for some heads; one may come twice."""
         if chunk not in self._grads:
-            self._grads[chunk] = tuple(sum_zeros(x) for x in self._keys[chunk])  # type: ignore
-        index = torch.tensor(heads, device=dk_BKCH.device)
+            k, v = self._keys[chunk]
+            self._grads[chunk] = sum_zeros(k), sum_zeros(v)
         for total, more in zip(self._grads[chunk], (dk_BKCH, dv_BKCH), strict=True):
-            total.index_add_(1, index, more)
+            # Not by an index, whose copy to the device the host would wait for.
+            for place, head in enumerate(heads):
+                total[:, head] += more[:, place]
 
     @property
     def kv_bytes(self) -> int:

@@ -258,11 +258,34 @@ class HelpedWeights:
             stage: [p for p in staged.parameters_of(stage) if p.requires_grad]
             for stage in range(staged.cut.num_stages)
         }
+        self._there: set[int] = set()
+        """Which weights had a gradient here when it was handed over."""
+        self._aside: dict[nn.Parameter, Tensor] = {}
+        """What others gave of the gradients of own weights that had none here."""
         for parameters in self._trained.values():
             for parameter in self._foreign(parameters):
                 # In a storage of its own: what was loaded may be a part of a file.
                 parameter.data = torch.empty_like(parameter.data)
                 parameter.untyped_storage().resize_(0)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of other ranks' weights that are here all along: those that do not train."""
+        modules = self._staged.helped_modules()
+        found = {id(p): p for module in modules for p in module.parameters()}
+        return sum(
+            p.numel() * p.element_size()
+            for p in found.values()
+            if not p.requires_grad and id(p) not in self._own
+        )
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of what trains in the largest of other ranks' stages: those that come and go."""
+        return max(
+            sum(p.numel() * p.element_size() for p in self._foreign(parameters))
+            for parameters in self._trained.values()
+        )
 
     def begin_step(self, device: torch.device) -> None:
         """Let helped stages be as the model is: on its device, and training or not."""
@@ -280,6 +303,8 @@ class HelpedWeights:
 
     def drop_gradients(self) -> None:
         """Drop gradients that were not handed over, as after an error."""
+        self._there.clear()
+        self._aside.clear()
         for parameters in self._trained.values():
             for parameter in self._foreign(parameters):
                 parameter.grad = None
@@ -290,10 +315,11 @@ class HelpedWeights:
         owner = self._mesh.world_rank(stage)
         is_owner = self._mesh.pp_rank == stage
         for bucket in buckets_of(self._trained[stage]):
-            flat = torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
-            flat = flat.to(self._mesh.device)
             if is_owner:
-                torch.cat([p.detach().reshape(-1) for p in bucket], out=flat)
+                flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+            else:
+                numbers = sum(p.numel() for p in bucket)
+                flat = torch.empty(numbers, dtype=bucket[0].dtype, device=self._mesh.device)
             dist.broadcast(flat, owner, group=self._mesh.sets[run.ranks])
             parts = flat.split([p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
@@ -312,23 +338,50 @@ class HelpedWeights:
     @torch.no_grad()
     def reduce(self, stage: int, run: Run) -> None:
         """Sum the gradients of a stage's weights over a run's set, at the owner."""
-        owner = self._mesh.pp_rank == stage
+        is_owner = self._mesh.pp_rank == stage
+        if is_owner:
+            self._join(p for p in self._trained[stage] if p.grad is not None)
         for bucket in buckets_of(self._trained[stage]):
-            # What both ends of the pipeline hold is summed over these (`add_shared`).
-            given = [p.grad if owner or id(p) not in self._own else None for p in bucket]
-            there = torch.tensor([float(grad is not None) for grad in given])
-            pieces = [
-                torch.zeros_like(p) if grad is None else grad.to(p.dtype)
-                for p, grad in zip(bucket, given, strict=True)
-            ]
-            flat = torch.cat([*(x.reshape(-1) for x in pieces), there.to(pieces[0])])
+            self._there |= {id(p) for p in bucket if p.grad is not None}
+            flat = torch.cat([self._given(p, is_owner).reshape(-1) for p in bucket])
             dist.reduce(flat, self._mesh.world_rank(stage), group=self._mesh.sets[run.ranks])
-            if owner:
-                *sums, there = flat.split([*(p.numel() for p in bucket), len(bucket)])
-                for parameter, total, count in zip(bucket, sums, there.tolist(), strict=True):
-                    parameter.grad = total.view_as(parameter).clone() if count else None
+            totals = flat.split([p.numel() for p in bucket]) if is_owner else ()
+            for parameter, total in zip(bucket, totals, strict=False):
+                if parameter.grad is None:
+                    self._aside[parameter] = total.view_as(parameter)
+                else:
+                    parameter.grad = total.view_as(parameter)
             for parameter in self._foreign(bucket):
                 parameter.grad = None
+
+    def _given(self, parameter: nn.Parameter, is_owner: bool) -> Tensor:
+        """What this rank adds to the gradient of a weight."""
+        grad = parameter.grad
+        if is_owner and grad is None:
+            grad = self._aside.pop(parameter, None)
+        elif not is_owner and id(parameter) in self._own:
+            grad = None  # both ends of the pipeline hold it, and sum it in the end
+        return torch.zeros_like(parameter) if grad is None else grad.to(parameter.dtype)
+
+    def _join(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add to gradients what others gave when there was none here."""
+        for parameter in parameters:
+            total = self._aside.pop(parameter, None)
+            if total is not None:
+                parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def settle(self, stage: int) -> None:
+        """A stage of this rank has its whole gradient, which replicas are about to average."""
+        self._join(self._trained[stage])
+
+    def end_step(self) -> None:
+        """All units have run. What no rank has a gradient of, as without us, has none."""
+        every = [p for parameters in self._trained.values() for p in parameters]
+        there = torch.tensor([id(p) in self._there for p in every], dtype=torch.int32)
+        dist.all_reduce(there, group=self._mesh.control)
+        self._join(p for p, count in zip(every, there.tolist(), strict=True) if count)
+        self._there.clear()
+        self._aside.clear()
 
     def _foreign(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
         return (p for p in parameters if id(p) not in self._own)
@@ -523,7 +576,7 @@ class SharedUnits:
                 keys.keys_and_values(chunk), (layer.qk_head_size, layer.v_head_size), strict=True
             ):
                 self._check_keys(message.made, layer, x_BKCH, size)
-                flat.append(x_BKCH[:, source].reshape(-1))
+                flat.append(_heads(x_BKCH, source).reshape(-1))
         return torch.cat(flat)
 
     def _check_keys(self, action: Action, layer: LayerProfile, x_BKCH: Tensor, size: int) -> None:
@@ -602,9 +655,9 @@ class SharedUnits:
                     x_BKCH = given[offset : offset + numbers].view(rows, len(target), tokens, size)
                     offset += numbers
                 else:
-                    x_BKCH = given[index][which][:, source]
-                if target:
-                    tensors[which][:, target] = x_BKCH
+                    x_BKCH = _heads(given[index][which], source)
+                for place, head in enumerate(target):
+                    tensors[which][:, head] = x_BKCH[:, place]
 
     # -- their gradients -----------------------------------------------------------------------
 
@@ -657,7 +710,7 @@ class SharedUnits:
                     both.append(given[offset : offset + numbers].view(shape))
                     offset += numbers
             else:
-                both = [x_BKCH[:, target] for x_BKCH in given[index]]
+                both = [_heads(x_BKCH, target) for x_BKCH in given[index]]
             stores[index].add_sums(chunk, both[0], both[1], source)
 
     def _packed_sums(self, message: Message) -> Tensor:
@@ -668,7 +721,7 @@ class SharedUnits:
         forward, late = (a._replace(kind="F") for a in (message.used, message.made))
         places = self._keys_of(forward, late)
         for (_, _, target), both in zip(places, self._sums[key], strict=True):
-            flat += (x_BKCH[:, target].reshape(-1) for x_BKCH in both)
+            flat += (_heads(x_BKCH, target).reshape(-1) for x_BKCH in both)
         return torch.cat(flat)
 
     # -- around units --------------------------------------------------------------------------
@@ -769,6 +822,15 @@ class SharedUnits:
     def finished(self) -> bool:
         """Whether nothing waits to be taken any more."""
         return not self._made and not self._sums
+
+
+def _heads(x_BKCH: Tensor, places: list[int]) -> Tensor:
+    """Some heads; not by an index, whose copy to the device the host would wait for."""
+    if not places:
+        return x_BKCH[:, :0]
+    if places == list(range(places[0], places[-1] + 1)):
+        return x_BKCH[:, places[0] : places[-1] + 1]
+    return torch.cat([x_BKCH[:, head : head + 1] for head in places], dim=1)
 
 
 def _compute_of(schedule: Schedule) -> Schedule:

@@ -430,6 +430,8 @@ class PipelineEngine(Engine):
                 drawing = self._set_ranks(tuple(range(self.mesh.pp_size)))
             with hooks_set_aside(parameters), own_random_numbers(drawing, call.device):
                 self._execute(prepared, units, gradients, scale)
+            if self._helped is not None and prepared.runs is not None:
+                self._helped.end_step()
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)
         except BaseException:
@@ -667,6 +669,8 @@ class PipelineEngine(Engine):
 
         def reduce(stage: int) -> None:
             assert gradients is not None, "only a training step reduces"
+            if self._helped is not None and prepared.runs is not None:
+                self._helped.settle(stage)
             gradients.start_reducing(self._parameters_of(stage), self.replicas)
 
         transport = Transport(self.mesh)
@@ -690,9 +694,6 @@ class PipelineEngine(Engine):
     ) -> SharedUnits | None:
         if prepared.runs is None:
             return None
-        if self._helped is None:
-            self._helped = HelpedWeights(self.staged, self.mesh)
-        self._helped.begin_step(self.mesh.device)
         stages, messages, shape = self.staged.cut.layers, self.messages(), self.shape()
         attending = self.parts.attending_layers()
         dtype = prepared.plans.dtype
@@ -712,8 +713,15 @@ class PipelineEngine(Engine):
             stores=lambda stage, micro_batch, run: units.sequence(
                 stage, micro_batch, run.chunks.start
             ),
-            weights=self._helped,
+            weights=self.helped_weights(),
         )
+
+    def helped_weights(self) -> HelpedWeights:
+        """Weights of other ranks' stages, on this rank's device; where units are shared."""
+        if self._helped is None:
+            self._helped = HelpedWeights(self.staged, self.mesh)
+        self._helped.begin_step(self.mesh.device)
+        return self._helped
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
         shared = self.shared_parameters()

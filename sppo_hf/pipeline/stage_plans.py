@@ -374,9 +374,15 @@ class StagePlanCache:
     ) -> dict[int, Plan]:
         engine = self._engine
         config, cut, bounds = engine.config, engine.staged.cut, choice.bounds
+        whole = engine.shape()
         if choice.schedule == MSP:  # keys and values move between ranks, not between tiers
             config = config.replace(offload_kv="none")
-        whole = engine.shape()
+            helped = engine.helped_weights()
+            whole = replace(
+                whole,
+                weight_bytes=whole.weight_bytes + helped.resident_bytes + helped.passing_bytes,
+                gradient_bytes=whole.gradient_bytes + helped.passing_bytes,
+            )
         alive = self._alive(choice.schedule, micro_batches, len(bounds)) if training else 1.0
         backend, reason = engine.plans.describe_backends(whole, device)
         facts = device_facts(device, config)
