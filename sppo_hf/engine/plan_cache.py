@@ -41,6 +41,7 @@ from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -281,9 +282,10 @@ class PlanCache:
         shape = self.shape()
         if self._group is not None:
             shape = replace(shape, sp=self._group.size)
+        others = other_plan_warnings(self._config, shape, total_tokens, training=training)
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
-        return make_plan(
+        plan = make_plan(
             self._config.replace(return_logits=return_logits),
             shape,
             device=device_facts(device, self._config),
@@ -297,6 +299,7 @@ class PlanCache:
             by_layer=self._by_chunk_reason or True,
             **learned,
         )
+        return replace(plan, warnings=(*plan.warnings, *others))
 
     def need_for_logits(
         self, batch_rows: int, total_tokens: int, device: torch.device

@@ -36,6 +36,7 @@ from sppo_hf.planning.pipeline_choice import (
 )
 from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
 from sppo_hf.planning.tiers import TIERS
+from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.lower import Stream
 
 if TYPE_CHECKING:
@@ -385,7 +386,8 @@ class StagePlanCache:
                     ) from error
                 # What ran so far still fits.
                 plans[stage] = make()
-            for warning in plans[stage].warnings:
+            others = other_plan_warnings(config, whole, total_tokens, training=training)
+            for warning in (*plans[stage].warnings, *others):
                 if warning not in self._warned:
                     self._warned.add(warning)
                     warnings.warn(warning, stacklevel=2)
