@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping
 from functools import cache
@@ -30,6 +31,7 @@ from sppo_hf.rules import (
     flag,
     integer,
     parse_bytes,
+    refuse,
     say,
     show,
     text,
@@ -166,6 +168,10 @@ class SPPOConfig:
     """Folder for what every rank did in its last step: `rank0.actions`, and when, as a trace for
     ui.perfetto.dev; None keeps nothing."""
 
+    planned_for: str | None = None
+    """What `sppo plan --write` wrote a file's settings for; checked against what is run. Files
+    written by hand have none."""
+
     show_progress: bool = True
     """Whether a step that takes more than a few seconds shows a progress bar of its chunks."""
 
@@ -269,6 +275,31 @@ class SPPOConfig:
         return self.from_dict({**self.to_dict(), **changes})
 
 
+PLAN_VERSION = 1
+"""Of what `sppo plan --write` writes; another one may mean other things by the same settings."""
+
+
+def written_plan(field: str, value: object) -> object:
+    """Rule for None or what `sppo plan --write` wrote: "plan 1: MODEL; N tokens"."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"plan (\d{1,9}): .{1,500}; \d{1,12} tokens", str(value))
+    if not isinstance(value, str) or found is None:
+        refuse(
+            field,
+            value,
+            allowed="None, or the line that `sppo plan --write` wrote",
+            remedy=f"drop {field}, which settings written by hand do not need",
+        )
+    if int(found[1]) != PLAN_VERSION:
+        raise ConfigError(
+            f"{field} is {show(value)}: the file is of version {found[1]} of written plans, which "
+            f"another sppo wrote. Allowed: version {PLAN_VERSION}. Remedy: write it again with "
+            f"`sppo plan ... --write` of this sppo, or drop {field} if its settings are right."
+        )
+    return value
+
+
 @cache
 def _helps() -> dict[str, str]:
     """Collect the docstring under each field of SPPOConfig, which Python itself throws away."""
@@ -341,6 +372,7 @@ _RULES: dict[str, Rule] = {
     "return_logits": flag,
     "show_plan": flag,
     "trace_dir": text,
+    "planned_for": written_plan,
     "show_progress": flag,
     "log_metrics": flag,
 }

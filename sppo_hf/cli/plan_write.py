@@ -21,6 +21,7 @@ from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.plan_request import PlanRequest
+from sppo_hf.planning.written_plan import planned_for
 from sppo_hf.reading import write_yaml
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
@@ -142,6 +143,7 @@ def launch_of_plan(arguments: PlanningArguments, question: PlanRequest, plan: Pl
         config=config.replace(
             **{"host_memory": None, **_given(arguments, config)},
             **_cut(plan.bounds),
+            planned_for=planned_for(question.shape, question.total_tokens),
             num_chunks="auto",
             partition="auto",
         ),
@@ -169,6 +171,7 @@ def launch_of_layout(
     settings: dict[str, Any] = {
         **_given(arguments, base),
         **_cut(plan.bounds),
+        "planned_for": planned_for(question.cost.shape, question.total_tokens),
         "recompute": RECOMPUTE_BY_SAVED[layout.saved],
         "offload": layout.offload,
         "offload_kv": "none" if layout.kv_tier == "device" else "full",

@@ -38,6 +38,7 @@ from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -321,12 +322,13 @@ class PlanCache:
         shape = replace(self._shape, optimizer_bytes=self.optimizer_bytes)
         if self._group is not None:
             shape = replace(shape, sp=self._group.size)
+        others = other_plan_warnings(self._config, shape, total_tokens, training=training)
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
         config = self._config.replace(return_logits=return_logits)
         if layer_tile_tokens is not None:
             config = config.replace(layer_tile_tokens=layer_tile_tokens)
-        return make_plan(
+        plan = make_plan(
             config,
             shape,
             device=device_facts(device, self._config),
@@ -342,6 +344,7 @@ class PlanCache:
             in_tiles=self._untiled_reason or True,
             **learned,
         )
+        return replace(plan, warnings=(*plan.warnings, *others))
 
     def need_for_logits(
         self, batch_rows: int, total_tokens: int, device: torch.device

@@ -37,6 +37,7 @@ from sppo_hf.planning.pipeline_choice import (
 )
 from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
 from sppo_hf.planning.tiers import TIERS
+from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.generate import MSP
 from sppo_hf.schedule.lower import Stream
 
@@ -425,7 +426,8 @@ class StagePlanCache:
                     ) from error
                 # What ran so far still fits.
                 plans[stage] = shared_plan(make, engine.group)
-            for warning in plans[stage].warnings:
+            others = other_plan_warnings(config, whole, total_tokens, training=training)
+            for warning in (*plans[stage].warnings, *others):
                 if warning not in self._warned:
                     self._warned.add(warning)
                     warnings.warn(warning, stacklevel=2)

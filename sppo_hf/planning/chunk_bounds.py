@@ -139,7 +139,7 @@ def _cut(
 ) -> Bounds:
     partition = partition_of(config, stages=stages)
     if config.chunk_lengths is not None:
-        return _explicit_bounds(config.chunk_lengths, total_tokens, shape)
+        return _explicit_bounds(config, config.chunk_lengths, total_tokens, shape)
     if config.chunk_tokens is not None:
         ends = [*range(config.chunk_tokens, total_tokens, config.chunk_tokens), total_tokens]
         return _pairs(ends)
@@ -264,13 +264,21 @@ def rounding_tokens(total_tokens: int, num_chunks: int) -> int:
     return 16 if mean_tokens >= 256 else 1
 
 
-def _explicit_bounds(lengths: tuple[int, ...], total_tokens: int, shape: ModelShape) -> Bounds:
+def _explicit_bounds(
+    config: SPPOConfig, lengths: tuple[int, ...], total_tokens: int, shape: ModelShape
+) -> Bounds:
     if sum(lengths) != total_tokens:
+        written = ""
+        if config.planned_for is not None:
+            written = (
+                " They are those of a written plan: for other rows write it again, with `sppo plan "
+                f"MODEL --seq-len {total_tokens} --write`."
+            )
         raise ConfigError(
             f"chunk_lengths sum to {sum(lengths):,} tokens ({len(lengths)} chunks), but the rows "
             f"of this batch are {total_tokens:,} tokens long. Both must be equal: pad or pack "
             f"every batch to {sum(lengths):,} tokens, or set chunk_tokens=<tokens> or num_chunks, "
-            "which follow each batch's length (evaluation batches included)."
+            f"which follow each batch's length (evaluation batches included).{written}"
         )
     if shape.has_states and 1 in lengths[1:]:
         raise ConfigError(

@@ -21,7 +21,7 @@ once all of them are free and all that any of them needs is there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from sppo_hf.errors import ScheduleError
@@ -51,13 +51,20 @@ _NOWHERE = -1
 class DependencyGraph:
     """What `simulate_positions` asks for, of one schedule."""
 
-    def __init__(self, schedule: Schedule, *, complete: bool = True) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        complete: bool = True,
+        sent: Mapping[Action, Message] | None = None,
+    ) -> None:
         """Sort the actions by lane and find all that they wait for.
 
         Args:
             schedule: compute alone, or with what goes beside it.
             complete: whether to refuse actions that need one that no rank has. Otherwise those are
                 in `needs` as negative numbers, which `needed` reads.
+            sent: the schedule's `messages`, where they are known already.
 
         Raises:
             ScheduleError: an action needs one that no rank has, or has no place in a pipeline.
@@ -70,7 +77,9 @@ class DependencyGraph:
         shared = schedule.shared_units
         self._messages: dict[Action, Message] = {}
         """By send or receive, where units are shared: what it is an end of."""
-        for message in messages(schedule).values() if shared else ():
+        if shared and sent is None:
+            sent = messages(schedule)
+        for message in sent.values() if shared and sent else ():
             self._messages[message.send] = self._messages[message.receive] = message
         first = frozenset(schedule.first_units)
         self._first = [unit in first for unit in range(self._num_units + 1)]

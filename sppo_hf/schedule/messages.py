@@ -106,7 +106,6 @@ def _pieces_from(
     """What one rank's share of a unit sends to the ranks of the stage next to it."""
     here = schedule.unit_ranks(made.stage, made.unit)
     there = schedule.unit_ranks(stage, made.unit)
-    used = schedule.unit_actions(kind, stage, made.unit)
     for piece, (mine, yours, share) in enumerate(_overlaps(len(here), len(there))):
         if mine != (made.part or 0) or here[mine] == there[yours]:
             continue
@@ -114,7 +113,9 @@ def _pieces_from(
         yield Message(
             Action(send, made.stage, made.unit, None, part),
             Action(SENDS[send], stage, made.unit, None, part),
-            *(here[mine], there[yours], made, used[yours], share),
+            *(here[mine], there[yours], made),
+            schedule.unit_action(kind, stage, made.unit, yours),
+            share,
         )
 
 
@@ -145,8 +146,8 @@ def _moved(
     crossing = [o for o in _overlaps(len(here), len(there)) if here[o[0]] != there[o[1]]]
     kinds = [back.get((stage, end)) for end in ends]
     for part, (mine, yours, share) in enumerate(crossing, piece):
-        ahead = schedule.unit_actions("F", stage, ends[0])[mine]
-        late = schedule.unit_actions("F", stage, ends[1])[yours]
+        ahead = schedule.unit_action("F", stage, ends[0], mine)
+        late = schedule.unit_action("F", stage, ends[1], yours)
         ranks = here[mine], there[yours]
         sent, received = (Action(k, stage, unit, None, part) for k in ("SEND_KV", "RECV_KV"))
         yield Message(sent, received, ranks[0], ranks[1], ahead, late, share)

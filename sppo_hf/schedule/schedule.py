@@ -141,6 +141,11 @@ class Schedule:
             return (Action(kind, stage, unit),)
         return tuple(Action(kind, stage, unit, None, part) for part in range(len(ranks)))
 
+    def unit_action(self, kind: Kind, stage: int, unit: int, part: int) -> Action:
+        """Returns the action of one rank of a unit: its share, or all of it where it is alone."""
+        shared = (stage, unit) in self.shared_units
+        return Action(kind, stage, unit, None, part if shared else None)
+
     def share(self, action: Action) -> Fraction:
         """Returns which share of its unit a rank's action is."""
         shared = action.part is not None and self.shared_units.get(action[1:3])

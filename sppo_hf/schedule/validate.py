@@ -72,6 +72,8 @@ class _Check:
         self._transfers = bool(kinds & TRANSFERS)
         self._training = bool(kinds & {"B", "I", "W"})
         self._done: set[Action] = set()
+        self._reduced: set[int] = set()
+        """Stages whose reduction is done."""
         self._rules: dict[Kind, Callable[[Action], Iterator[_Fault]]] = {
             "F": self._needs,
             "B": self._backward,
@@ -149,13 +151,19 @@ class _Check:
     def whole(self) -> None:
         """Checks that every stage carries out every unit, forward and back."""
         reduced = {a.stage for a in self._where if a.kind == "REDUCE_GRAD"}
+        shared = self._schedule.shared_units
+        there: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _UNIT}
+        for kind, stage, unit, _, part in self._where:
+            if part is None and kind in there:
+                there[kind].add((stage, unit))
+        for stage, unit in shared:
+            for kind in _UNIT:
+                shares = self._schedule.unit_actions(kind, stage, unit)
+                if all(share in self._where for share in shares):
+                    there[kind].add((stage, unit))
         for stage, rank in enumerate(self._ranks):
             for unit in range(self._schedule.num_units):
-                found = "".join(
-                    kind
-                    for kind in _UNIT
-                    if all(a in self._where for a in self._schedule.unit_actions(kind, stage, unit))
-                )
+                found = "".join([kind for kind in _UNIT if (stage, unit) in there[kind]])
                 right = ("FB", "FIW") if self._training else ("F",)
                 if found not in right:
                     self._absent(
@@ -196,7 +204,9 @@ class _Check:
 
     def runs(self) -> None:
         """Checks that no ranks wait for each other."""
-        waits = DependencyGraph(self._schedule)
+        waits = self._graph
+        if any(needed and min(needed) < 0 for needed in waits.needs):
+            waits = DependencyGraph(self._schedule)  # says what is missing
         try:
             simulate_positions(waits.lanes, seconds=[0.0] * len(waits.needs), needs=waits.needs)
         except DeadlockError as error:
@@ -215,22 +225,36 @@ class _Check:
     # -- one action ----------------------------------------------------------------------------
 
     @cached_property
-    def _needs_of(self) -> dict[Action, list[Action]]:
-        """What each action waits for."""
-        waits = DependencyGraph(self._schedule, complete=False)
-        return {
-            action: [waits.needed(found) for found in needed]
-            for action, needed in zip(waits.actions, waits.needs, strict=True)
-        }
+    def _graph(self) -> DependencyGraph:
+        return DependencyGraph(self._schedule, complete=False, sent=self._messages)
+
+    @cached_property
+    def _needs_of(self) -> dict[Action, list[int]]:
+        """What each action waits for, as the graph numbers it."""
+        return dict(zip(self._graph.actions, self._graph.needs, strict=True))
+
+    @cached_property
+    def _ends(self) -> dict[int, list[Action]]:
+        """By stage, what completes its gradients."""
+        found: dict[int, list[Action]] = {}
+        for action in self._where:
+            if action.kind in _ENDS:
+                found.setdefault(action.stage, []).append(action)
+        return found
 
     def _needs(self, action: Action) -> Iterator[_Fault]:
-        rank = self._where[action][0]
-        for needed in self._needs_of[action]:
-            if needed not in self._where or self._where[needed][0] == rank:
+        done, where, actions = self._done, self._where, self._graph.actions
+        for found in self._needs_of[action]:
+            needed = actions[found] if found >= 0 else self._graph.needed(found)
+            # Looked up first: nearly all are there, and words for the others take time.
+            if needed in done:
+                continue
+            if needed not in where or where[needed][0] == where[action][0]:
                 yield from self._listed(needed, self._why(action, needed))
         # What others have is received, where anything is.
         for message in self._used.get(action, ()) if self._transfers else ():
-            yield from self._listed(message.receive, self._why(action, message.receive))
+            if message.receive not in done:
+                yield from self._listed(message.receive, self._why(action, message.receive))
 
     def _beside(self, action: Action) -> Iterator[_Fault]:
         """Keys and values come before their unit and leave behind it."""
@@ -307,7 +331,7 @@ class _Check:
 
     def _reduction(self, action: Action) -> Iterator[_Fault]:
         stage = action.stage
-        ends = [a for a in self._where if a.kind in _ENDS and a.stage == stage]
+        ends = self._ends.get(stage, [])
         rank = self._ranks[stage]
         late = [str(a) for a in ends if a not in self._done and self._where[a][0] == rank]
         if late or not ends:
@@ -316,8 +340,9 @@ class _Check:
                 f"comes before {which}, whose gradients it lacks",
                 f"after every B and W of stage {stage}",
             )
-        if any(a.kind == "REDUCE_GRAD" and a.stage == stage for a in self._done):
+        if stage in self._reduced:
             yield _Fault("is the second of its stage", "one REDUCE_GRAD of each stage")
+        self._reduced.add(stage)
 
     def _listed(self, needed: Action, what: str) -> Iterator[_Fault]:
         if needed in self._done:

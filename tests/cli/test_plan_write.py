@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ from typer.testing import CliRunner
 
 from sppo_hf.cli import app
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.chunk_bounds import chunk_bounds
+from sppo_hf.planning.written_plan import other_plan_warnings, planned_for
 from tests.cli.configs import LLAMA_8B, TINY, write_config
+from tests.planning.shapes import shape_of
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -36,7 +42,10 @@ def test_one_device(tmp_path: Path) -> None:
     assert (config.hardware, config.device_memory) == ("h100", 2 * 2**30)
     assert sum(config.chunk_lengths or ()) == 16_384
     assert config == SPPOConfig(
-        chunk_lengths=config.chunk_lengths, hardware="h100", device_memory=2 * 2**30
+        chunk_lengths=config.chunk_lengths,
+        hardware="h100",
+        device_memory=2 * 2**30,
+        planned_for=config.planned_for,
     )
     flat = " ".join(out.split())
     assert f"accelerate launch --config_file {tmp_path / 'run' / 'accelerate.yaml'}" in out
@@ -103,3 +112,29 @@ def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     code, _, err = run(model, "--seq-len", "8K", "--write", model)
     assert code == 2
     assert "cannot be used" in err
+
+
+def test_what_it_was_planned_for_is_checked(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    question = (model, "--seq-len", "2K", "--hardware", "h100", "--write", str(tmp_path / "run"))
+    assert run(*question)[0] == 0
+    _, config = written(tmp_path / "run")
+    shape = shape_of(SimpleNamespace(**TINY))
+    assert config.planned_for == planned_for(shape, 2048)
+    assert list(other_plan_warnings(config, shape, 2048, training=True)) == []
+    assert list(other_plan_warnings(SPPOConfig(), shape, 1024, training=True)) == []
+    (longer,) = other_plan_warnings(config, shape, 4096, training=True)
+    assert "rows of 2048 tokens; these have 4096" in longer
+    assert "write it again" in longer
+    (other,) = other_plan_warnings(config, replace(shape, vocab_size=77), 512, training=False)
+    assert f"this one has {shape.num_layers} layers of {shape.hidden_size}, vocabulary 77" in other
+    with pytest.raises(ConfigError, match=r"4,096 tokens long.* --seq-len 4096 --write"):
+        chunk_bounds(config, shape, 4096, device_kind="cuda")
+    path = tmp_path / "run" / "sppo.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("plan 1:", "plan 2:"))
+    with pytest.raises(ConfigError, match=r"sppo.yaml: planned_for .* version 2 .*write it again"):
+        SPPOConfig.from_yaml(path)
+    path.write_text(text.replace("plan 1:", "a plan"))
+    with pytest.raises(ConfigError, match="drop planned_for"):
+        SPPOConfig.from_yaml(path)

@@ -112,3 +112,14 @@ def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatc
     assert len(asked) == 1
     assert asked[0] > 0
     assert "the system gave" in caplog.text
+
+
+def test_a_written_plan_of_another_model_is_warned_about():
+    made_for = "plan 1: 99 layers of 64, vocabulary 1000; 20 tokens"
+    model, seen = _converted(build_tiny_model("llama"), planned_for=made_for)
+    _step(model)
+    (plan,) = seen
+    (said,) = [warning for warning in plan.warnings if "the plan in" in warning]
+    assert "is of a model of 99 layers of 64" in said
+    assert "write it again" in said
+    assert "20 tokens" not in said, "of this length it is"

@@ -1,5 +1,7 @@
 """The validator: takes what can run, finds every corruption of it, and shows where."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -231,3 +233,19 @@ def test_evaluation_needs_no_backward() -> None:
     assert validate(schedule) is None
     assert validate(add_transfers(schedule)) is None
     assert "Unit 3 of stage 2 has no action" in fault_of(schedule.keep(lambda a: str(a) != "2F3"))
+
+
+def test_it_takes_as_long_as_there_are_actions() -> None:
+    """Every schedule is validated before it is run, so nothing may grow faster than its length."""
+    seconds: list[float] = []
+    for chunks in (48, 192):
+        schedule = lower(
+            generate("seq1f1b", Size(8, 1, chunks)), leaves=lambda stage, unit: True, reduce=True
+        )
+        taken: list[float] = []
+        for _ in range(3):
+            begin = time.process_time()
+            validate(schedule)
+            taken.append(time.process_time() - begin)
+        seconds.append(min(taken))
+    assert seconds[1] < 2.5 * 4 * seconds[0]
