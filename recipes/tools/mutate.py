@@ -40,11 +40,11 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     "planning": ("tests/planning/test_lowering.py", "tests/planning/test_plan.py"),
     "pipeline": ("tests/pipeline/test_executor.py", "tests/pipeline/test_pipeline_engine.py"),
 }
-"""What runs for a module of a room after its own tests."""
+"""What runs for a module of a room after its own tests, before those of its users."""
 
 TIERS = "not slow and not gpu and not process"
 EXACTNESS = "not test_exactness.py or llama- or gpt_oss-"
-MOST_FILES = 4
+MOST_FILES = 5
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -154,7 +154,7 @@ def tests_of(root: Path, file: Path) -> list[str]:
     users = [path for path in sorted(file.parent.glob("*.py")) if dotted in path.read_text()]
     theirs = [root / "tests" / room / f"test_{path.stem}.py" for path in users]
     always = [root / path for path in ALWAYS[room]]
-    found = dict.fromkeys(path for path in [*own, *importing, *theirs, *always] if path.exists())
+    found = dict.fromkeys(path for path in [*own, *always, *importing, *theirs] if path.exists())
     return [str(path.relative_to(root)) for path in found][:MOST_FILES]
 
 

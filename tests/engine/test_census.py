@@ -1,10 +1,14 @@
-"""Every language model of the installed Transformers: exact, refused, or not tried, and why."""
+"""Every language model of the installed Transformers: exact, refused, or not tried, and why.
+
+Those of `tiny_families` are in test_exactness.py, with more settings.
+"""
 
 from collections import Counter
 
 import pytest
 
-from recipes.tools.census import census
+from recipes.tools.census import TYPES, census
+from sppo_hf.testing.tiny_families import FAMILIES
 
 
 def test_each_has_an_outcome_and_says_why() -> None:
@@ -21,10 +25,11 @@ def test_each_has_an_outcome_and_says_why() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")  # families warn at their first import
-def test_every_type_is_exact_or_refused_or_not_tried() -> None:
-    found = census()
+def test_every_other_type_is_exact_or_refused_or_not_tried() -> None:
+    elsewhere = {family.model_type for family in FAMILIES.values()}
+    found = census(name for name in TYPES if name not in elsewhere)
     counts = Counter(status for status, _ in found.values())
     wrong = {name: found[name] for name in found if found[name][0] == "not exact"}
     assert not wrong
     assert all(detail for _, detail in found.values()), "whatever is not exact says why"
-    assert counts["exact"] >= 90, counts
+    assert counts["exact"] >= 40, counts

@@ -316,7 +316,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return wrapper
 
     for backend in _subclasses(base.Backend):
-        if "forward" in vars(backend) and backend.__module__.startswith(base.__package__):
+        if "forward" in vars(backend) and backend.__module__.startswith("sppo_hf.attention."):
             monkeypatch.setattr(backend, "forward", counted(vars(backend)["forward"]))
     return calls
 

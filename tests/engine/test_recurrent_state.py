@@ -101,9 +101,18 @@ def test_only_layers_with_attention_attend(family: str, recompute: Any) -> None:
     assert engine.counters.get("attention_forwards", 0) == 4 * layers
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("saved", ["whole", "matmuls", "inputs"])
-@pytest.mark.parametrize("family", [*MIXERS, "kimi_linear", "falcon_h1"])
+# That of MIXERS whole frames and inputs are exact: test_exactness.py.
+@pytest.mark.parametrize(
+    ("family", "saved", "offload"),
+    [
+        *itertools.product(MIXERS, ["matmuls"], [False, True]),
+        *(
+            (family, saved, offload)
+            for family in ("kimi_linear", "falcon_h1")
+            for saved, offload in (("whole", True), ("matmuls", True), ("inputs", False))
+        ),
+    ],
+)
 def test_every_mode_is_exact(
     monkeypatch: pytest.MonkeyPatch, family: str, saved: Saved, offload: bool
 ) -> None:
@@ -307,7 +316,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXERS)
 @given(case=cases())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
     lengths, padding, recompute, offload = case
     report = compare(
@@ -321,7 +330,7 @@ def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXERS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_packed_documents(family: str, data: st.DataObject) -> None:
     row = data.draw(
         st.lists(st.integers(1, 9), min_size=2, max_size=5).filter(lambda x: sum(x) > 3)

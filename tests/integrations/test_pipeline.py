@@ -46,7 +46,7 @@ FIFTY = {
         "max_steps": 50,
         "eval_steps": 10,
         "save_strategy": "steps",
-        "save_steps": 20,
+        "save_steps": 40,
     },
 }
 
@@ -62,12 +62,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_fifty_steps_by_the_trainer_and_thirty_of_them_on_another_layout(tmp_path: Path, plain):
-    """On two ranks from the start; from its checkpoint at 20 on two replicas of two ranks."""
+def test_fifty_steps_by_the_trainer_and_ten_of_them_on_another_layout(tmp_path: Path, plain):
+    """On two ranks from the start; from its checkpoint at 40 on two replicas of two ranks."""
     two = run_job({**FIFTY, "settings": PIPELINE, "rows": 4}, 2, tmp_path / "two")
     _assert_same_run(two, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
     job = {**FIFTY, "settings": PIPELINE, "rows": 2}
-    resume = str(tmp_path / "two" / "checkpoint-20")
+    resume = str(tmp_path / "two" / "checkpoint-40")
     four = run_job({**job, "resume": resume}, 4, tmp_path / "resumed")
     _assert_same_run(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
 
@@ -83,13 +83,13 @@ def test_fifty_steps_on_two_replicas(tmp_path: Path, plain):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(360)
-def test_fifty_steps_on_shared_sequences_and_thirty_of_them_on_other_layouts(tmp_path: Path, plain):
-    """On two ranks; from their checkpoint at 20 on four, in one process and in a pipeline."""
+def test_fifty_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_path: Path, plain):
+    """On two ranks; from their checkpoint at 40 on four, in one process and in a pipeline."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     two = run_job({**FIFTY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
     assert two["wrapper"] == "DistributedDataParallel"
     _assert_same_run(two, plain, names)
-    job = {**FIFTY, "resume": str(tmp_path / "two" / "checkpoint-20")}
+    job = {**FIFTY, "resume": str(tmp_path / "two" / "checkpoint-40")}
     for name, settings, rows, ranks in (
         ("four", SHARED, 2, 4),
         ("one", {"num_chunks": 3}, 4, 1),
@@ -104,11 +104,11 @@ def test_fifty_steps_on_shared_sequences_and_thirty_of_them_on_other_layouts(tmp
 @pytest.mark.process
 @pytest.mark.timeout(360)
 def test_fifty_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
-    """On two stages of two ranks; from their checkpoint at 20 in one process."""
+    """On two stages of two ranks; from their checkpoint at 40 in one process."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     four = run_job({**FIFTY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
     _assert_same_run(four, plain, names)
-    job = {**FIFTY, "resume": str(tmp_path / "four" / "checkpoint-20")}
+    job = {**FIFTY, "resume": str(tmp_path / "four" / "checkpoint-40")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 

@@ -133,6 +133,12 @@ def test_mixed_modes_split_between_tiers() -> None:
     assert predicted.device["frames"] == (32 * 1000 - 600) * frame
 
 
+def test_what_the_host_holds_is_not_what_its_slabs_have_left() -> None:
+    host = estimate(SHAPE, decided(OFFLOAD), device_kind="cuda").host
+    assert 0 < host["slabs"] < host["frames"]
+    assert host.held == host["frames"] == host.total - host["slabs"]
+
+
 def test_evaluation_holds_no_frames() -> None:
     device = predict(KEEP, training=False).device
     assert device["frames"] == device["dkv"] == device["gradients"] == 0
