@@ -83,11 +83,12 @@ class SPPOConfig:
     layers; never attention."""
 
     weights: Literal["auto", "device", "host"] = "auto"
-    """Where layers' weights rest: on the "host" they come for a layer's forward and backward."""
+    """Where layers' weights rest: on the "host" they come for a layer's forward and backward;
+    "auto" takes it where a plan does not fit otherwise."""
 
     optimizer: Literal["auto", "device", "host"] = "auto"
     """Where trained weights rest and are updated, with gradients and optimizer states: on the
-    "host" the processor does the optimizer's step."""
+    "host" the processor does the optimizer's step; "auto" as with weights, and where those rest."""
 
     attention_backend: str = "auto"
     """Attention kernel by name; "auto" takes the fastest that is exact for model and device."""

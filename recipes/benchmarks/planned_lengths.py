@@ -1,6 +1,9 @@
 """What the planner says of Llama-3.1-8B with LoRA on one H100, 16K to 1M tokens, by policy.
 
     python recipes/benchmarks/planned_lengths.py --check
+    python recipes/benchmarks/planned_lengths.py --all-weights
+
+With --all-weights all of the model is trained, with weights or the optimizer on a host of 1.9 TB.
 
 Every number is a simulation with the shipped profile, which is made of public figures; none is
 measured. Needs no GPU and no torch.
@@ -34,6 +37,7 @@ from sppo_hf.planning.plan_request import (
 )
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import over_budget
+from sppo_hf.reporting.plan_json import places_of
 from sppo_hf.reporting.plan_tables import format_seconds, keys_text
 from sppo_hf.rules import format_bytes
 
@@ -41,6 +45,13 @@ POLICIES = ("auto", "none", "full", "sppo")
 BY_CHUNK = "auto, by chunk"
 COLUMNS = (POLICIES[0], BY_CHUNK, *POLICIES[1:])
 LENGTHS = tuple(2**power for power in range(14, 21))
+ALL_WEIGHTS_HOST = "1900GB"
+PLACES = {
+    "auto": ("auto", "auto"),
+    "optimizer": ("device", "host"),
+    "weights and optimizer": ("host", "host"),
+}
+"""Where weights and optimizer rest, by what is on the host."""
 
 
 def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict[str, Any]:
@@ -96,6 +107,59 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
     for name in COLUMNS:
         row["policies"][name] = max(results[name], key=_rank)
     return row
+
+
+def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool) -> dict[str, Any]:
+    """One row: all weights trained, by what rests on the host."""
+    row: dict[str, Any] = {"tokens": tokens, "places": {}}
+    for name, (weights, optimizer) in PLACES.items():
+        question = question_for(
+            load_config(options.model),
+            SPPOConfig(
+                device_memory="80GiB",
+                host_memory=ALL_WEIGHTS_HOST,
+                weights=weights,
+                optimizer=optimizer,
+            ),
+            profile=load_profile(options.hardware),
+            total_tokens=tokens,
+            trace=trace_unknown,
+        )
+        plan = plan_for(question)
+        predicted = plan.prediction
+        assert predicted is not None, "a plan made with a profile is predicted"
+        row["places"][name] = {
+            **_as_row(plan),
+            "step_seconds": predicted.step_seconds,
+            "update_seconds": predicted.update_seconds,
+            "stall_seconds": predicted.stall_seconds,
+            "order": plan.order,
+            "chunks": plan.num_chunks,
+            "weights": places_of(plan)[0],
+            "optimizer": places_of(plan)[1],
+        }
+        if longest:
+            row["places"][name]["longest"] = request_plan(question).max_seq_len
+    return row
+
+
+def show_all_weights(rows: list[dict[str, Any]]) -> None:
+    """One table on the terminal."""
+    table = Table(title=f"Llama-3.1-8B, all weights, one H100, host {ALL_WEIGHTS_HOST}: tokens/s")
+    for heading in ("tokens", "on the host", "tokens/s", "step", "update", "waits", "peaks"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        for name, found in row["places"].items():
+            said = name
+            if name == "auto":
+                said += f" (weights {found['weights']}, optimizer {found['optimizer']})"
+            seconds = (found[f"{what}_seconds"] for what in ("step", "update", "stall"))
+            speed, peaks = ("no", "") if found["lacks"] else _cell(found).split(" ", 1)
+            table.add_row(f"{row['tokens']:,}", said, speed, *map(format_seconds, seconds), peaks)
+    console = Console(width=160)
+    console.print(table)
+    for name, found in rows[0]["places"].items():
+        console.print(f"longest, {name}: {found['longest']:,} tokens")
 
 
 def _as_row(result: PolicyResult | Plan) -> dict[str, Any]:
@@ -173,7 +237,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dir", default="a disk of 2 TB", help="only named, never written")
     parser.add_argument("--json", type=Path, help="file that all numbers are written to")
     parser.add_argument("--check", action="store_true", help="exit status 1 if auto is not first")
+    parser.add_argument("--all-weights", action="store_true", help="train all, with a large host")
     options = parser.parse_args(argv)
+    if options.all_weights:
+        rows = [
+            plan_all_weights(options, tokens, longest=at == 0)
+            for at, tokens in enumerate(options.lengths)
+        ]
+        show_all_weights(rows)
+        if options.json:
+            options.json.write_text(json.dumps({"rows": rows}, indent=2))
+        return 0
     rows = [plan_length(options, tokens, disk=False) for tokens in options.lengths]
     lacking = [row["tokens"] for row in rows if not row["policies"]]
     rows += [plan_length(options, tokens, disk=True) for tokens in lacking]

@@ -148,7 +148,10 @@ Recompute = Annotated[
 OffloadKv = Annotated[Mode, typer.Option(help="Whether K/V leave the device too.")]
 Weights = Annotated[
     Place,
-    typer.Option(help="Where layers' weights rest: from the host they come when used."),
+    typer.Option(
+        help="Where layers' weights rest: from the host they come when used. By auto there"
+        " only where not all fits on the device."
+    ),
 ]
 Optimizer = Annotated[
     Place, typer.Option(help="Where trained weights are updated, with gradients and states.")
