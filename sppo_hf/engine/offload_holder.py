@@ -1,15 +1,12 @@
-"""The offload engine of one model, made when the first plan says how large, and replaced to grow.
-
-Knows plans by what they need of host memory, and nothing of layers or chunks.
-"""
+"""The offload engine of one model: made for the first plan, and replaced to grow."""
 
 from __future__ import annotations
 
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.device_facts import new_offload_engine
-from sppo_hf.offload.engine import OffloadEngine, OffloadStats
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 
@@ -19,6 +16,35 @@ def offloaded_bytes(plan: Plan) -> int:
     host = plan.estimate.host
     others = (Cause.WEIGHTS, Cause.OPTIMIZER, Cause.GRADIENTS)
     return host.held - sum(host[cause] for cause in others)
+
+
+def new_offload_engine(config: SPPOConfig, device: torch.device, plan: Plan) -> OffloadEngine:
+    """The offload engine for `device` under the settings of `config` and the budgets of `plan`.
+
+    Raises:
+        ConfigError: `offload_dir` cannot be used.
+    """
+    disk = None
+    if config.offload_dir is not None:
+        disk = DiskStore(
+            config.offload_dir,
+            budget_bytes=plan.budgets.disk,
+            checksum=config.offload_checksum,
+            max_queued_bytes=plan.staging_bytes,
+        )
+    budget = plan.budgets.host
+    if disk is not None and device.type == "cpu":
+        # The host's memory is the device's: it only stages what is on its way to the disk.
+        budget = plan.staging_bytes
+    return make_engine(
+        device,
+        use_streams=config.use_streams,
+        use_pin_memory=config.use_pin_memory,
+        budget_bytes=budget,
+        min_offload_elements=config.min_offload_size,
+        disk=disk,
+        staging_bytes=plan.staging_bytes if disk is not None else None,
+    )
 
 
 class OffloadHolder:

@@ -35,7 +35,7 @@ from torch.nn import Parameter
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, Ticket
-from sppo_hf.offload.handles import MODIFIED, version_of
+from sppo_hf.offload.storage import MODIFIED, version_of
 
 __all__ = ["HostWeights", "WeightView", "can_rest"]
 
@@ -188,10 +188,6 @@ class HostWeights:
     def device_bytes(self) -> int:
         """Of the copies that are on the device now."""
         return sum(w.device.nbytes for w in self._all() if w.device is not None)
-
-    def holds(self, parameter: Parameter) -> bool:
-        """Whether `parameter` is one of them."""
-        return id(parameter) in self._of
 
     # -- a pass ------------------------------------------------------------------------------
 
