@@ -27,8 +27,8 @@ if [[ ${1:-} == --quick ]]; then
         tests/test_{architecture,config,errors,rules}.py
         tests/schedule/test_{grid,lower,simulate,validate}.py
         tests/planning/test_{chunk_bounds,decisions,model_profile,refusals}.py
-        tests/attention/test_{blocks,chunk_attention,kv_cache,merge,segments}.py
-        tests/attention/backends/test_{cpu_flash,reference,select}.py
+        tests/attention/test_{chunk_attention,kv_cache,segments}.py
+        tests/attention/backends/test_{cpu_flash,merge,reference,select}.py
         tests/offload/test_{copy_streams,engine,engine_order,free_list,layer_offload,windows}.py
         tests/engine/test_{engine,exactness,family_guard,loss,mask,recompute,stages}.py
         tests/pipeline/test_{executor,gradients,pipeline_engine,pipeline_exactness,schedules}.py

@@ -34,9 +34,9 @@ from sppo_hf.attention.backends.base import (
     Documents,
     DocumentsBackend,
     accumulation_dtype,
+    merge_into,
 )
 from sppo_hf.attention.kv_cache import Keep, Keys, KVStore
-from sppo_hf.attention.merge import merge_into
 from sppo_hf.attention.segments import AttentionSegment, side_by_side
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of

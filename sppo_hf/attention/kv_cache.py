@@ -25,8 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.blocks import Block, Bounds, whole_sequence
-from sppo_hf.attention.segments import AttentionSegment
+from sppo_hf.attention.segments import AttentionSegment, Block, Bounds, whole_sequence
 from sppo_hf.errors import SPPOError
 
 # B batch rows, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H head size.

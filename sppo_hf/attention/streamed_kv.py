@@ -13,7 +13,8 @@ and sends the sums away. The running chunk's own sums are complete then and stay
 `take_gradient` is called next. The bytes that cross the bus per (layer, chunk) are those of the
 keys it reads, in forward once; in backward once, and the sums in and out.
 
-Knows nothing of models, of frames, or of where bytes go: that is the `KVTransfer`'s affair. See
+Where bytes go is the affair of a `KVTransfer`: host memory, a disk and a test's dictionary are all
+one, and orders between copies and compute are its own. See
 [Note: dK/dV order] in `sppo_hf.attention.kv_cache` for why backward may free what it frees.
 """
 
@@ -23,11 +24,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.blocks import Block, Bounds, cut_blocks
 from sppo_hf.attention.kv_cache import (
     Keep,
     Keys,
@@ -38,13 +39,58 @@ from sppo_hf.attention.kv_cache import (
     sum_dtype,
     sum_zeros,
 )
-from sppo_hf.attention.segments import AttentionSegment, RowSpans, chunk_pieces
-from sppo_hf.attention.transfer import Handle, KVTransfer
+from sppo_hf.attention.segments import (
+    AttentionSegment,
+    Block,
+    Bounds,
+    RowSpans,
+    chunk_pieces,
+    cut_blocks,
+)
 
 # B batch rows, K key/value heads, C tokens of a chunk, T tokens of a block, H head size.
 
+Handle = Any
+"""Stands for a tensor that was sent; only its mover looks inside."""
+
 Pair = tuple[Handle, Handle]
 """Handles of keys and values, or of their gradient sums."""
+
+
+class KVTransfer(Protocol):
+    """Moves tensors away from the device and back, any number of times each.
+
+    A handle is *here* from `prefetch` or `fetch` until `evict`, else *away*. All calls return at
+    once as far as the host is concerned; compute enqueued later finds what they promise.
+    """
+
+    def send(self, tensor: Tensor) -> Handle:
+        """Start taking `tensor` away; its handle is away, and owns the bytes until `release`.
+
+        The caller may go on reading its own reference, must not write to it, and should drop it
+        soon: the device memory is free once that and the copy are over.
+        """
+        ...
+
+    def prefetch(self, handle: Handle) -> None:
+        """Start bringing the bytes back; nothing if they are here."""
+        ...
+
+    def fetch(self, handle: Handle) -> Tensor:
+        """The tensor on the device, valid until `evict` or `release`; must not be written to."""
+        ...
+
+    def evict(self, handle: Handle) -> None:
+        """Give the device's copy up; the bytes stay away. Nothing if they are not here."""
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Give all bytes up, here and away; the handle ends."""
+        ...
+
+    def settle(self) -> None:
+        """A good moment to bound what is still leaving: compute may wait for earlier sends."""
+        ...
 
 
 class KVStream:

@@ -15,13 +15,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from sppo_hf.engine.chunk_timer import Mark, mark
+from sppo_hf.attention.streamed_kv import KVStream
+from sppo_hf.engine.kv_offload import EngineTransfer
+from sppo_hf.engine.step_timer import Mark, mark
 from sppo_hf.errors import ConfigError
+from sppo_hf.offload.prefetch_order import Frame
+from sppo_hf.offload.weights import HostWeights
+from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.chrome_trace import write_trace
-from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.measured_timeline import ActionRecord, executed_timeline
 
 
@@ -82,6 +90,118 @@ class ActionLog:
             for action, begin, end in self._noted
             for start in (self._begin.seconds_until(begin),)
         ]
+
+
+class LayerLog:
+    """Tells an action log what the layers of one sequence do; see [Note: the order that is noted].
+
+    Layers count from the first of the sequence; the one behind the last is norm and head.
+    """
+
+    def __init__(
+        self,
+        log: ActionLog,
+        plan: Plan,
+        stream: KVStream | None,
+        first_unit: int,
+        weights: HostWeights | None,
+    ) -> None:
+        self._log = log
+        self._weights = weights
+        self._plan = plan
+        self._mover = None if stream is None else cast(EngineTransfer, stream.mover)
+        self._first_unit = first_unit
+        self._moved = (0, 0)
+        self._away: set[tuple[int, int]] = set()
+        """(chunk, layer) of frames that moved."""
+        self._last_chunk = 0
+
+    def begin_layer(self, chunk: int, layer: int, hidden: Tensor) -> None:
+        """Forward enters a layer, whose input is `hidden`; by layer norm and head are apart."""
+        self._last_chunk = max(self._last_chunk, chunk)
+        following = self._after_backward(chunk, layer)
+        if following is not None and hidden.requires_grad:
+            # With the gradient of its input the backward of a layer ends, and that of another
+            # begins.
+            hidden.register_hook(lambda _grad: self._enter_backward(*following))
+        if self._plan.order == "by_chunk" or layer < self._plan.num_layers:
+            self._log.begin(self._action("F", chunk, layer))
+
+    def begin_head(self, chunk: int) -> None:
+        """Where norm and head are apart: the head begins."""
+        self._log.begin(self._action("F", chunk, self._plan.num_layers))
+
+    def _after_backward(self, chunk: int, layer: int) -> tuple[int, int] | None:
+        """(chunk, layer) of the layer whose backward comes next; None where none of a layer's."""
+        if self._plan.order == "by_layer" and chunk > 0:
+            return None if layer == self._plan.num_layers else (chunk - 1, layer)
+        if layer == 0:
+            return None
+        return (self._last_chunk if self._plan.order == "by_layer" else chunk), layer - 1
+
+    def end_layer(self, chunk: int, layer: int, frame: Frame | None) -> None:
+        """Forward has left a layer."""
+        came, left = self._streamed()
+        if came:
+            self._log.note(self._action("K", chunk, layer, 0))
+        self._log.end()
+        moved = frame is not None and any(handle.is_moved for handle in frame.handles())
+        if moved:
+            self._away.add((chunk, layer))
+            self._log.note(self._action("D", chunk, layer))
+            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
+                self._log.note(self._action("S", chunk, layer))
+        if left:
+            self._log.note(self._action("O", chunk, layer, 0))
+
+    def end_head(self) -> None:
+        """A chunk's loss is done."""
+        self._log.end()
+
+    def prefetched(self, number: int) -> None:
+        """The frame of this number (see `ChunkRunner._number`) is on its way back."""
+        if self._plan.order == "by_chunk":
+            chunk, layer = divmod(number, self._plan.num_layers)
+        else:
+            layer, chunk = divmod(number, self._plan.num_chunks + 1)
+        if chunk == self._plan.num_chunks:
+            self.keys_moved(layer, back=True)
+        elif (chunk, layer) in self._away:
+            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
+                self._log.note(self._action("L", chunk, layer))
+            self._log.note(self._action("H", chunk, layer))
+
+    def keys_moved(self, layer: int, *, back: bool) -> None:
+        """By layer: all keys and values of a layer are on their way."""
+        copy = self._action("K" if back else "O", self._plan.num_chunks - 1, layer, 0)
+        self._log.note(copy)
+
+    def _enter_backward(self, chunk: int, layer: int) -> None:
+        def ended() -> None:
+            came, left = self._streamed()
+            if came:
+                self._log.note(self._action("K", chunk, layer, 1))
+            self._log.end()
+            if left:
+                self._log.note(self._action("O", chunk, layer, 1))
+            if chunk == 0 and self._weights is not None:
+                # With the first layer's are those of what is outside of the layers.
+                ends = (layer,) if layer else (layer, self._plan.num_layers)
+                for sent in ends:
+                    if sent in self._weights.sent:
+                        self._log.note(Action("G", 0, 0, sent))
+
+        self._log.begin(self._action("B", chunk, layer), ended)
+
+    def _streamed(self) -> tuple[bool, bool]:
+        """Whether keys and values came, and whether they or their gradients left, since asked."""
+        if self._mover is None:
+            return False, False
+        (came, left), self._moved = self._moved, (self._mover.fetches, self._mover.sends)
+        return self._moved[0] > came, self._moved[1] > left
+
+    def _action(self, kind: Kind, chunk: int, layer: int, part: int | None = None) -> Action:
+        return Action(kind, 0, self._first_unit + chunk, layer, part)
 
 
 class TraceFolder:

@@ -28,15 +28,14 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sppo_hf.attention.kv_cache import KeyOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStream
-from sppo_hf.engine.action_log import ActionLog
+from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import (
     EXAMPLE_TOKENS,
@@ -58,7 +57,7 @@ from sppo_hf.engine.chunk_context import (
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, return_free_heap
-from sppo_hf.engine.kv_offload import EngineTransfer, kv_stream
+from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
 from sppo_hf.engine.layer_tiles import LayerTiles
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
@@ -71,17 +70,16 @@ from sppo_hf.engine.stage_input import StateEnd, enter
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors
-from sppo_hf.errors import SPPOError, UnsupportedModelError
+from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.casts import WeightCasts
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
+from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.activation_modes import FrameMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import TIERS, AwayTier, away_tiers
-from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.planning.tiers import away_tiers
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
@@ -95,6 +93,18 @@ class _OpenLayer(NamedTuple):
     entered: contextlib.ExitStack
     """Its context, and what else holds while it runs."""
     frame: Frame | None
+
+
+@dataclasses.dataclass(slots=True)
+class _BetweenChunks:
+    """What one layer's chunks leave for the chunks after them."""
+
+    kv: KVStore | None
+    """None in a layer without attention."""
+    states: States = dataclasses.field(default_factory=dict)
+    """Those of its mixers."""
+    link: Tensor | None = None
+    """That of its attention."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,6 +190,7 @@ class ChunkRunner:
         self._parts = parts
         self._plan = plan
         self._rows = rows
+        self._group = group
         self._sequence = ChunkContext(
             model=parts,
             last_position=last_position,
@@ -188,53 +199,50 @@ class ChunkRunner:
             counters=counters,
             group=group,
         )
-        self._offload = offload
-        # Without links the caller says when the frames of a chunk are to come.
-        away = any(mode.offload for row in plan.layer_modes for mode in row)
-        away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
-        self._stream = kv_stream(
-            plan,
-            offload,
-            rows=rows,
-            max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
-            linked=linked,
-        )
-        self._log = None
-        if log is not None:
-            self._log = _LayerLog(log, plan, self._stream, first_unit, weights)
-        self._prefetch_order = offload.new_prefetch_order(
-            max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
-            asked=plan.program().lowest_asked if away and linked else [],
-            # Not a method of ours: see [Note: what a frame must not hold].
-            on_prefetch=None if self._log is None else self._log.prefetched,
-        )
         self._layers = range(len(parts.layers)) if layers is None else layers
         self._linked = linked
         self._around_layers = around_layers
         self._tiles = LayerTiles(plan.layer_tile_tokens)
         self._weights = weights
-        self._group = group
+        self._offload = offload
+        self._stream = kv_stream(plan, offload, rows=rows, linked=linked)
+        self._log = None
+        if log is not None:
+            self._log = LayerLog(log, plan, self._stream, first_unit, weights)
+        self._prefetch_order = self._new_prefetch_order()
         attending = parts.attending_layers()
-        self._stores: list[KVStore | None] = [
-            self._new_store() if layer in attending else None for layer in self._layers
+        self._between_chunks = [
+            _BetweenChunks(self._new_store() if layer in attending else None)
+            for layer in self._layers
         ]
         self._cache: StateCache | None = None
         if any(parts.has_state(layer) for layer in self._layers):
             self._cache = StateCache(len(parts.layers))
-        self._states: list[States] = [{} for _ in self._layers]
         self._state_ends: dict[int, list[StateEnd]] = {}
-        self._links: list[Tensor | None] = [None] * len(self._layers)
+        self._reads: dict[nn.Module, ReadTensors] = {}
+        self._watch: StepTimer | None = None
+        # Of the running call of the base model, and of what runs in it:
+        self._chunks = range(0)
+        self._chunk = 0
+        self._arena = CpuChunkArena(len(self._layers))
+        self._examples: dict[int, Example] = {}
+        self._cut: CutCall | None = None
         self._open: _OpenLayer | None = None
         self._norm: RecomputedLayer | None = None
         self._norm_parts = 1
-        self._reads: dict[nn.Module, ReadTensors] = {}
-        self._watch: StepTimer | None = None
-        self._chunks = range(0)  # those of the running call of the base model
-        self._chunk = 0
-        self._examples: dict[int, Example] = {}
-        self._cut: CutCall | None = None
         self._layer_frames: dict[int, weakref.ref[RecomputedLayer]] = {}
-        self._arena = CpuChunkArena(len(self._layers))
+
+    def _new_prefetch_order(self) -> PrefetchOrder:
+        plan = self._plan
+        away = any(mode.offload for row in plan.layer_modes for mode in row)
+        away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
+        return self._offload.new_prefetch_order(
+            max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
+            # Without links the caller says when the frames of a chunk are to come.
+            asked=plan.program().lowest_asked if away and self._linked else [],
+            # Not a method of ours: see [Note: what a frame must not hold].
+            on_prefetch=None if self._log is None else self._log.prefetched,
+        )
 
     def _new_store(self) -> KVStore:
         return LayerKV(self._plan.bounds) if self._stream is None else self._stream.add_layer()
@@ -267,7 +275,7 @@ class ChunkRunner:
 
     def key_stores(self) -> list[LayerKV]:
         """Keys and values of each layer that has its own, first to last, where all stay here."""
-        return [store for store in self._stores if isinstance(store, LayerKV)]
+        return [one.kv for one in self._between_chunks if isinstance(one.kv, LayerKV)]
 
     def part(self, chunk: int) -> tuple[int, int]:
         """The tokens of a chunk that are this rank's: all, or its part of them."""
@@ -378,7 +386,8 @@ class ChunkRunner:
 
     def end_forward(self) -> None:
         """No chunk comes any more."""
-        self._states = [{} for _ in self._layers]
+        for between in self._between_chunks:
+            between.states = {}
         if self._stream is not None:
             self._stream.end_forward()
 
@@ -484,15 +493,16 @@ class ChunkRunner:
             self._watch.forward_unit(chunk, index)
         args, kwargs = self._cut.take(chunk - self._chunks.start)
         start, end = self._plan.bounds[chunk]
+        between = self._between_chunks[index - self._layers.start]
         context = dataclasses.replace(
             self._context(),
             layer=index,
             chunk=chunk,
             start=start,
             end=end,
-            kv=self._stores[index - self._layers.start],
-            states=self._begin_states(index, start, end),
-            link=self._links[index - self._layers.start],
+            kv=between.kv,
+            states=self._begin_states(between.states, start, end),
+            link=between.link,
             keep=self._arena.keep,
             attended=Attended(),
         )
@@ -528,11 +538,10 @@ class ChunkRunner:
         assert context.layer is None, "a layer is left before the next one is entered"
         return context
 
-    def _begin_states(self, index: int, start: int, end: int) -> LayerStates | None:
-        """The states of layer `index` for the running chunk; None in a model without any."""
+    def _begin_states(self, before: States, start: int, end: int) -> LayerStates | None:
+        """A layer's states for the chunk `[start, end)`; None in a model without any."""
         if self._cache is None:
             return None
-        before = self._states[index - self._layers.start]
         assert not before or end - start > 1, "see [Note: chunks of one token] in states"
         if not self._linked:
             before = {key: self._enter_state(state) for key, state in before.items()}
@@ -591,27 +600,22 @@ class ChunkRunner:
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
         if away is not None and hidden.requires_grad:
-            # They come back in front of the layer's frames. (The prefetch order alone: see [Note:
-            # what a frame must not hold].)
-            hidden.register_hook(
-                functools.partial(_enter_keys, self._prefetch_order, weakref.ref(away))
-            )
+            away.come_before(hidden)
         return joined
 
     def _kv_mode(self, layer: int) -> KVMode:
         modes = self._plan.kv_modes
         return modes[layer - self._layers.start] if modes else "device"
 
-    def _end_layer(self, index: int) -> _KeysAway | None:
+    def _end_layer(self, index: int) -> KeysAway | None:
         """All chunks of layer `index` are done: its keys and values wait as the plan says.
 
         Returns:
             Those that were sent away.
         """
         position = index - self._layers.start
-        self._links[position] = None
-        self._states[position] = {}
-        store, frames = self._stores[position], self._layer_frames
+        between, frames = self._between_chunks[position], self._layer_frames
+        between.link, between.states, store = None, {}, between.kv
         self._layer_frames = {}
         mode = self._kv_mode(index)
         if mode == "device" or not isinstance(store, LayerKV):
@@ -628,9 +632,9 @@ class ChunkRunner:
                 if self._log is not None and chunk == first:
                     noted = functools.partial(self._log.keys_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
-                    store.put_away(chunk, _KeysAgain(index, chunk, frame, noted))
+                    store.put_away(chunk, KeysAgain(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
-            away = _KeysAway(
+            away = KeysAway(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
             )
             for chunk in store.chunks:
@@ -668,10 +672,11 @@ class ChunkRunner:
                 f"{self._parts.name} cannot run chunk by chunk: layer {context.layer} did not "
                 "attend through Transformers' AttentionInterface. Train it without sppo_hf."
             )
+        between = self._between_chunks[position]
         if self._linked:
-            self._links[position] = context.attended.link
+            between.link = context.attended.link
         if context.states is not None:
-            self._states[position] = context.states.after
+            between.states = context.states.after
 
     def before_norm(
         self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -774,7 +779,6 @@ class ChunkRunner:
         return LayerOffload(
             self._offload,
             self._prefetch_order,
-            is_pinned_parameter=_never_moves,
             label=label,
             tier=mode.tier,
             casts=casts,
@@ -782,184 +786,3 @@ class ChunkRunner:
             weights=weights,
             before_use=before_use,
         )
-
-
-class _LayerLog:
-    """Tells an action log what the layers of one sequence do; see [Note: the order that is noted].
-
-    Layers count from the first of the sequence; the one behind the last is norm and head.
-    """
-
-    def __init__(
-        self,
-        log: ActionLog,
-        plan: Plan,
-        stream: KVStream | None,
-        first_unit: int,
-        weights: HostWeights | None,
-    ) -> None:
-        self._log = log
-        self._weights = weights
-        self._plan = plan
-        self._mover = None if stream is None else cast(EngineTransfer, stream.mover)
-        self._first_unit = first_unit
-        self._moved = (0, 0)
-        self._away: set[tuple[int, int]] = set()
-        """(chunk, layer) of frames that moved."""
-        self._last_chunk = 0
-
-    def begin_layer(self, chunk: int, layer: int, hidden: Tensor) -> None:
-        """Forward enters a layer, whose input is `hidden`; by layer norm and head are apart."""
-        self._last_chunk = max(self._last_chunk, chunk)
-        following = self._after_backward(chunk, layer)
-        if following is not None and hidden.requires_grad:
-            # With the gradient of its input the backward of a layer ends, and that of another
-            # begins.
-            hidden.register_hook(lambda _grad: self._enter_backward(*following))
-        if self._plan.order == "by_chunk" or layer < self._plan.num_layers:
-            self._log.begin(self._action("F", chunk, layer))
-
-    def begin_head(self, chunk: int) -> None:
-        """Where norm and head are apart: the head begins."""
-        self._log.begin(self._action("F", chunk, self._plan.num_layers))
-
-    def _after_backward(self, chunk: int, layer: int) -> tuple[int, int] | None:
-        """(chunk, layer) of the layer whose backward comes next; None where none of a layer's."""
-        if self._plan.order == "by_layer" and chunk > 0:
-            return None if layer == self._plan.num_layers else (chunk - 1, layer)
-        if layer == 0:
-            return None
-        return (self._last_chunk if self._plan.order == "by_layer" else chunk), layer - 1
-
-    def end_layer(self, chunk: int, layer: int, frame: Frame | None) -> None:
-        """Forward has left a layer."""
-        came, left = self._streamed()
-        if came:
-            self._log.note(self._action("K", chunk, layer, 0))
-        self._log.end()
-        moved = frame is not None and any(handle.is_moved for handle in frame.handles())
-        if moved:
-            self._away.add((chunk, layer))
-            self._log.note(self._action("D", chunk, layer))
-            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
-                self._log.note(self._action("S", chunk, layer))
-        if left:
-            self._log.note(self._action("O", chunk, layer, 0))
-
-    def end_head(self) -> None:
-        """A chunk's loss is done."""
-        self._log.end()
-
-    def prefetched(self, number: int) -> None:
-        """The frame of this number (see `ChunkRunner._number`) is on its way back."""
-        if self._plan.order == "by_chunk":
-            chunk, layer = divmod(number, self._plan.num_layers)
-        else:
-            layer, chunk = divmod(number, self._plan.num_chunks + 1)
-        if chunk == self._plan.num_chunks:
-            self.keys_moved(layer, back=True)
-        elif (chunk, layer) in self._away:
-            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
-                self._log.note(self._action("L", chunk, layer))
-            self._log.note(self._action("H", chunk, layer))
-
-    def keys_moved(self, layer: int, *, back: bool) -> None:
-        """By layer: all keys and values of a layer are on their way."""
-        copy = self._action("K" if back else "O", self._plan.num_chunks - 1, layer, 0)
-        self._log.note(copy)
-
-    def _enter_backward(self, chunk: int, layer: int) -> None:
-        def ended() -> None:
-            came, left = self._streamed()
-            if came:
-                self._log.note(self._action("K", chunk, layer, 1))
-            self._log.end()
-            if left:
-                self._log.note(self._action("O", chunk, layer, 1))
-            if chunk == 0 and self._weights is not None:
-                # With the first layer's are those of what is outside of the layers.
-                ends = (layer,) if layer else (layer, self._plan.num_layers)
-                for sent in ends:
-                    if sent in self._weights.sent:
-                        self._log.note(Action("G", 0, 0, sent))
-
-        self._log.begin(self._action("B", chunk, layer), ended)
-
-    def _streamed(self) -> tuple[bool, bool]:
-        """Whether keys and values came, and whether they or their gradients left, since asked."""
-        if self._mover is None:
-            return False, False
-        (came, left), self._moved = self._moved, (self._mover.fetches, self._mover.sends)
-        return self._moved[0] > came, self._moved[1] > left
-
-    def _action(self, kind: Kind, chunk: int, layer: int, part: int | None = None) -> Action:
-        return Action(kind, 0, self._first_unit + chunk, layer, part)
-
-
-class _KeysAgain:
-    """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
-
-    def __init__(
-        self,
-        layer: int,
-        chunk: int,
-        frame: weakref.ref[RecomputedLayer] | None,
-        noted: Callable[[], None] | None = None,
-    ) -> None:
-        self._where = f"layer {layer}, chunk {chunk}"
-        self._noted = noted
-        self._frame = frame  # weakly: the graph owns it, and it has the store that has this
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        frame = None if self._frame is None else self._frame()
-        if frame is None:
-            raise SPPOError(
-                f"keys and values of {self._where} were dropped, and what they are made from is "
-                "gone: another layer reads them, or this part of the graph was dropped."
-            )
-        if self._noted is not None:
-            self._noted()
-        return frame.keys_again()
-
-
-class _KeysAway:
-    """Keys and values of one layer on another tier, as one frame of the prefetch order."""
-
-    def __init__(
-        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: AwayTier, label: str
-    ) -> None:
-        self._engine = engine
-        self._prefetch_order = prefetch_order
-        self._tier: AwayTier = tier
-        self._label = label
-        self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
-
-    def add(self, chunk: int, store: LayerKV) -> None:
-        """Send those of `chunk` away."""
-        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._bring, chunk))
-        self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
-
-    def _send(self, x: Tensor) -> OffloadedTensor:
-        return self._engine.start_offload(x, label=self._label, tier=self._tier)
-
-    def handles(self) -> Iterator[OffloadedTensor]:
-        """See `sppo_hf.offload.prefetch_order.Frame`."""
-        for pair in self._handles.values():
-            yield from pair
-
-    def _bring(self, chunk: int) -> tuple[Tensor, Tensor]:
-        self._prefetch_order.on_backward(self)
-        k, v = (self._engine.wait_for(handle) for handle in self._handles[chunk])
-        for handle in self._handles.pop(chunk):
-            self._engine.release(handle)
-        return k, v
-
-
-def _enter_keys(prefetch_order: PrefetchOrder, away: weakref.ref[_KeysAway], _: Tensor) -> None:
-    keys = away()
-    if keys is not None:
-        prefetch_order.on_backward(keys)
-
-
-def _never_moves(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)

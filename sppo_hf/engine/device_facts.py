@@ -13,11 +13,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
-from sppo_hf.offload.copy_streams import Copier
-from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_folder import refuse_unusable
-from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.staging import Staging
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
@@ -35,7 +31,7 @@ from sppo_hf.planning.machine import (
 )
 from sppo_hf.planning.model_profile import ModelProfile, Training, config_digest, find_profile
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.plan import DeviceFacts, Plan
+from sppo_hf.planning.plan import DeviceFacts
 from sppo_hf.planning.profile_store import load_profile, profile_for
 
 logger = logging.getLogger(__name__)
@@ -238,44 +234,6 @@ def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:
 def _dropout_rate(module: nn.Module, adapter: str) -> float:
     layers: Any = getattr(module, "lora_dropout", {})
     return float(getattr(layers[adapter], "p", 0.0)) if adapter in layers else 0.0
-
-
-def new_offload_engine(
-    config: SPPOConfig, device: torch.device, plan: Plan, *, copier: Copier | None = None
-) -> OffloadEngine:
-    """The offload engine for `device` under the settings of `config` and the budgets of `plan`.
-
-    Args:
-        config: The settings.
-        device: Where the model is.
-        plan: What the engine must hold.
-        copier: Moves weights that rest on the host; None where none do.
-
-    Raises:
-        ConfigError: `offload_dir` cannot be used.
-    """
-    disk = None
-    if config.offload_dir is not None:
-        disk = DiskStore(
-            config.offload_dir,
-            budget_bytes=plan.budgets.of(Staging.name),
-            checksum=config.offload_checksum,
-            max_queued_bytes=plan.staging_bytes,
-        )
-    budget = plan.budgets.host
-    if disk is not None and device.type == "cpu":
-        # The host's memory is the device's: it only stages what is on its way to the disk.
-        budget = plan.staging_bytes
-    return make_engine(
-        device,
-        use_streams=config.use_streams,
-        use_pin_memory=config.use_pin_memory,
-        budget_bytes=budget,
-        min_offload_elements=config.min_offload_size,
-        disk=disk,
-        staging_bytes=plan.staging_bytes if disk is not None else None,
-        copier=copier,
-    )
 
 
 def dtype_name(parts: ModelParts, device: torch.device | None = None) -> str:

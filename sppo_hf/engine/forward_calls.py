@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.batch_layout import BatchLayout, read_layout
 from sppo_hf.engine.family_guard import is_proved
-from sppo_hf.engine.mask_questions import is_causal_with, separating_positions
+from sppo_hf.engine.mask import is_causal_with, separating_positions
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError
 

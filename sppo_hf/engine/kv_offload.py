@@ -1,20 +1,26 @@
 """Keys and values that wait where the plan says, moved by the offload engine.
 
 The attention room walks over blocks and asks a `KVTransfer` for them; the offload room moves
-tensors and knows no attention. This is the adapter between the two, and knows neither layers nor
-chunks.
+tensors and knows no attention. Here is the adapter between the two (`EngineTransfer`), for keys
+that stream while a layer runs. Layer by layer, a layer's keys and values may wait for its backward:
+on another tier (`KeysAway`), or to be made again from what its frames keep (`KeysAgain`).
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+
 from torch import Tensor
 
+from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStream
-from sppo_hf.attention.transfer import KVTransfer
+from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 from sppo_hf.engine.cpu_heap import return_free_heap
-from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.errors import SPPOError
+from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import AwayTier
 
@@ -94,7 +100,6 @@ def kv_stream(
     engine: OffloadEngine,
     *,
     rows: tuple[RowSpans, ...] | None,
-    max_pending_d2h_bytes: int | None = None,
     linked: bool = True,
 ) -> KVStream | None:
     """The stream for one sequence under `plan`; None where keys and values stay on the device.
@@ -103,15 +108,89 @@ def kv_stream(
         plan: Bounds of the chunks, tier and block size of keys and values.
         engine: Moves them.
         rows: Documents and padding per row, or None for plain causal rows.
-        max_pending_d2h_bytes: See `EngineTransfer`.
         linked: See `KVStream`.
     """
     if plan.kv_tier == "device":
         return None
     return KVStream(
-        EngineTransfer(engine, tier=plan.kv_tier, max_pending_d2h_bytes=max_pending_d2h_bytes),
+        EngineTransfer(engine, tier=plan.kv_tier, max_pending_d2h_bytes=plan.max_pending_d2h_bytes),
         plan.bounds,
         rows=rows,
         block_tokens=plan.kv_block_tokens,
         linked=linked,
     )
+
+
+class KeysAgain:
+    """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
+
+    def __init__(
+        self,
+        layer: int,
+        chunk: int,
+        frame: weakref.ref[RecomputedLayer] | None,
+        noted: Callable[[], None] | None = None,
+    ) -> None:
+        self._where = f"layer {layer}, chunk {chunk}"
+        self._noted = noted
+        self._frame = frame  # weakly: the graph owns it, and it has the store that has this
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Run the layer again up to its attention; its keys and values, BKCH."""
+        frame = None if self._frame is None else self._frame()
+        if frame is None:
+            raise SPPOError(
+                f"keys and values of {self._where} were dropped, and what they are made from is "
+                "gone: another layer reads them, or this part of the graph was dropped."
+            )
+        if self._noted is not None:
+            self._noted()
+        return frame.keys_again()
+
+
+class KeysAway:
+    """Keys and values of one layer on another tier, as one frame of the prefetch order."""
+
+    def __init__(
+        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: AwayTier, label: str
+    ) -> None:
+        self._engine = engine
+        self._prefetch_order = prefetch_order
+        self._tier: AwayTier = tier
+        self._label = label
+        self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
+
+    def add(self, chunk: int, store: LayerKV) -> None:
+        """Send those of `chunk` away."""
+        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._bring, chunk))
+        self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
+
+    def come_before(self, hidden: Tensor) -> None:
+        """Come back when the gradient of `hidden` `[B, C, D]` is there: before the layer's frames.
+
+        The hook has no reference to what is away: see [Note: what a frame must not hold].
+        """
+        hidden.register_hook(
+            functools.partial(_enter_keys, self._prefetch_order, weakref.ref(self))
+        )
+
+    def _send(self, x: Tensor) -> OffloadedTensor:
+        return self._engine.start_offload(x, label=self._label, tier=self._tier)
+
+    def handles(self) -> Iterator[OffloadedTensor]:
+        """See `sppo_hf.offload.prefetch_order.Frame`."""
+        for pair in self._handles.values():
+            yield from pair
+
+    def _bring(self, chunk: int) -> tuple[Tensor, Tensor]:
+        self._prefetch_order.on_backward(self)
+        k, v = (self._engine.wait_for(handle) for handle in self._handles[chunk])
+        for handle in self._handles.pop(chunk):
+            self._engine.release(handle)
+        return k, v
+
+
+def _enter_keys(prefetch_order: PrefetchOrder, away: weakref.ref[KeysAway], _: Tensor) -> None:
+    keys = away()
+    if keys is not None:
+        prefetch_order.on_backward(keys)

@@ -1,16 +1,14 @@
-"""The offload engine of one model, made when the first plan says how large, and replaced to grow.
-
-Knows plans by what they need of host memory, and nothing of layers or chunks.
-"""
+"""The offload engine of one model: made for the first plan, and replaced to grow."""
 
 from __future__ import annotations
 
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.device_facts import new_offload_engine
 from sppo_hf.offload.copy_streams import Copier
-from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
+from sppo_hf.offload.staging import Staging
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 
@@ -20,6 +18,44 @@ def offloaded_bytes(plan: Plan) -> int:
     host = plan.estimate.host
     others = (Cause.WEIGHTS, Cause.OPTIMIZER, Cause.GRADIENTS)
     return host.held - sum(host[cause] for cause in others)
+
+
+def new_offload_engine(
+    config: SPPOConfig, device: torch.device, plan: Plan, *, copier: Copier | None = None
+) -> OffloadEngine:
+    """The offload engine for `device` under the settings of `config` and the budgets of `plan`.
+
+    Args:
+        config: The settings.
+        device: Where the model is.
+        plan: What the engine must hold.
+        copier: Moves weights that rest on the host; None where none do.
+
+    Raises:
+        ConfigError: `offload_dir` cannot be used.
+    """
+    disk = None
+    if config.offload_dir is not None:
+        disk = DiskStore(
+            config.offload_dir,
+            budget_bytes=plan.budgets.of(Staging.name),
+            checksum=config.offload_checksum,
+            max_queued_bytes=plan.staging_bytes,
+        )
+    budget = plan.budgets.host
+    if disk is not None and device.type == "cpu":
+        # The host's memory is the device's: it only stages what is on its way to the disk.
+        budget = plan.staging_bytes
+    return make_engine(
+        device,
+        use_streams=config.use_streams,
+        use_pin_memory=config.use_pin_memory,
+        budget_bytes=budget,
+        min_offload_elements=config.min_offload_size,
+        disk=disk,
+        staging_bytes=plan.staging_bytes if disk is not None else None,
+        copier=copier,
+    )
 
 
 class OffloadHolder:

@@ -46,9 +46,8 @@ from sppo_hf.attention.backends.base import (
     Gradients,
     accumulation_dtype,
 )
-from sppo_hf.attention.blocks import Block
 from sppo_hf.attention.kv_cache import Keep, LayerKV
-from sppo_hf.attention.segments import AttentionSegment
+from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import PrefixLength
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States

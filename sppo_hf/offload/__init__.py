@@ -48,7 +48,7 @@ that keeps it, and `tests/fakes` checks all of them with vector clocks.
    graph freed without backward, an unused prefetch) stays waiting to be freed until then; if the
    pool would have to grow meanwhile, the compute stream is made to wait for it, never the host.
 6. *Owners are counted by Python, not by us.* Autograd's graph holds the handles, handles share one
-   `Owner` per storage, and everything else looks at them weakly. When the last handle goes, by
+   `StorageRef` per storage, and everything else looks at them weakly. When the last handle goes, by
    release, by backward, by an exception or by a dropped graph, a finalizer appends the storage to a
    deque. It does nothing more, because a garbage collection can start inside any statement, the
    pool's own included; the next call of the engine, which holds the lock, collects the deque.
@@ -56,10 +56,10 @@ that keeps it, and `tests/fakes` checks all of them with vector clocks.
 7. *Threads know no streams.* What orders the compute stream says nothing to a thread of the disk.
    So bytes are handed to a write when the host has *seen* their copy end (`Staging`), a read fills
    only staging regions, and these are lent again when the host has seen the end of every copy and
-   transfer that touches them (`Returns`); a copy that the host enqueues after that needs no further
-   order. Staging is a slab of its own, so the weaker rule 5 holds for all other host bytes. Here,
-   and only here, the host waits: for a read that is needed now, and for room where the disk is
-   slower than what goes to it. Why it never waits for ever: [Note: staging never deadlocks].
+   transfer that touches them (`ReclaimQueue`); a copy that the host enqueues after that needs no
+   further order. Staging is a slab of its own, so the weaker rule 5 holds for all other host bytes.
+   Here, and only here, the host waits: for a read that is needed now, and for room where the disk
+   is slower than what goes to it. Why it never waits for ever: [Note: staging never deadlocks].
 
 The host's side has one lock, held by every public method of the engine, because autograd unpacks
 in its own thread on CUDA. Work of one engine is assumed to be on one compute stream; if the current
@@ -69,12 +69,12 @@ stream changes, the new one first waits for the old one, and the rules hold for 
 from sppo_hf.offload.copy_streams import Copier, HostCopier, StreamCopier, Ticket
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.pool import HostPool, Region
 from sppo_hf.offload.prefetch_order import Frame, PrefetchOrder
 from sppo_hf.offload.staging import Staging
 from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.storage import OffloadedTensor
 
 __all__ = [
     "Copier",

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.handles import MODIFIED, version_of
+from sppo_hf.offload.storage import MODIFIED, version_of
 
 __all__ = ["WeightCast", "WeightCasts"]
 

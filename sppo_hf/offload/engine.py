@@ -19,11 +19,11 @@ from torch import Tensor
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier
 from sppo_hf.offload.disk_interface import Disk
-from sppo_hf.offload.handles import MODIFIED, OffloadedTensor
 from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.storage import MODIFIED, OffloadedTensor
 from sppo_hf.offload.tiers import HostTier, Tier
 from sppo_hf.offload.transfers import TransferManager
 from sppo_hf.planning.tiers import AwayTier

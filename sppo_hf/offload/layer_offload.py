@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from sppo_hf.offload.casts import WeightCast, WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.storage import OffloadedTensor
 from sppo_hf.offload.weights import HostWeights, WeightView
 from sppo_hf.planning.tiers import Tier
 
@@ -42,8 +42,6 @@ class LayerOffload:
     Args:
         engine: moves the tensors.
         prefetch_order: gets the frame when it closes.
-        is_pinned_parameter: true for tensors that belong to others (weights, buffers, a K/V store)
-            and must stay on the device; `Parameter`s and their views always stay.
         label: what the frame is, for messages.
         tier: where its bytes are to wait. What an earlier frame has moved waits where that put it.
         casts: knows autocast's casts of weights; None where there are none worth knowing.
@@ -56,7 +54,6 @@ class LayerOffload:
         self,
         engine: OffloadEngine,
         prefetch_order: PrefetchOrder,
-        is_pinned_parameter: Callable[[Tensor], bool] | None = None,
         *,
         label: object = None,
         tier: Tier = "host",
@@ -67,7 +64,6 @@ class LayerOffload:
     ) -> None:
         self._engine = engine
         self._prefetch_order = prefetch_order
-        self._is_pinned_parameter = is_pinned_parameter
         self._label = label
         self._tier: Tier = tier
         self._casts = casts
@@ -136,7 +132,7 @@ class LayerOffload:
         view = None if self._weights is None else self._weights.view_of(tensor, self._label)
         if view is not None:
             return _Saved(self, view)
-        if self._tier == "device" or self._stays(tensor):
+        if self._tier == "device" or _is_parameter(tensor):
             return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
         handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
         if handle.is_moved:
@@ -155,7 +151,7 @@ class LayerOffload:
             return saved.handle.make()
         return self._engine.wait_for(saved.handle)
 
-    def _stays(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
-            return True
-        return self._is_pinned_parameter is not None and self._is_pinned_parameter(tensor)
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether it is a parameter or a view of one, which stay on the device."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from sppo_hf.offload.handles import OffloadedTensor
+from sppo_hf.offload.storage import OffloadedTensor
 
 
 class Frame(Protocol):

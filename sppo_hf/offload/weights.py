@@ -35,7 +35,7 @@ from torch.nn import Parameter
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, Ticket
-from sppo_hf.offload.handles import MODIFIED, version_of
+from sppo_hf.offload.storage import MODIFIED, version_of
 
 __all__ = ["HostWeights", "WeightView", "can_rest"]
 

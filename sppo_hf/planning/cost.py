@@ -171,8 +171,8 @@ class ModelCost:
                 return np.array([[of(kind, *chunk) for chunk in bounds] for kind in kinds])
 
             self._memo[key] = UnitSeconds(
-                forward=table(lambda *unit: self.forward_seconds(*unit, tile)),
-                backward=table(lambda *unit: self.backward_seconds(*unit, tile)),
+                forward=table(lambda i, start, end: self.forward_seconds(i, start, end, tile)),
+                backward=table(lambda i, start, end: self.backward_seconds(i, start, end, tile)),
                 weight=table(lambda i, start, end: self.weight_seconds(i, end - start)),
                 recompute=np.array(
                     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from sppo_hf.offload.prefetch_order import PrefetchOrder
 WIDTH = 16
 TOKENS = 12
 SLAB_BYTES = 2**16
-Pin = Callable[[Tensor], bool]
+BeforeMove = Callable[[Tensor], object]
 
 
 class Block(nn.Module):
@@ -45,11 +45,23 @@ def cpu_engine(budget_bytes: int | None = None) -> OffloadEngine:
     return OffloadEngine(HostCopier(), pool, min_offload_elements=8)
 
 
+class _Watched(LayerOffload):
+    """Says of each tensor that it is about to move."""
+
+    before_move: BeforeMove | None = None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        of_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if self.before_move is not None and not of_weight:
+            self.before_move(tensor)
+        return super()._pack(tensor)
+
+
 def loss_of(
     blocks: nn.ModuleList,
     hidden_CD: Tensor,
     engine: OffloadEngine | None,
-    pin: Pin | None = None,
+    before_move: BeforeMove | None = None,
     tiers: tuple[Literal["host", "disk"], ...] = ("host",),
 ) -> Tensor:
     prefetch_order = engine.new_prefetch_order() if engine is not None else None
@@ -58,9 +70,11 @@ def loss_of(
             hidden_CD = block(hidden_CD)
         else:
             tier = tiers[number % len(tiers)]
-            with LayerOffload(
-                engine, prefetch_order, pin, label=f"layer {number}", tier=tier, number=number
-            ):
+            frame = _Watched(
+                engine, prefetch_order, label=f"layer {number}", tier=tier, number=number
+            )
+            frame.before_move = before_move
+            with frame:
                 hidden_CD = block(hidden_CD)
     return hidden_CD.square().mean()
 

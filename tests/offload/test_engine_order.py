@@ -14,11 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.pool import HostPool
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import Staging
-from sppo_hf.offload.storage import OffloadedStorage
+from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
 from sppo_hf.offload.transfers import PendingCopies
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk

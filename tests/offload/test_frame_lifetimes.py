@@ -33,10 +33,9 @@ def _assert_steps_do_not_race_on_the_fake_device() -> None:
     engine = OffloadEngine(StreamCopier(device), HostPool(SLAB_BYTES), min_offload_elements=8)
     blocks, hidden_CD = make_blocks(), torch.rand(TOKENS, WIDTH)
 
-    def adopted(tensor: Tensor) -> bool:
-        # Asked just before a tensor moves, so that the device knows all that autograd saves.
+    def adopted(tensor: Tensor) -> None:
+        # Called just before a tensor moves, so that the device knows all that autograd saves.
         device.adopt(tensor)
-        return False
 
     def gradients(with_engine: OffloadEngine | None) -> list[Tensor]:
         blocks.zero_grad()

@@ -38,14 +38,13 @@ def check_frames(
         loss_of(blocks, hidden_CD, with_engine, spoil).backward()
         return [parameter.grad for parameter in blocks.parameters()]
 
-    def spoil(tensor: Tensor) -> bool:
-        """Asked before a tensor moves: what was freed under its copy is overwritten here."""
+    def spoil(tensor: Tensor) -> None:
+        """Called before a tensor moves: what was freed under its copy is overwritten here."""
         if device.type == "cuda":
             for rows in (1, 2, 4):
                 torch.full((TOKENS, rows * WIDTH), float("nan"), device=device)
         elif isinstance(runtime.inner, FakeDevice):
             runtime.inner.adopt(tensor)
-        return False
 
     plain = gradients(None)
     for _ in range(4):

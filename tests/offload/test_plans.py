@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.handles import OffloadedTensor
 from sppo_hf.offload.pool import PAGE_BYTES, HostPool
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import Staging, _Return
-from sppo_hf.offload.storage import OffloadedStorage
+from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.offload.orders import asked_within

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.base import AttentionSpec, Backend, register_backend
+from sppo_hf.attention.backends.base import (
+    HALF_DTYPES,
+    AttentionSpec,
+    Backend,
+    missing_kernel,
+    register_backend,
+)
 from sppo_hf.attention.backends.bottom_right import (
     BottomRightBackend,
     Offsets,
     Reach,
-    cuda_half_reason,
     with_documents,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds
@@ -50,13 +55,7 @@ class AtenFlash(BottomRightBackend):
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 bits, head sizes up to 256, no soft cap."""
-        head_size = max(requirement.qk_head_size, requirement.v_head_size)
-        reason = cuda_half_reason(
-            requirement.device_type, requirement.dtype, head_size, largest_head_size=256
-        )
-        if reason is not None:
-            return reason
-        return "cannot soft-cap scores" if requirement.softcap else None
+        return missing_kernel(requirement, "cuda", HALF_DTYPES, largest_head_size=256)
 
     def kernel_forward(
         self,

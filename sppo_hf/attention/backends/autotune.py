@@ -191,18 +191,17 @@ class Workload:
         rows = self.query_heads * self.chunk_tokens * (2 * sizes * itemsize + 4)
         return rows + self.kv_heads * self.num_keys * sizes * (itemsize + max(4, itemsize))
 
-    def shortened(self, most_bytes: int, *, least_tokens: int = 1024) -> Workload:
+    def shortened(self, most_bytes: int) -> Workload:
         """The same with a shorter prefix, and then a shorter chunk, so that it fits.
 
         Args:
-            most_bytes: what `num_bytes` may be.
-            least_tokens: shorter than this nothing becomes, whatever its bytes.
+            most_bytes: what `num_bytes` may be; but nothing becomes shorter than `_LEAST_TOKENS`.
         """
         load = self
-        while load.num_bytes > most_bytes and load.prefix_tokens > least_tokens:
-            load = replace(load, prefix_tokens=max(least_tokens, load.prefix_tokens // 2))
-        while load.num_bytes > most_bytes and load.chunk_tokens > least_tokens:
-            load = replace(load, chunk_tokens=max(least_tokens, load.chunk_tokens // 2))
+        while load.num_bytes > most_bytes and load.prefix_tokens > _LEAST_TOKENS:
+            load = replace(load, prefix_tokens=max(_LEAST_TOKENS, load.prefix_tokens // 2))
+        while load.num_bytes > most_bytes and load.chunk_tokens > _LEAST_TOKENS:
+            load = replace(load, chunk_tokens=max(_LEAST_TOKENS, load.chunk_tokens // 2))
         return load
 
     def make(self, device: torch.device, *, seed: int = 0) -> MadeWorkload:
@@ -284,6 +283,7 @@ QUERY_HEADS = 16
 _SAMPLES = 3
 _NO_TIME = "was not timed, for lack of time"
 _MEMORY_SHARE = 0.25
+_LEAST_TOKENS = 1024
 
 Timer = Callable[[Callable[[], object]], float]
 """Seconds that one call of some work takes."""

@@ -10,7 +10,8 @@ Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens,
 Softmax over keys that were split into parts needs the parts only in two places: the probabilities
 ``p = exp(s - lse)`` and ``delta = sum(dout * out)``. Given `lse` and `out` of *all* keys, the
 backward of a part is exactly that part's share of the whole backward; nothing has to be corrected
-afterwards. So every backward here takes the merged `(out, lse)` and returns the part's share.
+afterwards. So every backward here takes the merged `(out, lse)` and returns the part's share, and
+`merge_into` needs no counterpart.
 """
 
 from __future__ import annotations
@@ -364,3 +365,72 @@ def empty_forward(q_BNCH: Tensor, v_head_size: int) -> AttentionOutput:
         q_BNCH.shape[:3], float("-inf"), dtype=accumulation_dtype(q_BNCH.dtype)
     )
     return AttentionOutput(out_BNCH, lse_BNC)
+
+
+def merge_partials(first: AttentionOutput, second: AttentionOutput) -> AttentionOutput:
+    """Attention over the union of two disjoint sets of keys.
+
+    Args:
+        first: output and log-sum-exp over the one set.
+        second: the same over the other set.
+
+    Returns:
+        Output (dtype of the first output) and log-sum-exp over both. Rows that saw no key in
+        either have output 0 and log-sum-exp -inf. The sum runs in float32 (float64 for float64);
+        one temporary of that dtype and the output's size is alive meanwhile.
+    """
+    out_BNCH = first.out_BNCH.to(accumulation_dtype(first.out_BNCH.dtype), copy=True)
+    lse_BNC = first.lse_BNC.clone()
+    merge_into(out_BNCH, lse_BNC, second)
+    return AttentionOutput(out_BNCH.to(first.out_BNCH.dtype), lse_BNC)
+
+
+def merge_into(out_BNCH: Tensor, lse_BNC: Tensor, other: AttentionOutput) -> None:
+    """Merge `other` into `(out_BNCH, lse_BNC)` in place.
+
+    Args:
+        out_BNCH: output so far, in the accumulation dtype; overwritten. May be a strided view.
+        lse_BNC: log-sum-exp so far; overwritten. May be a strided view.
+        other: output and log-sum-exp over keys that were not counted yet.
+    """
+    other_lse_BNC = other.lse_BNC.to(lse_BNC.dtype)
+    merged_BNC = torch.logaddexp(lse_BNC, other_lse_BNC)
+    # -inf minus -inf is NaN; a row that neither side has seen stays at weight 0.
+    anchor_BNC = merged_BNC.masked_fill(merged_BNC == float("-inf"), 0.0)
+    weight_BNC1 = (other_lse_BNC - anchor_BNC).exp_().unsqueeze(-1).to(out_BNCH.dtype)
+    # The weights of both sides sum to one, so this is their mean: one pass, and with half the error
+    # of two products, whose rounded weights do not sum to one.
+    out_BNCH.lerp_(other.out_BNCH.to(out_BNCH.dtype), weight_BNC1)
+    lse_BNC.copy_(merged_BNC)
+
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def missing_kernel(
+    requirement: AttentionSpec,
+    device_type: str,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    largest_head_size: int | None = None,
+    softcap: bool = False,
+) -> str | None:
+    """Why a kernel cannot do what is asked, for `Backend.reason_unsupported`; None if it can.
+
+    Args:
+        requirement: What is asked.
+        device_type: Where the kernel runs, "cpu" or "cuda".
+        dtypes: Of queries, keys and values.
+        largest_head_size: None for any.
+        softcap: Whether it caps scores.
+    """
+    dtype = str(requirement.dtype).removeprefix("torch.")
+    head_size = max(requirement.qk_head_size, requirement.v_head_size)
+    if requirement.device_type != device_type:
+        here = {"cpu": "the CPU", "cuda": "CUDA"}[device_type]
+        return f"runs on {here}, not on {requirement.device_type}"
+    if requirement.dtype not in dtypes:
+        return f"has no kernel for {dtype}"
+    if largest_head_size is not None and head_size > largest_head_size:
+        return f"has no kernel for head size {head_size}, only up to {largest_head_size}"
+    return "cannot soft-cap scores" if requirement.softcap and not softcap else None

@@ -384,16 +384,3 @@ def _by_token(x_BNCH: Tensor, offsets: Offsets | None) -> Tensor:
     """Tokens before heads, as kernels take them; without the batch where there are offsets."""
     x_BCNH = x_BNCH.transpose(1, 2)
     return x_BCNH if offsets is None else x_BCNH.squeeze(0)
-
-
-def cuda_half_reason(
-    device_type: str, dtype: torch.dtype, head_size: int, *, largest_head_size: int
-) -> str | None:
-    """What flash kernels have in common: CUDA, 16 bits, a largest head size; None if all fit."""
-    if device_type != "cuda":
-        return f"runs on CUDA, not on {device_type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"has no kernel for {str(dtype).removeprefix('torch.')}"
-    if head_size > largest_head_size:
-        return f"has no kernel for head size {head_size}, only up to {largest_head_size}"
-    return None

@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.base import (
+    HALF_DTYPES,
     AttentionOutput,
     AttentionSpec,
     Gradients,
     accumulation_dtype,
+    missing_kernel,
     register_backend,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds
 from sppo_hf.attention.backends.top_left import TopLeftBackend
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
 
 
 @register_backend("cpu_flash", cpu=1)
@@ -50,13 +52,7 @@ class CPUFlash(TopLeftBackend):
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CPU tensors of the usual dtypes, without soft cap."""
-        if requirement.device_type != "cpu":
-            return f"runs on the CPU, not on {requirement.device_type}"
-        if requirement.dtype not in _DTYPES:
-            return f"has no kernel for {requirement.dtype}"
-        if requirement.softcap:
-            return "cannot soft-cap scores"
-        return None
+        return missing_kernel(requirement, "cpu", _DTYPES)
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.base import (
+    HALF_DTYPES,
     AttentionOutput,
     AttentionSpec,
     Backend,
@@ -36,9 +37,9 @@ from sppo_hf.attention.backends.base import (
     Gradients,
     accumulation_dtype,
     determinism,
+    missing_kernel,
     register_backend,
 )
-from sppo_hf.attention.backends.bottom_right import cuda_half_reason
 from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.top_left import TopLeftBackend
@@ -83,18 +84,11 @@ class CuDNN(TopLeftBackend):
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 bits, head sizes up to 256, no soft cap, no demand for determinism."""
-        head_size = max(requirement.qk_head_size, requirement.v_head_size)
-        reason = cuda_half_reason(
-            requirement.device_type, requirement.dtype, head_size, largest_head_size=256
-        )
-        if reason is not None:
-            return reason
-        if requirement.softcap:
-            return "cannot soft-cap scores"
+        reason = missing_kernel(requirement, "cuda", HALF_DTYPES, largest_head_size=256)
         # PyTorch leaves cuDNN out by itself, but only where it chooses the kernel.
-        if determinism() == 2:
+        if reason is None and determinism() == 2:
             return "has no deterministic backward, which torch.use_deterministic_algorithms demands"
-        return None
+        return reason
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float

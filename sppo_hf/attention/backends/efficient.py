@@ -15,15 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo_hf.attention.backends.base import (
+    HALF_DTYPES,
     AttentionOutput,
     AttentionSpec,
     Gradients,
+    missing_kernel,
     register_backend,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds
 from sppo_hf.attention.backends.top_left import TopLeftBackend
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, *HALF_DTYPES)
 _LSE_MULTIPLE = 32
 
 
@@ -42,11 +44,7 @@ class Efficient(TopLeftBackend):
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 or 32 bits, no soft cap."""
-        if requirement.device_type != "cuda":
-            return f"runs on CUDA, not on {requirement.device_type}"
-        if requirement.dtype not in _DTYPES:
-            return f"has no kernel for {str(requirement.dtype).removeprefix('torch.')}"
-        return "cannot soft-cap scores" if requirement.softcap else None
+        return missing_kernel(requirement, "cuda", _DTYPES)
 
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float

@@ -19,12 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.base import AttentionSpec, Backend, register_backend
+from sppo_hf.attention.backends.base import (
+    HALF_DTYPES,
+    AttentionSpec,
+    Backend,
+    missing_kernel,
+    register_backend,
+)
 from sppo_hf.attention.backends.bottom_right import (
     BottomRightBackend,
     Offsets,
     Reach,
-    cuda_half_reason,
     with_documents,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
@@ -71,12 +76,12 @@ class _FlashAttention(BottomRightBackend):
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """Not installed, or CUDA, 16 bits and head sizes up to 256 are not what is asked."""
-        head_size = max(requirement.qk_head_size, requirement.v_head_size)
-        reason = cuda_half_reason(
-            requirement.device_type,
-            requirement.dtype,
-            head_size,
+        reason = missing_kernel(
+            requirement,
+            "cuda",
+            HALF_DTYPES,
             largest_head_size=self.largest_head_size,
+            softcap=True,
         )
         if reason is not None or self._interface is not None:
             return reason

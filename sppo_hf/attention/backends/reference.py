@@ -24,9 +24,9 @@ from sppo_hf.attention.backends.base import (
     Gradients,
     accumulation_dtype,
     empty_forward,
+    merge_into,
     register_backend,
 )
-from sppo_hf.attention.merge import merge_into
 
 _TILE_BYTES = 32 << 20
 _TILE_ROWS = 128

@@ -38,9 +38,9 @@ from sppo_hf.attention.backends.base import (
     Gradients,
     accumulation_dtype,
     empty_forward,
+    merge_into,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds, adapted_backward, adapted_forward
-from sppo_hf.attention.merge import merge_into
 
 
 class Form(enum.Enum):

@@ -32,9 +32,9 @@ from sppo_hf.attention.backends.base import (
     CausalBand,
     Documents,
     DocumentsBackend,
+    merge_partials,
 )
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.merge import merge_partials
 
 logger = logging.getLogger(__name__)
 

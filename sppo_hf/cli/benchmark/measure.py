@@ -35,10 +35,10 @@ from sppo_hf.cli.benchmark.kernels import choose_kernel
 from sppo_hf.cli.benchmark.results import Numbers
 from sppo_hf.cli.benchmark.trace_summary import STEP_LABEL
 from sppo_hf.config import SPPOConfig, parse_bytes
-from sppo_hf.engine.chunk_timer import ChunkTimer
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.device_facts import device_facts
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
+from sppo_hf.engine.step_timer import ChunkTimer
 from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan_request import PlanRequest, request_plan
