@@ -47,6 +47,17 @@ PLANS = [
         {"recompute": recompute, "offload": offload, "offload_kv": kv, "min_offload_size": 1}
     ]
 ] + [
+    case_of("selective", settings={"chunk_lengths": UNEVEN, "recompute": "selective"}),
+    case_of(
+        "selective, all leaves, experts",
+        "qwen3_moe",
+        settings={
+            "chunk_lengths": UNEVEN,
+            "min_offload_size": 1,
+            "offload": "full",
+            "recompute": "selective",
+        },
+    ),
     case_of(
         "a solved plan, corrected",
         settings={"hardware": "h100", "num_chunks": 4},
