@@ -388,7 +388,9 @@ def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[i
 
 def _longest(question: PlanRequest, plan: Plan) -> int:
     budgets = plan.budgets
-    unlimited = budgets.device is budgets.host is question.config.offload_dir is None
+    config, kind = question.config, question.device.kind
+    there = [name for name, tier in TIERS.items() if tier.is_there(config, kind)]
+    unlimited = all(budgets.of(tier) is None for tier in there)
 
     def possible(tokens: int) -> bool:
         return unlimited or any(
