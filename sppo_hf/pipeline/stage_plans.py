@@ -87,6 +87,8 @@ class BatchPlans:
         """What keys and values of this rank's stages do beside units, as `add_streams` says it."""
         found: set[Stream] = set()
         for stage, plan in self.by_stage.items():
+            if plan.kv_tier == "device":
+                continue
             tables = plan.program().tables
             layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
             of_stage = streams_of(tables, plan.kv_tier, [layers])

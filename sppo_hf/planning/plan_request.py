@@ -403,7 +403,9 @@ def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[i
 
 def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     budgets = plan.budgets
-    unlimited = budgets.device is budgets.host is placed[0].config.offload_dir is None
+    config, kind = placed[0].config, placed[0].device.kind
+    there = [name for name, tier in TIERS.items() if tier.is_there(config, kind)]
+    unlimited = all(budgets.of(tier) is None for tier in there)
 
     def possible(tokens: int) -> bool:
         return unlimited or any(
