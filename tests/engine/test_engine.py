@@ -288,6 +288,15 @@ def test_observer_hears_every_unit_in_order(model, ids):
     assert [name for _, name in listener.plans] == ["LlamaForCausalLM"] * 2
 
 
+def test_a_record_has_what_was_moved_for_its_own_step(model, ids):
+    listener = Listener()
+    convert(model, _config(offload="full", min_offload_size=1), observer=listener)
+    for _ in range(2):
+        _step(model, input_ids=ids, labels=ids)
+    first, second = (record.offload.d2h_bytes for record in listener.records)
+    assert first == second > 0
+
+
 @pytest.mark.parametrize("settings", [
     {"recompute": "none"}, {"recompute": "full"},
     {"recompute": "full", "offload": "full", "min_offload_size": 1},

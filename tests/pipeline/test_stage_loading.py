@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.engine.stages import AbsentLayer, AbsentModule, StageCut, staged_model_of
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.pipeline import convert as loading
 from sppo_hf.pipeline.convert import load_stages
 from sppo_hf.testing.tiny_models import build_tiny_model
 
@@ -81,6 +82,22 @@ def test_stages_are_the_whole_models(family, dtype, tmp_path, warned):
         found |= set(mine)
     assert found == set(parameters)
     assert "LOAD REPORT" not in warned.text
+
+
+def test_files_are_mapped_unless_their_tensors_change(tmp_path, monkeypatch):
+    folder, found = _save("llama", tmp_path), []
+
+    def noted(*given):
+        found.append(original(*given))
+        return found[-1]
+
+    original = loading._read_slices
+    monkeypatch.setattr(loading, "_read_slices", noted)
+    for dtype in (torch.float64, torch.float32):
+        _load(folder, 0, dtype=dtype)
+    mapped, read = found
+    assert mapped is None
+    assert "lm_head.weight" in read
 
 
 @pytest.mark.parametrize("family", ["llama-bias-tied", "gemma2", "gpt2"])
