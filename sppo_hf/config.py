@@ -335,6 +335,13 @@ _REGISTRIES: dict[str, Registry[Any]] = {
 }
 """Settings whose values other files add to."""
 
+
+def _on_or_off(name: str, value: object) -> str:
+    # YAML reads a bare on as true.
+    word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    return choice("auto", "off", "on")(name, word)
+
+
 # What may each setting be?
 _RULES: dict[str, Rule] = {
     "num_chunks": integer(1, "auto"),
@@ -357,7 +364,7 @@ _RULES: dict[str, Rule] = {
     "pp_size": count(1),
     "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
     "pp_virtual_stages": count(1),
-    "pp_msp": choice("auto", "off", "on"),
+    "pp_msp": _on_or_off,
     "pp_layers": whole_numbers("layers"),
     "pp_timeout_seconds": count(1),
     "device_memory": budget,

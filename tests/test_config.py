@@ -178,6 +178,8 @@ def test_shared_units_need_a_pipeline_of_their_own(
     for part in [*parts, "Allowed: ", "Remedy: "]:
         assert part in message
     SPPOConfig(pp_size=4, num_chunks=4, pp_msp="on")
+    # As YAML reads it.
+    assert SPPOConfig(pp_size=4, pp_msp=True).pp_msp == "on"  # type: ignore[arg-type]
     SPPOConfig(**{**settings, "pp_msp": "off"})
 
 

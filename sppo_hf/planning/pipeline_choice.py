@@ -82,16 +82,20 @@ def rule_choice(
     Raises:
         ConfigError: the settings do not fit this length.
     """
+    shares = may_share and config.pp_msp == "on"
     bounds = pipeline_bounds(
         config,
         shape,
         total_tokens,
         stages=config.pp_size,
-        micro_batches=micro_batches,
+        # Where units are shared each fills and drains the pipeline by itself.
+        micro_batches=1 if shares else micro_batches,
         device_kind=device_kind,
     )
+    if shares and _is_open(config) and len(bounds) < config.pp_size <= total_tokens:
+        bounds = cut_number(config, shape, total_tokens, config.pp_size)
     name = RULE if config.pp_schedule == "auto" else config.pp_schedule
-    if may_share and config.pp_msp == "on":
+    if shares:
         if len(bounds) < config.pp_size:
             raise ConfigError(
                 f"pp_msp='on' with pp_size={config.pp_size} and {len(bounds)} chunks of "
@@ -350,9 +354,13 @@ def _few(ranks: int) -> tuple[int, int]:
     return 2 * ranks, 3 * ranks
 
 
+def _is_open(config: SPPOConfig) -> bool:
+    """Whether the settings leave open where chunks end."""
+    return config.num_chunks == "auto" and not (config.chunk_lengths or config.chunk_tokens)
+
+
 def _is_set(config: SPPOConfig) -> bool:
-    chunks = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    return bool(chunks) and (config.pp_schedule != "auto" or config.pp_msp == "on")
+    return not _is_open(config) and (config.pp_schedule != "auto" or config.pp_msp == "on")
 
 
 def _cuts(
@@ -360,7 +368,7 @@ def _cuts(
 ) -> Iterator[Bounds]:
     """The cut by rule first, then coarser and finer ones where the settings leave them open."""
     yield ruled
-    if config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens:
+    if not _is_open(config):
         return
     total_tokens = ruled[-1][1]
     most = max(1, total_tokens // LEAST_TOKENS[device_kind])

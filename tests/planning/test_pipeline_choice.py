@@ -94,6 +94,8 @@ def test_units_that_must_be_shared_are_or_the_step_is_refused() -> None:
     assert (chosen.schedule, chosen.reason) == (MSP, "set by the user")
     assert _choose(DeviceFacts(kind="cuda", name="?"), **on).schedule == MSP
     assert _choose(**on).schedule == MSP
+    cpu = DeviceFacts(kind="cpu", name="?")
+    assert [len(_choose(cpu, 16, tokens, **on).bounds) for tokens in (4, 23)] == [4, 4]
     said = "pp_msp='on' with pp_size=4 and 2 chunks of 65536 tokens.*Allowed: .*Remedy: more chunks"
     with pytest.raises(ConfigError, match=said):
         _choose(chunk_tokens=TOKENS // 2, **on)

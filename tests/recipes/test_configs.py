@@ -24,7 +24,10 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
-LAUNCHED = ("1_gpu", "2_gpus", "4_gpus", "8_gpus", "2_gpus_sp", "4_gpus_pp_sp", "8_gpus_fsdp_sp")
+LAUNCHED = (
+    *("1_gpu", "2_gpus", "4_gpus", "8_gpus"),
+    *("2_gpus_sp", "4_gpus_pp_sp", "4_gpus_msp", "8_gpus_fsdp_sp"),
+)
 PAIRS = (*LAUNCHED, "8_gpus_fsdp2", "1_gpu_hybrid", "2_nodes")
 ROWS = 4
 
@@ -111,6 +114,7 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
         "8_gpus": {"num_processes": 8},
         "2_gpus_sp": {},
         "4_gpus_pp_sp": {"num_processes": 4},
+        "4_gpus_msp": {"num_processes": 4},
         "8_gpus_fsdp_sp": {
             "num_processes": 8,
             "distributed_type": "FSDP",

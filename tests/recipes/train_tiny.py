@@ -24,7 +24,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 3:
         model = build_tiny_model(sys.argv[3], dtype=torch.float32)
     else:
-        model = make_model(num_hidden_layers=8)
+        model = make_model(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4)
     trainer = Trainer(model, args, train_dataset=make_rows(32))
     trainer.train()
     if args.process_index == 0:
