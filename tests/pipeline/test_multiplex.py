@@ -10,13 +10,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from sppo_hf.engine.sequence_group import held_keys, key_positions
+from sppo_hf.engine.stages import StageCut, StagedModel
+from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
-from sppo_hf.pipeline.multiplex import head_granules, runs_of
+from sppo_hf.pipeline import multiplex
+from sppo_hf.pipeline.multiplex import HelpedWeights, Run, head_granules, runs_of
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.messages import messages
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
 from tests.pipeline.pipeline_cases import UNEVEN, Case
 from tests.pipeline.test_pipeline_exactness import assert_exact
@@ -89,6 +95,77 @@ def test_a_stage_has_up_to_three_runs() -> None:
     ]
     assert {runs[0, c].ranks for c in range(5)} == {(0, 1, 2), (0,)}
     assert runs[2, 4].ranks == (0, 1, 2)
+
+
+class OtherRank:
+    """Stands for torch.distributed on the owner of a set of two, of whose weights one trains."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        """`grad` is that of the weight on the other rank."""
+        self.grad = grad
+        self.calls: list[str] = []
+
+    def broadcast(self, flat: Tensor, src: int, *, group: str) -> None:
+        """The owner's weights reach the other rank."""
+        self.calls.append(f"broadcast {flat.numel()} from {src} in {group}")
+
+    def reduce(self, flat: Tensor, dst: int, *, group: str) -> None:
+        """The other rank's gradient comes."""
+        self.calls.append(f"reduce {flat.numel()} to {dst} in {group}")
+        if self.grad is not None:
+            flat += self.grad.reshape(-1)
+
+    def all_reduce(self, there: Tensor, *, group: str) -> None:
+        """Whether the other rank had any."""
+        assert group == "control"
+        there[0] += self.grad is not None
+
+
+@pytest.mark.parametrize("mine", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("theirs", [True, False])
+def test_a_weight_has_a_gradient_if_any_rank_has_one(
+    monkeypatch: pytest.MonkeyPatch, mine: bool, late: bool, theirs: bool
+) -> None:
+    """Of experts that no token of a rank's came to, autograd gives that rank none."""
+    parts = find_parts(build_tiny_model("llama", num_hidden_layers=2))
+    cut = StageCut((range(1), range(1, 2)), (0,))
+    staged = StagedModel(parts, cut, helps=True)
+    weights = staged.parameters_of(0)
+    one = weights[0]
+    for weight in weights[1:]:
+        weight.requires_grad_(False)
+    other = OtherRank(torch.full_like(one, 2.0) if theirs else None)
+    monkeypatch.setattr(multiplex, "dist", other)
+    mesh: Any = SimpleNamespace(
+        pp_rank=0,
+        control="control",
+        sets={(0, 1): "both"},
+        device=torch.device("cpu"),
+        world_rank=lambda rank: rank,
+    )
+    helped = HelpedWeights(staged, mesh)
+    trained_elsewhere = [p for p in staged.parameters_of(1) if p.requires_grad]
+    assert trained_elsewhere
+    assert not any(p.untyped_storage().nbytes() for p in trained_elsewhere)
+    run = Run(range(1), (0, 1))
+    helped.begin_step(mesh.device)
+    helped.fetch(0, run)
+    one.grad = torch.ones_like(one) if mine else None
+    helped.reduce(0, run)
+    if late:  # units of its own, or a later run
+        one.grad = torch.ones_like(one) if one.grad is None else one.grad + 1
+    helped.end_step()
+    assert other.calls == [
+        f"broadcast {one.numel()} from 0 in both",
+        f"reduce {one.numel()} to 0 in both",
+    ]
+    total = mine + late + 2 * theirs
+    if total:
+        assert one.grad is not None
+        assert one.grad.eq(total).all()
+    else:
+        assert one.grad is None
 
 
 ON = {"pp_msp": "on"}
