@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import find_parts
@@ -40,6 +41,23 @@ SETTINGS = (
     SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 12), recompute="none", offload="full"),
     SPPOConfig(chunk_lengths=(1, 6, 3, 5, 2, 12), recompute="full", offload="none"),
 )
+CODE = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), "ssm_state = torch.zeros("),
+    "minimax": "for i in range(seq_len):",
+    "recurrent_gemma": "self.conv1d_state = nn.functional.pad(x_branch",
+    "rwkv": "state[1][:, :, self.layer_id] = hidden[:, -1]",
+    "xlstm": "cache_params.rnn_state[layer_idx][state_idx].copy_(",
+    "diffllama": "attn_output2, _ = attention_interface(",
+    "doge": "if attention_mask.dtype == torch.bool:",
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"), "topk = min(self.index_topk, index_scores.shape[-1])"
+    ),
+    "deepseek_v4": "top_k = min(self.index_topk, compressed_len)",
+    "qwen4_exp_text": "scores.topk(min(self.block_topk, num_complete_blocks)",
+}
+"""By family what of its code makes it impossible, as its file has it; said with the line's number.
+
+A test finds each in the installed Transformers."""
 ONE_TOKEN = SPPOConfig(
     chunk_lengths=(1,) * TOKENS, recompute="full", offload="full", min_offload_size=1
 )
@@ -73,11 +91,28 @@ def check_family(name: str) -> Row:
         except _CRASHES as error:
             return Row(name, f"{feature} ({type(error).__name__})", "NOT EXACT", math.inf, "")
         if result.status == "refused":
-            return Row(name, feature, "refused", 0.0, _short(result.reason))
+            return Row(name, feature, "refused", 0.0, _short(result.reason) + line_of_code(name))
         results.append(result)
     worst = max(results, key=lambda result: result.error or 0.0)
     status = "exact" if all(result.status == "exact" for result in results) else "NOT EXACT"
     return Row(name, feature, status, worst.error or 0.0, "")
+
+
+def line_of_code(name: str) -> str:
+    """Where `CODE` stands in the installed Transformers, as the end of a sentence; "" without.
+
+    Raises:
+        LookupError: The code is not there any more: look again whether the reason holds.
+    """
+    if name not in CODE:
+        return ""
+    module = model_type_to_module_name(name)
+    path = Path(transformers.__file__).with_name("models") / module / f"modeling_{module}.py"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if CODE[name] in line:
+            return f" ({path.name}, line {number}: `{line.strip()}`)"
+    raise LookupError(f"{CODE[name]!r} is not in {path.name} of {transformers.__version__}")
 
 
 def _has_states(name: str) -> bool:
@@ -90,7 +125,9 @@ def _has_states(name: str) -> bool:
 def _short(reason: str) -> str:
     """The reason alone: neither the model's name in front nor the remedy behind."""
     reason = re.split(r"\. (?:Train|Set|sppo_hf|Load)|; (?:only|save)", reason)[0]
-    reason = re.sub(r"^\w+ cannot (?:be trained|run) chunk by chunk: ", "", reason)
+    reason = re.sub(
+        r"^(?:(?:\w+|this model) cannot (?:be trained|run) chunk by chunk: )+", "", reason
+    )
     return re.sub(r"^\w+: ", "", reason)
 
 

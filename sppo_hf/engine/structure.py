@@ -19,11 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.refusals import (
-    IGNORES_STATE,
     LAYER_TYPES,
     NO_LAYERS,
     OWN_STATE,
     STATE_LAYER_TYPES,
+    STATE_REASONS,
     WITHOUT_ATTENTION,
     indexer_reason,
 )
@@ -262,8 +262,8 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
     reason = None
     if causal_lm.config.is_encoder_decoder:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
-    elif config.model_type in IGNORES_STATE:
-        reason = IGNORES_STATE[config.model_type]
+    elif config.model_type in STATE_REASONS:
+        reason = STATE_REASONS[config.model_type]
     elif foreign := sorted(layer_types - LAYER_TYPES):
         seen = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
         reason = indexer_reason(config) or seen

@@ -18,19 +18,25 @@ _MAMBA1 = (
     "its recurrent layers (Mamba) begin every call with a state of zeros: the code of their scan "
     "takes none from the chunk before"
 )
-IGNORES_STATE = {
+STATE_REASONS = {
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA1),
+    "minimax": (
+        "with a state from the chunk before, its lightning attention goes on token by token, and "
+        "autograd would keep a state of every token"
+    ),
+    "recurrent_gemma": (
+        "the convolutions of its recurrent layers begin every call of several tokens with zeros"
+    ),
+    "rwkv": "it writes each state in place over the one before, which backward needs",
+    "xlstm": "it copies each state in place over the one before, which backward needs",
 }
-"""Families whose code writes states into a cache but does not go on from them, and why."""
+"""Recurrent families whose own code does not take a state from chunk to chunk, and why."""
 
 OWN_STATE = (
     "it carries a state from token to token that its code does not hand over in a cache of "
     "convolutional and recurrent states, so it cannot go from chunk to chunk"
 )
-"""Why other recurrent families are refused."""
-
-OWN_STATE_FAMILIES = frozenset(("minimax", "recurrent_gemma", "rwkv", "xlstm"))
-"""Families of which this is known."""
+"""Why recurrent families that nobody has looked at are refused."""
 
 OWN_ATTENTION = frozenset(
     (
@@ -144,7 +150,7 @@ def _reason(config: object) -> str | None:
     foreign = sorted(names - LAYER_TYPES)
     if getattr(config, "is_encoder_decoder", False) is True:
         return "it is an encoder-decoder; only decoder-only models run chunk by chunk"
-    if known := next((IGNORES_STATE[name] for name in families if name in IGNORES_STATE), None):
+    if known := next((STATE_REASONS[name] for name in families if name in STATE_REASONS), None):
         return known
     indexed = indexer_reason(text)
     if foreign and indexed:
@@ -152,8 +158,6 @@ def _reason(config: object) -> str | None:
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))
         return f"it has layers of type {seen}, which are not known to be exact"
-    if families & OWN_STATE_FAMILIES:
-        return OWN_STATE
     if families & OWN_ATTENTION:
         return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     return next((OTHER_FAMILIES[name] for name in families if name in OTHER_FAMILIES), None)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FAMILIES", "MULTIMODAL", "TinyFamily"]
+__all__ = ["FAMILIES", "MULTIMODAL", "UNLISTED", "TinyFamily"]
 
 _WINDOW_TOKENS = 8
 _MIXED_3 = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -288,6 +288,8 @@ _OTHERS = {
         rope_parameters={"full_attention": _rope("default", mrope_section=[1, 1, 2])},
     ),
     "deepseek_v32": _family("deepseek_v32", "sparse attention by an indexer"),
+    "deepseek_v4": _family("deepseek_v4", "sparse attention by an indexer, compressed keys"),
+    "glm_moe_dsa": _family("glm_moe_dsa", "sparse attention by an indexer"),
     "falcon": _family("falcon", "own attention", alibi=True),
     "bloom": _family("bloom", "ALiBi"),
     "mpt": _family("mpt", "ALiBi"),
@@ -407,6 +409,11 @@ _MULTIMODAL = {
     "paddleocr_vl": _family(
         "paddleocr_vl", "multimodal, three axes of positions", text_config=_AXES
     ),
+    "glm5_next": _family(
+        "glm5_next",
+        "Kimi delta attention, sparse attention by an indexer",
+        text_config={"qk_rope_head_dim": 0, "num_key_value_heads": 4},
+    ),
 }
 
 MULTIMODAL = frozenset(_MULTIMODAL)
@@ -420,3 +427,27 @@ FAMILIES: Mapping[str, TinyFamily] = {
     **_MULTIMODAL,
 }
 """Every tiny family and variant by name."""
+
+UNLISTED: Mapping[str, TinyFamily] = {
+    "glmga": _family("glmga", "multimodal, three axes of positions", text_config=_AXES),
+    "hunyuan_vl": _family("hunyuan_vl", "multimodal, three axes of positions", text_config=_AXES),
+    "ernie4_5_vl_moe": _family(
+        "ernie4_5_vl_moe",
+        "multimodal, three axes of positions, experts of two kinds",
+        text_config={**_AXES, "moe_intermediate_size": [24, 24], "moe_num_experts": 4},
+    ),
+    "qwen2_5_omni_thinker": _family(
+        "qwen2_5_omni_thinker",
+        "multimodal, three axes of positions",
+        vision_start_token_id=5,
+        text_config=_AXES,
+    ),
+    "qwen3_omni_moe_thinker": _family(
+        "qwen3_omni_moe_thinker", "multimodal, three axes of positions", vision_start_token_id=5
+    ),
+    "chameleon": _family(
+        "chameleon", "multimodal, QK norm", vocabulary_map={"<image>": _WINDOW_TOKENS}
+    ),
+    "step3p7": _family("step3p7", "multimodal", text_config={"sliding_window": _WINDOW_TOKENS}),
+}
+"""Settings without which no tiny model of a type can be built, of types that are in no table."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -29,10 +30,7 @@ from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loa
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
 from sppo_hf.rules import format_bytes
-from sppo_hf.testing.tiny_families import FAMILIES, TinyFamily
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from sppo_hf.testing.tiny_families import FAMILIES, UNLISTED, TinyFamily
 
 __all__ = [
     "LARGEST_BYTES",
@@ -320,7 +318,7 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     Raises:
         ConfigError: Transformers has no such model type.
     """
-    family = FAMILIES.get(name, TinyFamily(model_type=name))
+    family = FAMILIES.get(name) or UNLISTED.get(name) or TinyFamily(model_type=name)
     if family.model_type not in CONFIG_MAPPING_NAMES:
         raise ConfigError(
             f"no model type of the installed Transformers is called {family.model_type!r}; give one"
@@ -383,9 +381,10 @@ def model_from_config(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _construct(config)
-        if model._can_set_experts_implementation():
-            # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
-            model.set_experts_implementation("eager")
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
+                # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
+                part.set_experts_implementation("eager")
         randomise(model)
     cast("nn.Module", model).to(dtype).train()
     return model

@@ -138,7 +138,7 @@ def test_keys_may_wait_elsewhere_in_layers_that_have_some(family: str, recompute
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", [*MIXERS, "mamba2"])
+@pytest.mark.parametrize("family", [*MIXERS, "mamba2", "kimi_linear"])
 def test_gradients_of_states_are_those_of_a_whole_run(family: str, recompute: Any) -> None:
     """Labels in the last chunk alone: what reaches the first embeddings went through the states.
 
@@ -294,7 +294,7 @@ def test_a_family_that_would_ignore_its_states_is_found_out_by_its_tiny_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody is trusted by name: the table of reasons only says it earlier."""
-    monkeypatch.setattr("sppo_hf.engine.structure.IGNORES_STATE", {})
+    monkeypatch.setattr("sppo_hf.engine.structure.STATE_REASONS", {})
     # Its scan is a loop over the tokens, which takes a minute to trace at the usual lengths.
     for lengths in ("_SCAN_LENGTHS", "_SCAN_CPU_LENGTHS"):
         monkeypatch.setattr(f"sppo_hf.engine.trace_profile.{lengths}", (16, 32))
@@ -314,7 +314,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MIXERS)
+@pytest.mark.parametrize("family", [*MIXERS, "kimi_linear"])
 @given(case=cases())
 @settings(max_examples=12, deadline=None)
 def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:

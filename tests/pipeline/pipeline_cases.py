@@ -134,6 +134,7 @@ def _states() -> list[Case]:
         _case("convolutions", "lfm2", rows=2, labels=[20, 23], settings=recompute),
         _case("convolutions, LoRA", "lfm2", lora=True, rows=2, settings=zb),
         _case("layers of experts alone", "nemotron_h", rows=2, settings=chunks),
+        _case("Kimi delta attention", "kimi_linear", rows=2, padding=[0, 9], settings=recompute),
     ]
 
 
@@ -340,6 +341,7 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases = families[::2]
         # Kept and offloaded states, in both kinds of backward.
         mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
+        mixers.add("Kimi delta attention")
         cases += _named("states", [case for case in _states() if case["name"] in mixers])
         cases += _named("beside", [*_beside_hidden_states()[2:5], _beside_hidden_states()[-2]])
         cases += _named("router loss", _router_losses(layers)[:3])

@@ -7,9 +7,8 @@ import pytest
 
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.refusals import (
-    IGNORES_STATE,
     OWN_ATTENTION,
-    OWN_STATE_FAMILIES,
+    STATE_REASONS,
     check_config,
 )
 from tests.planning.shapes import llama_config
@@ -19,7 +18,7 @@ from tests.planning.shapes import llama_config
     ("changes", "reason"),
     [
         ({"model_type": "mamba"}, "state of zeros"),
-        ({"model_type": "rwkv"}, "does not hand over"),
+        ({"model_type": "rwkv"}, "in place over the one before"),
         ({"model_type": "gptj"}, "AttentionInterface"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"layer_types": ["full_attention", "indexed_attention"]}, "layers of type indexed_att"),
@@ -68,7 +67,7 @@ def test_names_are_what_transformers_says_of_its_classes() -> None:
     for family in some:
         model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
         stateful = bool(getattr(model, "_is_stateful", False))
-        known = family in IGNORES_STATE or family in OWN_STATE_FAMILIES or family == "mamba2"
+        known = family in STATE_REASONS or family == "mamba2"
         assert stateful == known, family
         own = not stateful and not getattr(model, "_supports_attention_backend", False)
         assert own == (family in OWN_ATTENTION), family

@@ -1,12 +1,15 @@
 """The table of families: what is exact, what is refused and why, and the exit code."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from recipes.tools import family_table
-from recipes.tools.family_table import Row, main, markdown
+from recipes.tools.family_table import Row, line_of_code, main, markdown
+from sppo_hf.testing.tiny_families import FAMILIES
 
 
 def test_exact_and_refused_families_get_their_tables(tmp_path: Path) -> None:
@@ -40,6 +43,13 @@ def test_reasons_lose_the_remedy_and_keep_the_table_whole() -> None:
     reason = "XForCausalLM cannot be trained chunk by chunk: it is a|b. Train it without sppo_hf."
     assert family_table._short(reason) == "it is a|b"
     assert markdown([Row("x", "", "refused", 0.0, "it is a|b")]).endswith("| x | it is a\\|b |\n")
+
+
+def test_the_code_that_makes_a_family_impossible_is_there() -> None:
+    present = [n for n in family_table.CODE if FAMILIES[n].model_type in CONFIG_MAPPING_NAMES]
+    for name in present:
+        assert re.search(r" \(modeling_\w+\.py, line \d+: `.+`\)$", line_of_code(name))
+    assert line_of_code("llama") == ""
 
 
 def test_unknown_families_are_named(capsys: pytest.CaptureFixture[str]) -> None:
