@@ -17,6 +17,7 @@ ADDED = {
     *(
         "policy",
         "order",
+        "layer_tile_tokens",
         "kv_tier",
         "kv_modes",
         "kv_block_tokens",
