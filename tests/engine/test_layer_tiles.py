@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.layer_tiles import token_wise
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.step_observer import StepObserver
@@ -216,6 +217,8 @@ def test_what_is_rebuilt_is_what_the_profile_says(
         rebuilt[frame._label] = sum(x.nbytes() for key, x in storages.items() if key not in others)
 
     monkeypatch.setattr(RecomputedLayer, "_check_repeated", noted)
+    # Slabs of all layers would count as one layer's.
+    monkeypatch.setattr(CpuChunkArena, "keep", lambda _self, _kind, tensor: tensor.detach())
     sizes: list[dict[str, int]] = []
     for tile in (0, TILE):
         model = build_tiny_model(family, dtype=torch.float32)
@@ -229,7 +232,10 @@ def test_what_is_rebuilt_is_what_the_profile_says(
     layer = engine.plans.shape().layers[1]
     assert layer.tiled_bytes > 0
     one = "layer 1, chunk 0"
-    assert sizes[0][one] - sizes[1][one] == layer.tiled_bytes * TOKENS
+    less = sizes[0][one] - sizes[1][one]
+    assert less == pytest.approx(layer.tiled_bytes * TOKENS, abs=4 * layer.hidden_size * 4), (
+        "but for what is made of the weights of four norms"
+    )
     inputs = layer.hidden_size * 4 * TOKENS  # of which a tile is a part
     tiles = (size for label, size in sizes[1].items() if label.startswith(f"{one}, "))
     assert max(tiles) - inputs == layer.tile_bytes * TILE
