@@ -1,6 +1,7 @@
 """Peak memory and time of a forward and backward on the CPU: plain, checkpointing, in chunks.
 
-In chunks by both orders: all layers of a chunk first, and all chunks of a layer first.
+In chunks by both orders: all layers of a chunk first, and all chunks of a layer first. And each
+layer over all tokens, with its token-wise modules in tiles.
 
     python recipes/benchmarks/cpu_memory.py --repeats 3 --check
     python recipes/benchmarks/cpu_memory.py --model hybrid
@@ -63,11 +64,19 @@ def _chunked(model: nn.Module, order: Order) -> nn.Module:
     return plugin.convert(model)
 
 
+def _tiled(model: nn.Module) -> nn.Module:
+    plugin = SPPOPlugin(
+        num_chunks=1, order="by_layer", layer_tile_tokens=CHUNK_TOKENS, show_progress=False
+    )
+    return plugin.convert(model)
+
+
 CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
     "checkpointing": _checkpointed,
     "sppo": functools.partial(_chunked, order="by_chunk"),
     "sppo by layer": functools.partial(_chunked, order="by_layer"),
+    "sppo in tiles": _tiled,
 }
 
 

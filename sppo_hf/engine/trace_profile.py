@@ -686,7 +686,7 @@ class _Run:
         before = [part.__dict__.get("forward") for part in modules]
         try:
             for part in modules:
-                part.__dict__["forward"] = functools.partial(self._in_tile, part.forward)
+                part.__dict__["forward"] = functools.partial(self._in_tile, part, part.forward)
             yield
         finally:
             for part, own in zip(modules, before, strict=True):
@@ -694,11 +694,13 @@ class _Run:
                 if own is not None:
                     part.__dict__["forward"] = own
 
-    def _in_tile(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        alone = len(args) == 1 and not kwargs and args[0].ndim == 3
+    def _in_tile(
+        self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        alone = len(args) == 1 and not kwargs and args[0].shape[:-1] == self.hidden.shape[:-1]
         if self._tile is not None or not alone:
             return forward(*args, **kwargs)
-        if args[0].requires_grad:
+        if args[0].requires_grad or any(p.requires_grad for p in part.parameters()):
             self._save_outside(args[0])
         tile = self._tile = _Tiled(len(self._counter.products))
         self._tile_needless = NeedlessRecorder(args[0], without_memory=True)

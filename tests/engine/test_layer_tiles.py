@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.layer_tiles import token_wise
+from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.plan import Plan
@@ -200,3 +202,40 @@ def test_nothing_is_left_on_the_model_or_in_the_offload_engine() -> None:
 def test_settings_that_contradict_tiles_are_refused(others: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"layer_tile_tokens=6 contradicts {next(iter(others))}"):
         _config(**others)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere"])
+def test_what_is_rebuilt_is_what_the_profile_says(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    rebuilt: dict[str, int] = {}
+    check = RecomputedLayer._check_repeated
+
+    def noted(frame: RecomputedLayer, again: list[Tensor]) -> None:
+        check(frame, again)
+        storages = {x.data_ptr(): x for x in map(Tensor.untyped_storage, again)}
+        rebuilt[frame._label] = sum(x.nbytes() for key, x in storages.items() if key not in others)
+
+    monkeypatch.setattr(RecomputedLayer, "_check_repeated", noted)
+    # Slabs of all layers would count as one layer's.
+    monkeypatch.setattr(CpuChunkArena, "keep", lambda _self, _kind, tensor: tensor.detach())
+    sizes: list[dict[str, int]] = []
+    for tile in (0, TILE):
+        model = build_tiny_model(family, dtype=torch.float32)
+        others = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        convert(model, _config(recompute="full", layer_tile_tokens=tile))
+        rebuilt.clear()
+        model(**make_batch(tokens=TOKENS)).loss.backward()
+        sizes.append(dict(rebuilt))
+    engine = get_engine(model)
+    assert engine is not None
+    layer = engine.plans.shape().layers[1]
+    assert layer.tiled_bytes > 0
+    one = "layer 1, chunk 0"
+    less = sizes[0][one] - sizes[1][one]
+    assert less == pytest.approx(layer.tiled_bytes * TOKENS, abs=4 * layer.hidden_size * 4), (
+        "but for what is made of the weights of four norms"
+    )
+    inputs = layer.hidden_size * 4 * TOKENS  # of which a tile is a part
+    tiles = (size for label, size in sizes[1].items() if label.startswith(f"{one}, "))
+    assert max(tiles) - inputs == layer.tile_bytes * TILE

@@ -87,6 +87,9 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         whole_bytes=both + 4 * hidden * size + 4 * width * size,
         largest_bytes=max(hidden * wide, width * size),
         total_weights=weights + 2 * hidden,
+        # In tiles: all but what modules are given. The MLP saves most.
+        tiled_bytes=2 * (hidden + 1) * wide + 4 * width * size,
+        tile_bytes=4 * width * size,
     )
     if training.lora is None:
         return common
@@ -101,6 +104,13 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         inputs_recompute_flops=common.inputs_recompute_flops + 2 * (adapters - rank * hidden),
         matmuls_recompute_flops=2 * rank * (sum(outputs) - hidden),
         matmuls_bytes=products + 7 * rank * 4,
+        tiled_bytes=2 * (hidden + 1) * wide
+        + 3 * width * size
+        + (sum(inputs) + 7 * rank) * 4
+        - 4 * hidden * size,
+        tile_bytes=3 * width * size + (2 * hidden + width + 3 * rank) * 4,
+        # Of attention's adapters the first factors; keys and values, which nothing needs.
+        tiles_recompute_flops=2 * (2 * hidden * kv + 4 * rank * hidden),
         # Each adapter: its input in float32, and what the first factor makes of it.
         whole_bytes=both + 3 * width * size + (sum(inputs) + 7 * rank) * 4,
         largest_bytes=width * 4,
@@ -119,6 +129,7 @@ def _unreached(config: Any, training: Training, layer: LayerProfile) -> LayerPro
         layer,
         input_gradient_flops=layer.input_gradient_flops - 2 * first,
         whole_bytes=layer.whole_bytes - (hidden + 1) * 4,
+        tiled_bytes=layer.tiled_bytes - (hidden + 1) * 4 + hidden * training.dtype_bytes,
     )
 
 

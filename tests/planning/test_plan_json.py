@@ -20,6 +20,7 @@ ADDED = {
         "weights",
         "optimizer",
         "update_seconds",
+        "layer_tile_tokens",
         "kv_tier",
         "kv_modes",
         "kv_block_tokens",

@@ -164,6 +164,10 @@ def test_the_order_is_said_in_words() -> None:
     spread = replace(made, kv_modes=("host",) * 30 + ("recompute", "device"))
     flat = " ".join(render_plan(spread, "m").split())
     assert "K/V 1 kept, 30 to host, 1 recomputed of 32 layers" in flat
+    tiled = plan(config=SPPOConfig(num_chunks=1, order="by_layer", layer_tile_tokens=2048))
+    flat = " ".join(render_plan(tiled, "m").split())
+    assert "order layer by layer, each over all tokens set by the user" in flat
+    assert "tiles of 2,048 tokens MLPs, norms and adapters inside a layer" in flat
     by_chunk = plan(config=SPPOConfig(order="by_chunk"))
     assert "order chunk by chunk, layers inside set by the user" in " ".join(
         render_plan(by_chunk, "m").split()

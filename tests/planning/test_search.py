@@ -15,6 +15,7 @@ from sppo_hf.planning.search import (
     chunk_cuts,
     longest,
     solve_chunks,
+    tiled_layers,
 )
 from sppo_hf.planning.solve import BudgetViolation, Choices, Solution, min_memory, solve
 from tests.planning.situations import MIB, decided, falling_bounds, slow_cost, small_shape
@@ -113,3 +114,28 @@ def test_of_two_orders_the_faster_that_fits() -> None:
         assert isinstance(both, Solution)
         found = [one.step_seconds for one in alone if isinstance(one, Solution)]
         assert both.step_seconds == min(found)
+
+
+def test_layers_over_all_tokens_in_tiles_are_one_more_way() -> None:
+    """Fewer launches than chunks inside layers have, and more memory: what fits decides."""
+    cost, cuts = slow_cost(small_shape(8), launch_seconds=1.0), [falling_bounds(8, 1024)]
+    inside = BATCH.decisions(cuts[0], 8, "by_layer")
+    (tiled,) = tiled_layers(BATCH, 8192, 8, (1024, 8192))
+    limits = [
+        solve(cost, base, Budgets(device=10, host=None), Choices()) for base in (inside, tiled)
+    ]
+    less, more = (10 + x.missing_bytes for x in limits if isinstance(x, BudgetViolation))
+    assert less < more
+    for device, way in ((None, tiled), (more, tiled), (more - 1, inside)):
+        found = solve_chunks(
+            cost,
+            BATCH,
+            cuts,
+            Budgets(device=device, host=None),
+            Choices(),
+            orders=("by_layer",),
+            tiles=(1024, 8192),
+        )
+        assert isinstance(found, Solution)
+        chosen = found.decisions
+        assert (chosen.bounds, chosen.layer_tile_tokens) == (way.bounds, way.layer_tile_tokens)
