@@ -182,9 +182,7 @@ def case_of(name: str, family: str = "llama", **others: Any) -> Case:
 
 TWO = [
     case_of("uneven, recomputed", settings={"chunk_lengths": UNEVEN, "recompute": "full"}),
-    case_of("as many chunks as ranks", settings={"num_chunks": 2}),
     case_of("padding, offloaded", rows=3, padding=[0, 9, 20], settings={"num_chunks": 5, **AWAY}),
-    case_of("labels in the tail", labels=[22, 23], settings={"chunk_lengths": UNEVEN}),
     case_of("LoRA, tied", "llama-bias-tied", lora=True),
     case_of(
         "tied, offloaded, selective",
@@ -197,6 +195,8 @@ TWO = [
     ),
 ]
 MORE = [
+    case_of("as many chunks as ranks", settings={"num_chunks": 2}),
+    case_of("labels in the tail", labels=[22, 23], settings={"chunk_lengths": UNEVEN}),
     case_of("packed", packed=[9, 6, 8]),
     case_of("labels in the middle", labels=[7, 11]),
     case_of("no labels", labels=[0, 0]),
