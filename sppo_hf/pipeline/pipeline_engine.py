@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
@@ -588,7 +589,7 @@ class PipelineEngine(Engine):
         router_loss = RouterLoss.of(self.parts, backward_by_chunk=True)
         if router_loss is not None:
             # Transformers would put its hooks on the layers of the stage that runs first alone.
-            maybe_install_capturing_hooks(cast("PreTrainedModel", self.parts.base))
+            maybe_install_capturing_hooks(cast(PreTrainedModel, self.parts.base))
 
         def router_gradient() -> Tensor:
             assert router_loss is not None, "asked for where routers have a loss"
