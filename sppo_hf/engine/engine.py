@@ -624,16 +624,19 @@ class Engine:
             return
         facts = device_facts(device, self.config)
         budget = read_budgets(self.config, facts).device
-        places = read_places(self.config, facts)
-        if budget is None or len(places) == 1:
+        if budget is None or len(read_places(self.config, facts)) == 1:
             return
         whole = replace(model_shape(self.parts, device), optimizer_bytes=self.plans.optimizer_bytes)
-        for tried in places:
-            shape = whole.resting_on_host(weights=tried.weights, optimizer=tried.optimizer)
-            if shape.standing_bytes + CONTEXT_BYTES[device.type] <= budget:
-                break
-        if tried != places[0]:
-            self._rest(tried, device)
+        asked, *others = read_places(self.config, facts, adapters=whole.lora is not None)
+        room = budget - CONTEXT_BYTES[device.type]
+
+        def standing_bytes(places: Places) -> int:
+            shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+            return shape.standing_bytes
+
+        if others and standing_bytes(asked) > room:
+            fitting = (places for places in others if standing_bytes(places) <= room)
+            self._rest(next(fitting, others[-1]), device)
 
     def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Put on the host what settings leave open and a plan has there."""

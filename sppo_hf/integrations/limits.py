@@ -206,8 +206,10 @@ def use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
     """
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         for group in optimizer.param_groups:
-            open_ = group.get("fused") is None and group.get("foreach") is None
-            if open_ and not group["differentiable"] and not group["capturable"]:
+            said = (group.get(name) for name in ("fused", "foreach"))
+            bound = group.get("differentiable") or group.get("capturable")
+            usual = all(p.device.type == "cpu" and p.is_floating_point() for p in group["params"])
+            if all(value is None for value in said) and usual and not bound:
                 group["fused"] = True
 
 

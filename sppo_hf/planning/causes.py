@@ -43,7 +43,7 @@ class Cause(StrEnum):
     WEIGHTS = "weights", "weights", "", "#6E6E6E"
     LORA = "lora", "adapters", "", "#858585"
     GRADIENTS = "gradients", "gradients", "", "#999999"
-    OPTIMIZER = "optimizer", "optimizer", "assumed: AdamW, two float32 states", "#C4C4C4"
+    OPTIMIZER = "optimizer", "optimizer", "AdamW's, in float32, where it is not known", "#C4C4C4"
     KV = "kv", "K/V", "", "#009E73"
     DKV = "dkv", "dK/dV", "float32 accumulators", "#7FCEB9"
     FRAMES = "frames", "activations", "all that backward needs of a layer"

@@ -139,7 +139,11 @@ class Places(NamedTuple):
 
 
 def read_places(
-    config: SPPOConfig, facts: DeviceFacts, *, by_layer: bool = True, on_host: bool = True
+    config: SPPOConfig,
+    facts: DeviceFacts,
+    *,
+    adapters: bool = False,
+    by_layer: bool = True,
 ) -> tuple[Places, ...]:
     """Returns what may rest on the host, the least first.
 
@@ -148,15 +152,15 @@ def read_places(
     Args:
         config: the settings.
         facts: the machine.
+        adapters: whether adapters alone are trained, whose optimizer by itself makes no room.
         by_layer: whether the model's layers can be called on parts of a sequence.
-        on_host: whether what is left open may rest there at all.
     """
     asked = Places(*config.rests)
     # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
-    if not on_host or facts.kind == "cpu" or config.sharing_ranks > 1:
+    if facts.kind == "cpu" or config.sharing_ranks > 1:
         return (asked,)
     found = [asked]
-    if config.optimizer == "auto" and not asked.optimizer:
+    if config.optimizer == "auto" and not (asked.optimizer or adapters):
         found.append(Places(weights=False, optimizer=True))
     if config.weights == "auto" and by_layer and config.order != "by_chunk":
         found.append(Places(weights=True, optimizer=config.optimizer != "device"))

@@ -385,13 +385,13 @@ def make_plan(
             in_tiles=in_tiles,
         )
 
-    allowed = training and on_host is True
-    places = read_places(config, device, by_layer=by_layer is True, on_host=allowed)
-    if len(places) > 1:
-        return _first_that_fits(places, made_with)
-    plan = made_with(places[0])
-    is_open = len(read_places(config, device, by_layer=by_layer is True)) > 1
-    if training and isinstance(on_host, str) and is_open and _lacking(plan):
+    possible = read_places(
+        config, device, adapters=shape.lora is not None, by_layer=by_layer is True
+    )
+    if len(possible) > 1 and training and on_host is True:
+        return _first_that_fits(possible, made_with)
+    plan = made_with(possible[0])
+    if training and isinstance(on_host, str) and len(possible) > 1 and _lacking(plan):
         said = f"weights and optimizer: on the device, because {on_host}"
         plan = replace(plan, warnings=(*plan.warnings, said))
     return plan

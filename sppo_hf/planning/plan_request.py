@@ -242,7 +242,12 @@ def _placed(question: PlanRequest) -> list[PlanRequest]:
     """The question with weights and optimizer wherever they may be."""
     orders = read_orders(question.config)
     found: list[PlanRequest] = []
-    for places in read_places(question.config, question.device, by_layer="by_layer" in orders):
+    for places in read_places(
+        question.config,
+        question.device,
+        adapters=question.shape.lora is not None,
+        by_layer="by_layer" in orders,
+    ):
         shape = question.shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
         found.append(replace(question, config=places.set_in(question.config), shape=shape))
     return found

@@ -92,9 +92,8 @@ def test_a_dropped_loss_leaves_nothing_on_the_device_for_the_optimizer() -> None
 def _decided(places: Places) -> Callable[..., tuple[Places, ...]]:
     """As if a GPU had no room, where settings and optimizer leave the place open."""
 
-    def read(config: SPPOConfig, *_: object, on_host: bool = True, **__: object):
-        asked = Places(*config.rests)
-        return (places,) if on_host and config.rests != (True, True) else (asked,)
+    def read(config: SPPOConfig, *_: object, **__: object):
+        return (places,) if config.rests != (True, True) else (Places(*config.rests),)
 
     return read
 
