@@ -339,7 +339,7 @@ _REGISTRIES: dict[str, Registry[Any]] = {
 def _on_or_off(name: str, value: object) -> str:
     # YAML reads a bare on as true.
     word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-    return choice("auto", "off", "on")(name, word)
+    return str(choice("auto", "off", "on")(name, word))
 
 
 # What may each setting be?

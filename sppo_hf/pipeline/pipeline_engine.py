@@ -75,8 +75,6 @@ from sppo_hf.schedule.generate import MSP, Size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedModel
-
     from sppo_hf.offload.stats import OffloadStats
     from sppo_hf.pipeline.executor import ActionRecord
 
