@@ -31,7 +31,8 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
 Not covered: `sp_size` above 1 besides, keys and values away from the device (`offload_kv`), layers
-that read other layers' keys, recurrent layers. Evaluation, losses of a caller's own, and batches of
+that read other layers' keys, recurrent layers, layers with inputs of their own, multimodal models.
+Evaluation, losses of a caller's own, and batches of
 fewer chunks than stages run without shared units.
 """
 
@@ -231,17 +232,22 @@ def refuse_unsharable_units(
 
     Raises:
         ConfigError: Heads cannot be divided among the ranks of every set.
-        UnsupportedModelError: Layers carry a state along the tokens, or read other layers' keys.
+        UnsupportedModelError: Layers carry a state along the tokens, read other layers' keys or
+            have inputs of their own, or there are encoders.
     """
     reason = None
     if parts.has_states:
         reason = "it has recurrent or convolutional layers, whose states go from token to token"
     elif getattr(parts.text_config, "num_kv_shared_layers", 0):
         reason = "it has layers that read the keys of other layers (num_kv_shared_layers)"
+    elif getattr(parts.text_config, "hidden_size_per_layer_input", 0):
+        reason = "its layers have inputs of their own, which is not proven exact with shared units"
+    elif parts.is_multimodal:
+        reason = "it is multimodal, which is not proven exact with shared units"
     if reason is not None:
         raise UnsupportedModelError(
-            f"{parts.name} cannot be trained with pp_msp='on': {reason}. Allowed: models in which "
-            "every layer attends to keys of its own. Remedy: pp_msp='off'."
+            f"{parts.name} cannot be trained with pp_msp='on': {reason}. Allowed: text models in "
+            "which every layer attends to keys of its own. Remedy: pp_msp='off'."
         )
     head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
 
