@@ -3,7 +3,7 @@
     python recipes/benchmarks/planned_lengths.py --check
     python recipes/benchmarks/planned_lengths.py --all-weights
 
-With --all-weights all of the model is trained, with weights or the optimizer on a host of 1.9 TB.
+With --all-weights all of the model is trained, with weights or the optimizer on a host of 1,900 GiB.
 
 Every number is a simulation with the shipped profile, which is made of public figures; none is
 measured. Needs no GPU and no torch.
@@ -45,7 +45,7 @@ POLICIES = ("auto", "none", "full", "sppo")
 BY_CHUNK = "auto, by chunk"
 COLUMNS = (POLICIES[0], BY_CHUNK, *POLICIES[1:])
 LENGTHS = tuple(2**power for power in range(14, 21))
-ALL_WEIGHTS_HOST = "1900GB"
+ALL_WEIGHTS_HOST = "1900GiB"
 PLACES = {
     "auto": ("auto", "auto"),
     "optimizer": ("device", "host"),
