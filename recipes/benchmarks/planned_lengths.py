@@ -3,7 +3,7 @@
     python recipes/benchmarks/planned_lengths.py --check
     python recipes/benchmarks/planned_lengths.py --all-weights
 
-With --all-weights all of the model is trained, with weights or the optimizer on a host of 1,900 GiB.
+With --all-weights all of the model is trained, weights or optimizer on a host of 1,900 GiB.
 
 Every number is a simulation with the shipped profile, which is made of public figures; none is
 measured. Needs no GPU and no torch.

@@ -667,9 +667,9 @@ class _Run:
         needed = [x.flops * (not (x.thick and next(answered, False))) for x in products]
         flops = 0
         for tile in self._tiles:
-            blank = iter(tile.blank)
+            own = iter(tile.blank)
             inside = products[tile.begin : tile.last_save]
-            again = sum(x.flops * (not (x.thick and next(blank, False))) for x in inside)
+            again = sum(x.flops * (not (x.thick and next(own, False))) for x in inside)
             if tile.followed:
                 again += sum(product.flops for product in products[tile.begin : tile.end])
             flops += again - sum(needed[tile.begin : min(tile.end, self._last_save)])

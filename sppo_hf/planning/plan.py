@@ -388,10 +388,11 @@ def make_plan(
     possible = read_places(
         config, device, adapters=shape.lora is not None, by_layer=by_layer is True
     )
-    if len(possible) > 1 and training and on_host is True:
+    first, *others = possible
+    if others and training and on_host is True:
         return _first_that_fits(possible, made_with)
-    plan = made_with(possible[0])
-    if training and isinstance(on_host, str) and len(possible) > 1 and _lacking(plan):
+    plan = made_with(first)
+    if training and isinstance(on_host, str) and others and _lacking(plan):
         said = f"weights and optimizer: on the device, because {on_host}"
         plan = replace(plan, warnings=(*plan.warnings, said))
     return plan
