@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import device_facts as facts
+from sppo_hf.engine import offload_holder
 from sppo_hf.engine.convert import convert
 from sppo_hf.errors import BudgetError, ConfigError, OffloadError, SPPOError
 from sppo_hf.offload import disk_folder
@@ -113,7 +113,7 @@ class Run:
 
         refused = "an attack says so" if self.keeps_names else None
         with (
-            mock.patch.object(facts, "DiskStore", small),
+            mock.patch.object(offload_holder, "DiskStore", small),
             mock.patch.object(disk_folder, "_why_not_nameless", return_value=refused),
         ):
             ours = _gradients(self.model, number, before_backward)

@@ -104,7 +104,8 @@ def test_adapters_are_named_where_all_weights_do_not_fit(tmp_path: Path) -> None
     assert code == 1
     assert "--lora 16" in out
     assert run(model, "--seq-len", "4K", "--num-chunks", "2", "--lora", "16")[0] == 0
-    code, out, _ = run(model, "--seq-len", "4K", "--device-memory", "8GiB", "--lora", "16")
+    small = ("--device-memory", "8GiB", "--weights", "device", "--optimizer", "device")
+    code, out, _ = run(model, "--seq-len", "4K", *small, "--lora", "16")
     assert code == 1
     assert "neither" in out
     assert "several GPUs" in " ".join(out.split())
@@ -184,13 +185,13 @@ _START = """
 import sys, time
 from sppo_hf.cli import app
 estimate = sys.modules["sppo_hf.cli.estimate"]
-ask, solving = estimate.ask, []
+ask, solving = estimate.request_plan, []
 def timed(question):
     begin = time.process_time()
     answer = ask(question)
     solving.append(time.process_time() - begin)
     return answer
-estimate.ask = timed
+estimate.request_plan = timed
 try:
     app(["estimate", sys.argv[1], "--seq-len", "8K", "--lora", "16", "--json"])
 except SystemExit as exit:

@@ -148,6 +148,7 @@ def _each_setting() -> list[Cell]:
         Cell("7-uneven", "full", "none", "lora"),
         Cell("2", "none", "full", "accumulation", "by_layer"),
         Cell("1", "full", "none", "plain", "by_layer"),
+        Cell("tiles", "full", "full", "lora", "by_layer"),
     ]
 
 

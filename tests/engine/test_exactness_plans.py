@@ -36,7 +36,7 @@ DECISIONS = st.fixed_dictionaries(
         "kv": st.one_of(
             st.fixed_dictionaries(
                 {
-                    "kv_tier": st.sampled_from(TIERS),
+                    "kv_tier": st.sampled_from(list(TIERS)),
                     "kv_block_tokens": st.sampled_from((1, 8, TOKENS)),
                 }
             ),

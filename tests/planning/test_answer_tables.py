@@ -45,7 +45,7 @@ def test_an_estimate_that_does_not_fit() -> None:
 
 
 def test_nothing_fits_however_short() -> None:
-    found = request_plan(question(1024, device_memory="16GiB"))
+    found = request_plan(question(1024, device_memory="16GiB", weights="device"))
     assert found.max_seq_len == 0
     assert "longest none" in " ".join(shown(estimate_table(found, "m")).split())
 

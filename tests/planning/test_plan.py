@@ -231,5 +231,6 @@ def test_a_host_without_room_is_refused() -> None:
 
 
 def test_on_a_cpu_what_rests_is_in_the_device_s_memory() -> None:
-    whole, rests = plan(device=CPU), plan(device=CPU, weights="host")
+    whole = plan(device=CPU, trains_all=True)
+    rests = plan(device=CPU, trains_all=True, weights="host", optimizer="host")
     assert rests.budgets.device == whole.budgets.device - rests.shape.resting.held_bytes
