@@ -11,7 +11,7 @@ import dataclasses
 import typer
 
 from sppo_hf.cli import planning_arguments as given
-from sppo_hf.planning.plan_request import request_plan
+from sppo_hf.planning.plan_request import is_possible, request_plan
 from sppo_hf.reporting.answer_tables import estimate_table
 from sppo_hf.reporting.plan_json import answer_to_dict
 
@@ -79,4 +79,4 @@ def _adapters_that_fit(arguments: given.PlanningArguments) -> list[str]:
     if arguments.lora is not None:
         return []
     with_adapters = dataclasses.replace(arguments, lora=_USUAL_RANK)
-    return [f"--lora {_USUAL_RANK}"] if request_plan(with_adapters.question()).fits else []
+    return [f"--lora {_USUAL_RANK}"] if is_possible(with_adapters.question()) else []

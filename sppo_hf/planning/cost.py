@@ -8,7 +8,7 @@ layer over one chunk; the head and the loss of a chunk are a unit of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -299,6 +299,15 @@ class ModelCost:
         return self.batch_rows * (
             self.shape.own_tokens(tokens) * int(self._memo[key]) + state_bytes
         )
+
+    def frame_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
+        """Bytes of every frame, by chunk of so many tokens and layer."""
+        layers = range(len(self._kinds))
+        by_length = {
+            tokens: [self.frame_bytes(layer, tokens, saved) for layer in layers]
+            for tokens in {*lengths}
+        }
+        return [by_length[tokens] for tokens in lengths]
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""

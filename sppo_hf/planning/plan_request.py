@@ -238,6 +238,16 @@ def request_plan(question: PlanRequest) -> PlanResult:
     )
 
 
+def is_possible(question: PlanRequest) -> bool:
+    """Whether the batch fits; `request_plan` answers more, and takes longer.
+
+    Raises:
+        ConfigError: the settings do not fit this length.
+    """
+    plan = plan_for(question)
+    return fits(plan.estimate, plan.budgets)
+
+
 def _placed(question: PlanRequest) -> list[PlanRequest]:
     """The question with weights and optimizer wherever they may be."""
     orders = read_orders(question.config)

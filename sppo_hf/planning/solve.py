@@ -144,11 +144,8 @@ def _as_far_as_possible(
     room = {tier: _room_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
     places: dict[Tier, float] = {}
     # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
-    lengths = base.chunk_lengths
-    sizes = [
-        [cost.frame_bytes(layer, lengths[chunk], saved) for chunk, layer in base.units(slot)]
-        for slot in base.slots
-    ]
+    of_chunks = cost.frame_sizes(base.chunk_lengths, saved)
+    sizes = [[of_chunks[chunk][layer] for chunk, layer in base.units(slot)] for slot in base.slots]
     total = float(sum(map(sum, sizes)))
     if "device" in choices.tiers:
         places["device"] = max(0.0, total - sum(room.values()))
