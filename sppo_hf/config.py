@@ -113,7 +113,8 @@ class SPPOConfig:
     """Ranks of a pipeline that the model's layers are spread over; 1 keeps the model whole."""
 
     pp_schedule: str = "auto"
-    """Order of forwards and backwards in a pipeline; "auto" is "seq1f1b"."""
+    """Order of forwards and backwards in a pipeline; "auto" is "seq1f1b", or what a simulation
+    finds faster where speeds are known."""
 
     pp_virtual_stages: int = 1
     """Stages of each rank of a pipeline; above 1 for "interleaved_seq1f1b" alone."""

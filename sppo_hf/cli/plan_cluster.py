@@ -113,7 +113,13 @@ def cluster_table(answer: ClusterAnswer, title: str) -> Group:
     rows = answer.best or ([] if answer.closest is None else [answer.closest])
     for plan in rows:
         table.add_row(*_cells(plan))
-    said = f"{answer.tried} of {answer.candidates} layouts were simulated."
+    said = (
+        "dp: pipelines beside each other, pp: ranks of one, sp: ranks that share a sequence. "
+        "host: of a whole node."
+    )
+    if any(plan.layout.virtual > 1 for plan in rows):
+        said += " interleaved N: interleaved_seq1f1b with N stages on each rank."
+    said += f"\n{answer.tried} of {answer.candidates} layouts were simulated."
     if answer.unseen_seconds is not None:
         said += (
             f" {answer.unseen} more might be faster and were not, so that this takes seconds; each"

@@ -406,7 +406,8 @@ def _download(repo_id: str) -> str:
 def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
     return ConfigError(
         f"The configuration of {show(repo_id)} cannot be had from the Hugging Face hub: {reason}. "
-        f"Allowed: a local model folder, a config.json, or a hub id. Remedy: {remedy}."
+        "Allowed: a name that --help lists, a local model folder, a config.json, or a hub id. "
+        f"Remedy: check the spelling, or {remedy}."
     )
 
 

@@ -16,7 +16,7 @@ out.
 
 [Note: chunks of one token] A single token with a state is a step of generation, for which mixers
 have another branch. It writes into states in place, by kernels that autograd does not see. So no
-chunk of one token is cut for such models but the first (see `planning.partition`).
+chunk of one token is cut for such models but the first (see `planning.chunk_bounds`).
 
 [Note: packed documents] The torch code of mixers takes a row for one document, whatever the
 positions say, and with a state from before the kernels take no offsets of documents. So where

@@ -36,7 +36,7 @@ def other_plan_warnings(
     if config.planned_for is None:
         return
     made, _, length = config.planned_for.partition(": ")[2].rpartition("; ")
-    again = "Remedy: write it again with `sppo plan MODEL --seq-len N --write`."
+    again = "Remedy: write it again with `sppo plan MODEL --seq-len N --write`"
     if made != _model(shape):
         yield (
             f"the plan in these settings is of a model of {made}; this one has {_model(shape)}. "

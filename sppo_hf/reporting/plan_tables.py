@@ -299,7 +299,7 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
     table.add_row("offload", offload, plan.offload_reason)
     if layers and len(modes) > 1:
         for index, group in enumerate(group_chunks(plan, most=_MOST_GROUPS_SHOWN)):
-            table.add_row("layers" if index == 0 else "", group.text, group.title)
+            table.add_row("layers per chunk" if index == 0 else "", group.text, group.title)
     ahead = plan.max_pending_d2h_bytes, plan.max_prefetch_bytes
     if any(mode.offload for mode in modes) and None not in ahead:
         out, back = (format_bytes(size or 0) for size in ahead)
