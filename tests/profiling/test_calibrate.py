@@ -57,7 +57,7 @@ def test_every_figure_is_filled(quick: tuple[HardwareProfile, Told]) -> None:
 
 def test_progress_counts_up_to_the_end(quick: tuple[HardwareProfile, Told]) -> None:
     _, told = quick
-    assert [done for _, done, _ in told] == list(range(9))
+    assert [done for _, done, _ in told] == list(range(10))
     assert {total for _, _, total in told} == {9}
     assert told[0][0] == "disk", "first, because a folder may be refused"
     assert told[-1][0] == "done"
