@@ -187,6 +187,7 @@ class SPPOConfig:
         _check_one_way_to_cut(self)
         _check_tiles(self)
         _check_pipeline(self)
+        _check_places(self)
         if self.pp_msp == "on":
             _check_multiplexing(self)
 
@@ -429,6 +430,30 @@ def _check_tiles(config: SPPOConfig) -> None:
         )
 
 
+def _check_places(config: SPPOConfig) -> None:
+    """Refuse weights on the host where chunks are walked one by one."""
+    for name in ("weights", "optimizer"):
+        if config.pp_size > 1 and getattr(config, name) == "host":
+            raise ConfigError(
+                f"{name}='host' contradicts pp_size={config.pp_size}: a pipeline needs its weights "
+                f"once for every chunk. Allowed: {name}='auto' or 'device' with pp_size above 1. "
+                f"Remedy: drop {name}, or use pp_size=1."
+            )
+    if config.weights == "host" and config.sp_size > 1:
+        raise ConfigError(
+            f"weights='host' contradicts sp_size={config.sp_size}: ranks that share sequences go "
+            "chunk by chunk, and all weights would come once for every chunk. Allowed: "
+            "weights='device', or sp_size=1. Remedy: drop weights; FSDP2 over the same ranks "
+            "shards them."
+        )
+    if config.weights == "host" and config.order == "by_chunk":
+        raise ConfigError(
+            "weights='host' contradicts order='by_chunk', which would bring all weights once for "
+            "every chunk. Allowed: order='auto' or 'by_layer' with weights='host'. Remedy: drop "
+            "order."
+        )
+
+
 def _check_pipeline(config: SPPOConfig) -> None:
     """Refuse pipeline settings that need others."""
     if config.sp_size > 1 and config.order == "by_layer":
@@ -442,19 +467,6 @@ def _check_pipeline(config: SPPOConfig) -> None:
             f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "
             "before it has seen the next one, so a pipeline goes chunk by chunk. Allowed: "
             "order='auto' or 'by_chunk' with pp_size above 1. Remedy: drop order, or use pp_size=1."
-        )
-    for name in ("weights", "optimizer"):
-        if config.pp_size > 1 and getattr(config, name) == "host":
-            raise ConfigError(
-                f"{name}='host' contradicts pp_size={config.pp_size}: a pipeline needs its weights "
-                f"once for every chunk. Allowed: {name}='auto' or 'device' with pp_size above 1. "
-                f"Remedy: drop {name}, or use pp_size=1."
-            )
-    if config.weights == "host" and config.order == "by_chunk":
-        raise ConfigError(
-            "weights='host' contradicts order='by_chunk', which would bring all weights once for "
-            "every chunk. Allowed: order='auto' or 'by_layer' with weights='host'. Remedy: drop "
-            "order."
         )
     if config.compile and config.recompute == "selective":
         raise ConfigError(

@@ -229,6 +229,8 @@ def actions_of_layout(
             training=True,
             dtype_name=single.dtype_name,
             accumulates=launch.accumulated > 1,
+            # Of several processes none has its weights on the host by itself.
+            on_host=False,
         )
         return [[str(action) for action in made.program().actions] for _ in range(layout.sp)]
     rows = question.rows // layout.replicas

@@ -226,6 +226,11 @@ class Engine:
             try:
                 return self._run_plan(call, layout, plan, logits, began)
             except NotByLayer as reason:
+                if plan.order == "by_chunk":
+                    raise UnsupportedModelError(
+                        f"{self.parts.name} cannot run in parts: {reason}. Set "
+                        "layer_tile_tokens=0, or train it without sppo_hf."
+                    ) from reason
                 self._stop_resting_layers(device)
                 self.plans.refuse_by_layer(str(reason))
             except NotTokenWise as reason:
@@ -572,6 +577,9 @@ class Engine:
     def _place_weights(self, device: torch.device) -> None:
         rests = rests_on_host(self._placed)
         if rests is None:
+            if self.weights is not None:
+                self.weights.close()
+                self.weights = None
             return
         if self.weights is not None:
             self.weights.release()
@@ -705,6 +713,8 @@ class Engine:
             group=self.group,
         )
         fresh.enabled = self.enabled
+        fresh._placed = self._placed
+        fresh.plans.rest(self._placed)
         return fresh
 
     def __reduce_ex__(self, protocol: Any) -> Any:

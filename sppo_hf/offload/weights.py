@@ -208,7 +208,17 @@ class HostWeights:
     # -- a pass ------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward begins: bring what is needed throughout, as it is now."""
+        """A forward begins: bring what is needed throughout, as it is now.
+
+        After a backward that raised, the gradients so far are given up, those of earlier batches
+        that accumulate with it included.
+        """
+        if self._backward:  # it raised, and nobody was told of its end
+            self._backward = False
+            self._sums.clear()
+            for weight in self._all():
+                weight.gradient = None
+            self.rest()
         for weight in self._all():
             weight.settle()
         self._rest_all()

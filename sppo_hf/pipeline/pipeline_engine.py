@@ -451,7 +451,7 @@ class PipelineEngine(Engine):
                 planned_seconds=None if step is None else step.step_seconds,
             )
             # Of shared units a rank has seen a share alone.
-            whole = prepared.bounds == prepared.plans.bounds and prepared.step.name != MSP
+            whole = prepared.bounds == prepared.plans.bounds and prepared.plans.schedule != MSP
             if training and whole:
                 self._stage_plans.step_done(prepared.plans, prepared.units, stats)
         return gradients, units
@@ -587,7 +587,8 @@ class PipelineEngine(Engine):
         router_loss = RouterLoss.of(self.parts, backward_by_chunk=True)
         if router_loss is not None:
             # Transformers would put its hooks on the layers of the stage that runs first alone.
-            maybe_install_capturing_hooks(cast(PreTrainedModel, self.parts.base))
+            with self.staged.whole():
+                maybe_install_capturing_hooks(cast(PreTrainedModel, self.parts.base))
 
         def router_gradient() -> Tensor:
             assert router_loss is not None, "asked for where routers have a loss"

@@ -182,7 +182,7 @@ def add_offload(
             if places.compute_after(rank, action, 1) >= used:
                 continue
             places.add_after(rank, places.step(rank, action), _like(action, "D"))
-            if _is_in(stores, action):
+            if action.part is None and _is_in(stores, action):
                 places.add_after(rank, places.step(rank, action), _like(action, "S"))
                 ahead = max(turn - fetch_ahead, 0)
                 read = places.compute_before(rank, backwards[ahead], early + 1)

@@ -119,6 +119,26 @@ def test_no_more_than_two_layers_are_on_the_device(
     assert weights.device_bytes == 0
 
 
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_a_backward_that_failed_leaves_nothing_behind(places: dict[str, str]) -> None:
+    plain, resting = _converted(), _converted(**places)
+    loss = _loss(resting, 1)
+    hook = resting.model.layers[0].mlp.down_proj.weight.register_hook(_fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        loss.backward()
+    hook.remove()
+    del loss
+    resting.zero_grad()
+    for model in (plain, resting):
+        _loss(model).backward()
+    for ours, theirs in zip(_gradients(resting), _gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise RuntimeError("in the middle")
+
+
 def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> None:
     hosted, plain = _converted(weights="host"), build_tiny_model("llama", dtype=torch.float64)
     ids = make_batch(rows=1, tokens=21)["input_ids"]
@@ -167,6 +187,7 @@ def test_a_weight_that_changes_between_forward_and_backward_is_refused(
     [
         ({"weights": "host", "order": "by_chunk"}, "contradicts order='by_chunk'"),
         ({"weights": "host", "pp_size": 2}, "weights='host' contradicts pp_size=2"),
+        ({"weights": "host", "sp_size": 2}, "weights='host' contradicts sp_size=2"),
         ({"optimizer": "host", "pp_size": 2}, "optimizer='host' contradicts pp_size=2"),
     ],
 )

@@ -191,6 +191,12 @@ TWO = [
     ),
     case_of("windows and sinks", "gpt_oss", settings={"chunk_lengths": UNEVEN}),
     case_of(
+        "router loss",
+        "mixtral-router-loss",
+        rows=2,
+        settings={"num_chunks": 4, "micro_batch_size": 2},
+    ),
+    case_of(
         "steps", items=True, steps=[{}, {"scale": 2.0}, {"evaluate": True}, {"scale": 0.5}, {}]
     ),
 ]
@@ -259,6 +265,13 @@ def launch(cases: list[Case], folder: Path, *, pp_size: int, ranks: int, **job: 
         assert all(one["shared"]), one
         assert not any(one["left"]), case
     return result
+
+
+@pytest.mark.process
+def test_shared_units_reach_a_disk(tmp_path: Path) -> None:
+    settings = {"chunk_lengths": UNEVEN, "recompute": "full", "disk_memory": "1GiB", **AWAY}
+    settings["offload_dir"] = str(tmp_path)
+    launch([case_of("disk", rows=2, settings=settings)], tmp_path, pp_size=2, ranks=2)
 
 
 @pytest.mark.process

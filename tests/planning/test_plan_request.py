@@ -199,3 +199,11 @@ def test_a_machine_without_limits_is_not_searched_for_one() -> None:
     start = time.process_time()
     assert request_plan(asked).max_seq_len > 10**8
     assert time.process_time() - start < 5
+
+
+def test_what_rests_on_the_host_leaves_less_of_it_to_activations() -> None:
+    """Frames are sent where there is room beside the weights, so that the batch fits."""
+    found = request_plan(question(65_536, offload_kv="full", weights="host", host_memory="40GiB"))
+    assert found.fits
+    assert found.plan is not None
+    assert found.plan.shape.resting is not None
