@@ -144,7 +144,7 @@ class RecomputedLayer:
         mode: FrameMode,
         label: str,
         reads: ReadTensors,
-        in_tiles: InTiles | None = None,
+        in_tiles: InTiles = lambda layer, hidden, frame: contextlib.nullcontext(),
         number: int | None = None,
         before_recompute: Callable[[], None] | None = None,
         before_use: Callable[[], None] | None = None,
@@ -487,9 +487,7 @@ class RecomputedLayer:
         )
         with (
             attention_taken_over(context),
-            self._in_tiles(self._layer, args[0] if args else kwargs["hidden_states"], self)
-            if self._in_tiles is not None
-            else contextlib.nullcontext(),
+            self._in_tiles(self._layer, args[0] if args else kwargs["hidden_states"], self),
             documents_apart(self._layer, context.states),
             self._around_layers(),
         ):
