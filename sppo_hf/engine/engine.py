@@ -41,6 +41,7 @@ from sppo_hf.engine.layer_kernels import prepare_layers, restore_layers
 from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.mixer_kernels import check_mixer_kernels
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache
 from sppo_hf.engine.router_loss import RouterLoss
@@ -212,6 +213,7 @@ class Engine:
         began = time.perf_counter()
         if not self._has_run:
             prepare_layers(self.parts, self.config, call.device)
+            check_mixer_kernels(self.parts, call.device)
         self._has_run = True
         let_go_of_failed(self._last_watch())
         logits = self._wanted_logits(call)

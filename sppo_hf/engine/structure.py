@@ -43,15 +43,16 @@ def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(child for child in module.modules() if _writes_states(type(child)))
 
 
-@functools.cache
 def _writes_states(kind: type[nn.Module]) -> bool:
-    methods = (value for value in vars(kind).values() if inspect.isroutine(value))
-    return any(_WRITES & _names(method) for method in methods)
+    return bool(_WRITES & names_used(kind))
 
 
-def _names(method: Any) -> frozenset[str]:
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    return frozenset(() if code is None else code.co_names)
+@functools.cache
+def names_used(kind: type[nn.Module]) -> frozenset[str]:
+    """The globals and attributes that methods of a class, not of its bases, refer to."""
+    methods = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isroutine(value))
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
 @dataclass(frozen=True, slots=True)

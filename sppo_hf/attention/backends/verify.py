@@ -38,7 +38,7 @@ from sppo_hf.attention.backends.reference import Reference
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = {
+TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-3,  # kernels may multiply in tf32
     torch.float16: 1e-2,
@@ -227,8 +227,8 @@ def _compare(
     ours = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
     theirs = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)
     for name, one, two in zip(names, ours, theirs, strict=True):
-        error = _relative_error(one, two)
-        if not error <= _TOLERANCE[requirement.dtype]:
+        error = relative_error(one, two)
+        if not error <= TOLERANCE[requirement.dtype]:
             return f"{name} (relative error {error:.1e})"
     return None
 
@@ -252,7 +252,7 @@ def _lower_scores(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Ten
     return new_q, new_k
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference by the norm of what is expected; NaN stays NaN."""
     if actual.shape != expected.shape:
         return float("inf")
