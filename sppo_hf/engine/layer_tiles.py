@@ -318,7 +318,7 @@ class _TiledCall:
         """Its result; each tile is recomputed by itself. In a second forward, its value alone."""
         # All before the first tile runs: often a second forward needs nothing more.
         anchor = torch.empty(0, device=self._tiles[0].device, requires_grad=True)
-        nodes = [_Save.apply(anchor, tile.detach()).grad_fn for tile in self._tiles]  # type: ignore[union-attr]
+        saved = [_Save.apply(anchor, tile.detach()) for tile in self._tiles]
         count = len(self._part.dims)
         if not frame.is_open:
             outputs, need_grads = frame.run_unseen(lambda: self._run(self._forward), self._x, count)
@@ -328,12 +328,12 @@ class _TiledCall:
                     for x, needs_grad in zip(outputs, need_grads, strict=True)
                 ]
             )
-        numbered = iter(enumerate(nodes))
+        numbered = iter(enumerate(saved))
 
         def run(x_1MD: Tensor) -> Any:
-            index, node = next(numbered)
+            index, input_of_tile = next(numbered)
             inner = frame.part(
-                self._part.module, f"{self._part.name}, tile {index}", _OfGraph(node)
+                self._part.module, f"{self._part.name}, tile {index}", _OfGraph(input_of_tile)
             )
             inner.open((x_1MD,), {})
             try:
@@ -398,10 +398,11 @@ class _Stand(torch.autograd.Function):
 
 
 class _OfGraph:
-    """A tensor that a node of `_Save` has, or that the layer's frame makes again."""
+    """A tensor that `_Save` has saved, or that the layer's frame makes again."""
 
-    def __init__(self, node: Any) -> None:
-        self._node = node
+    def __init__(self, output: Tensor) -> None:
+        # Not its node: before PyTorch 2.13 a node lets go of what it saved when its output is gone.
+        self._output: Tensor | None = output
 
     def handles(self) -> tuple[()]:
         """What is away is the layer's."""
@@ -409,8 +410,8 @@ class _OfGraph:
 
     def take(self) -> Tensor:
         """See `sppo_hf.engine.selective.Holder`."""
-        assert self._node is not None, "a tensor is taken once"
-        (x,) = self._node.saved_tensors
+        assert self._output is not None, "a tensor is taken once"
+        (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         self.drop()
         return x
 
@@ -420,4 +421,4 @@ class _OfGraph:
 
     def drop(self) -> None:
         """Let go of the tensor, taken or not."""
-        self._node = None
+        self._output = None

@@ -125,6 +125,7 @@ class SequenceRanks:
         # The functional collective: modes that follow what depends on what
         # (`sppo_hf.engine.selective`) see through it.
         name = self._group.group_name
+        sent = sent.contiguous()  # before PyTorch 2.13 it must be
         return torch.ops._c10d_functional.all_to_all_single(sent, lengths, sent_lengths, name)
 
 
