@@ -7,7 +7,6 @@ they are open, or at the end where the file system does not allow that.
 
 The files of the tier, lowest first: `disk_files` moves bytes, `disk_folder` says where to,
 `disk_space` lends them, `disk_queue` does the work in the background, this file is the door.
-Knows nothing of devices, tensors' shapes or frames.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class DiskStore:
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: the threads and the lock cannot be."""
         raise TypeError(
-            f"the disk store in {self.path} can be neither pickled nor copied, since its files "
+            f"the disk store in {self.transfers.folder.path} can be neither pickled nor copied, since its files "
             "belong to this process; make a DiskStore in the process or place that needs one"
         )
 
