@@ -29,6 +29,7 @@ from sppo_hf.attention.backends.base import (
     merge_into,
     register_backend,
 )
+from sppo_hf.attention.backends.heads import group_queries, ungroup_queries
 
 _TILE_BYTES = 32 << 20
 _TILE_ROWS = 128
@@ -80,14 +81,14 @@ class Reference(Backend):
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         out_BNCH = out_BNCH.to(sums_dtype)
         for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, band):
-            q_BKRH = _group(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            q_BKRH = group_queries(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
             v_BKtH = v_BKTH[:, :, keys].to(sums_dtype)
             s_BKRt, _ = _scores(q_BKRH, k_BKTH[:, :, keys], scale, softcap)
             _hide(s_BKRt, seen, rows, keys)
             lse_BKR = torch.logsumexp(s_BKRt, dim=-1)
             p_BKRt = s_BKRt.sub_(_finite(lse_BKR).unsqueeze(-1)).exp_()
             part = AttentionOutput(
-                _ungroup(p_BKRt @ v_BKtH, q_BNCH.shape[1]),
+                ungroup_queries(p_BKRt @ v_BKtH, q_BNCH.shape[1]),
                 lse_BKR.view(*q_BNCH.shape[:2], rows.stop - rows.start),
             )
             merge_into(out_BNCH[:, :, rows], lse_BNC[:, :, rows], part)
@@ -114,10 +115,10 @@ class Reference(Backend):
         dk_BKTH = torch.zeros(k_BKTH.shape, dtype=sums_dtype, device=k_BKTH.device)
         dv_BKTH = torch.zeros(v_BKTH.shape, dtype=sums_dtype, device=v_BKTH.device)
         for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, band):
-            q_BKRH = _group(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
-            dout_BKRH = _group(dout_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
-            out_BKRH = _group(out_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
-            lse_BKR = _group(lse_BNC[:, :, rows].unsqueeze(-1), num_kv_heads).squeeze(-1)
+            q_BKRH = group_queries(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            dout_BKRH = group_queries(dout_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            out_BKRH = group_queries(out_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            lse_BKR = group_queries(lse_BNC[:, :, rows].unsqueeze(-1), num_kv_heads).squeeze(-1)
             k_BKtH = k_BKTH[:, :, keys].to(sums_dtype)
             s_BKRt, slope_BKRt = _scores(q_BKRH, k_BKtH, scale, softcap)
             _hide(s_BKRt, seen, rows, keys)
@@ -127,7 +128,7 @@ class Reference(Backend):
             ds_BKRt.sub_((dout_BKRH * out_BKRH).sum(-1, keepdim=True)).mul_(p_BKRt).mul_(scale)
             if slope_BKRt is not None:
                 ds_BKRt.mul_(slope_BKRt)
-            dq_BNCH[:, :, rows] += _ungroup(ds_BKRt @ k_BKtH, num_heads)
+            dq_BNCH[:, :, rows] += ungroup_queries(ds_BKRt @ k_BKtH, num_heads)
             dk_BKTH[:, :, keys] += ds_BKRt.transpose(2, 3) @ q_BKRH
         return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
 
@@ -150,18 +151,6 @@ class Reference(Backend):
                 key_stop = all_keys.start + seen.key_stop
                 for key in range(all_keys.start + seen.key_start, key_stop, tile_keys):
                     yield _Tile(rows, slice(key, min(key + tile_keys, key_stop)), band)
-
-
-def _group(x_BNcH: Tensor, num_kv_heads: int) -> Tensor:
-    """Put the queries that share a key head behind each other: [B, K, R, H]."""
-    batch, heads, tokens, size = x_BNcH.shape
-    return x_BNcH.reshape(batch, num_kv_heads, heads // num_kv_heads * tokens, size)
-
-
-def _ungroup(x_BKRH: Tensor, num_heads: int) -> Tensor:
-    """Undo `_group`."""
-    batch, kv_heads, rows, size = x_BKRH.shape
-    return x_BKRH.reshape(batch, num_heads, rows * kv_heads // num_heads, size)
 
 
 def _finite(lse: Tensor) -> Tensor:
