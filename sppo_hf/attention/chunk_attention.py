@@ -2,8 +2,8 @@
 
 The node owns the mathematics of a (layer, chunk): it stores the chunk's keys and values, runs a
 backend over the pieces of the chunk, and in backward adds dK/dV of the whole prefix to the store.
-The store may bring the prefix in several blocks; their results are merged by log-sum-exp.
-It knows nothing of models, hooks or offloading; what recomputation needs comes in as a `Stash`.
+The store may bring the prefix in several blocks; their results are merged by log-sum-exp. What
+recomputation needs comes in as a `Stash`.
 
 [Note: why chunks run backward in reverse] dK/dV of chunk i needs the backward of all later
 chunks of this layer. Each node therefore takes a `link`, an empty tensor that the previous

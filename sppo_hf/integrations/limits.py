@@ -1,7 +1,4 @@
-"""What SPPO does not combine with, refused by name before the first step.
-
-This file knows the launch modes of Accelerate; it changes nothing.
-"""
+"""What SPPO does not combine with, refused by name before the first step."""
 
 from __future__ import annotations
 

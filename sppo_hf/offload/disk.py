@@ -155,8 +155,9 @@ class DiskStore:
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: the threads and the lock cannot be."""
         raise TypeError(
-            f"the disk store in {self.transfers.folder.path} can be neither pickled nor copied, since its files "
-            "belong to this process; make a DiskStore in the process or place that needs one"
+            f"the disk store in {self.transfers.folder.path} can be neither pickled nor copied, "
+            "since its files belong to this process; make a DiskStore in the process or place that "
+            "needs one"
         )
 
 

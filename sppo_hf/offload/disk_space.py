@@ -1,7 +1,7 @@
 """Who owns which bytes of the disk tier: slab files within a budget, sub-allocated.
 
-The disk's counterpart of `pool`. Knows nothing of transfers or threads: who gives an extent back
-vouches that no transfer touches it, and the store calls all of this under its lock.
+The disk's counterpart of `pool`. Who gives an extent back vouches that no transfer touches it, and
+the store calls all of this under its lock.
 """
 
 from __future__ import annotations

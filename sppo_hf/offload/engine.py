@@ -1,8 +1,8 @@
 """The owner of everything that is away from the device: starts, awaits, frees and accounts for it.
 
-Two verbs for a copy, `prefetch` and `wait_for`, and one for its end, `release` (dropping the
-handle does the same). Knows nothing of layers, chunks or autograd; `layer_offload` brings those in.
-Why there is no race: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
+Two verbs for a copy, `prefetch` and `wait_for`, and one for its end, `release` (dropping the handle
+does the same). `layer_offload` brings layers and autograd in. Why there is no race: [Note: offload
+lifetimes] in `sppo_hf/offload/__init__.py`.
 
 Not covered: CUDA graph capture, and tensors that other streams than the compute stream write.
 """

@@ -1,7 +1,6 @@
 """The free bytes of runs of memory or file: first-fit, with coalescing; and slabs of them.
 
-Pure bookkeeping; knows nothing of what the bytes are, of alignment (who takes multiples of it gets
-multiples of it) or of threads.
+Pure bookkeeping: who takes multiples of an alignment gets multiples of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Casts of weights are let go of and made again, wherever the frame's bytes wait (see `casts`).
 
-Knows nothing of layers: whoever opens and closes it around some computation decides what is in it.
+Whoever opens and closes it around some computation decides what is in it.
 
 Where hooks of others are active too, the innermost pair gets the tensor: what a model checkpoints
 or offloads by itself inside a frame stays its own affair, and hooks around a frame see nothing of

@@ -1,9 +1,9 @@
 """Host memory for offloaded bytes: few large slabs, sub-allocated first-fit with coalescing.
 
-Knows nothing of copies: who releases a region vouches that no copy still touches it. Slabs are
-kept for the life of the pool, because pinning costs milliseconds and a step must not pay it twice;
-better still they are made before the first step, by `reserve`.
-Not thread-safe by itself; the engine calls it under its lock.
+Who releases a region vouches that no copy still touches it. Slabs are kept for the life of the
+pool, because pinning costs milliseconds and a step must not pay it twice; better still they are
+made before the first step, by `reserve`. Not thread-safe by itself; the engine calls it under its
+lock.
 """
 
 from __future__ import annotations

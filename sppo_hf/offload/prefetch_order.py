@@ -4,8 +4,8 @@ When backward enters a frame, those are prefetched that the step's program lists
 are comes in as data (`StepProgram.asked` in `sppo_hf.planning.lowering`), so the order that was
 planned and simulated is the order that runs.
 
-Knows nothing of tensors: a frame is anything that names its handles. Frames are known weakly:
-autograd's graph owns them, so a dropped graph takes its frames and their bytes with it.
+A frame is anything that names its handles. Frames are known weakly: autograd's graph owns them, so
+a dropped graph takes its frames and their bytes with it.
 
 [Note: backwards that are not the planned one] A batch with padding runs fewer chunks, a gradient of
 a part of the graph enters fewer layers, and a graph may be walked in several goes. What a frame

@@ -17,8 +17,6 @@ the device at a time, the one in use and the next one, on its way.
 - A gradient leaves for the host as soon as it is complete; what earlier batches left there is added
   up on the host. Until backward ends `Parameter.grad` is None, afterwards it is the host's.
 - Copies are never trusted over an optimizer's step: a forward brings its own.
-
-Knows nothing of models, chunks or plans.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Costs one call of each backend, which builds and warms up its kernels, and at most `BUDGET_SECONDS`
 of timed calls and one beyond, once per device, versions and requirement: the result is a value that
-`planning/autotune_store.py` keeps. Knows nothing of how candidates are found, or
-of what becomes of the order.
+`planning/autotune_store.py` keeps.
 
 [Note: ranks may attend differently]
 Every rank of a job times its own device, so noise could let two ranks take different backends. On

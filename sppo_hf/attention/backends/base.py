@@ -1,8 +1,8 @@
 """The one signature every attention backend has, and the words its callers use.
 
 A backend is a stateless pair of functions: attention of the queries of one chunk against keys and
-values, and its gradient. It knows nothing of layers, chunks, models, autograd or offloading. What
-is visible to which query is said by a `CausalBand`, never by a mask tensor.
+values, and its gradient. What is visible to which query is said by a `CausalBand` or `Documents`,
+never by a mask tensor.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 

@@ -6,8 +6,7 @@ meets: the first chunk, a later one, a single token, padded queries, a window, m
 scores far below zero (see [Note: low scores]).
 
 Runs once per process, backend, device and requirement. Most kernels need milliseconds for it; those
-that build a plan or compile for each new shape (cuDNN, flash-attn-4) can need seconds in all. Knows
-nothing of why a backend might be wrong.
+that build a plan or compile for each new shape (cuDNN, flash-attn-4) can need seconds in all.
 
 [Note: low scores]
 A row's log-sum-exp may lie anywhere, but a kernel that computes exp(-lse) somewhere, or reads keys
