@@ -72,7 +72,8 @@ def calibrate(
     _print(profile)
     seconds = time.perf_counter() - start_seconds
     kept = "not kept" if path is None else f"kept in {path}"
-    given.console().print(f"Measured in {seconds:.0f} seconds; {kept}", highlight=False)
+    said = f"Measured in {seconds:.0f} seconds; {kept}"
+    given.console().print(said, highlight=False, soft_wrap=True)
 
 
 def _measure(
@@ -120,7 +121,8 @@ def _measure(
 
 def _print(profile: HardwareProfile) -> None:
     """The curves as one table, all else as another."""
-    given.console().print(f"[bold]{profile.name}[/bold], {profile.source}", highlight=False)
+    title = f"[bold]{profile.name}[/bold], {profile.source}"
+    given.console().print(title, highlight=False, soft_wrap=True)
     curves = Table(title="FLOP/s by tokens of a chunk", title_justify="left")
     curves.add_column("tokens", justify="right")
     columns = [
