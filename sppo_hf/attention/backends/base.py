@@ -270,16 +270,8 @@ class Backend(ABC):
     ) -> Gradients:
         """Share of these keys in the gradient. See [Note: why merged values make backward exact].
 
-        Args:
-            dout_BNCH: gradient of the output.
-            q_BNCH: queries, as in forward.
-            k_BKTH: keys, as in forward.
-            v_BKTH: values, as in forward.
-            out_BNCH: output, merged over all keys if these are only a part of them.
-            lse_BNC: log-sum-exp, merged likewise.
-            band: as in forward.
-            scale: as in forward.
-            softcap: as in forward.
+        Output and log-sum-exp are merged over all keys, if these are only a part of them; all else
+        is as in `forward`.
 
         Returns:
             Gradients of queries, keys and values; the queries' is this part's summand.

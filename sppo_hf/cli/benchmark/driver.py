@@ -122,16 +122,10 @@ def _extrapolated(
     seconds: float,
     model_flops: float,
 ) -> Row:
-    """The row of a job that was not run.
+    """The row of a job that was not run, from two that were.
 
-    Args:
-        one: a row that was.
-        largest: a larger one: it has the kernel and the environment.
-        times: how often what it has more bytes than `one` comes to those.
-        job: what was asked for.
-        reason: from what it was extrapolated.
-        seconds: of a step.
-        model_flops: FLOPs of a step.
+    Bytes are those of `one`, and so many `times` what `largest` has more; that one also has the
+    kernel and the environment. Seconds and FLOPs are a step's.
     """
 
     def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
