@@ -268,7 +268,7 @@ class BottomRightBackend(Backend):
     ) -> AttentionOutput:
         """`kernel_forward` on tensors with heads before tokens."""
         tensors = (_by_token(x, call) for x in (q_BNCH, k_BKTH, v_BKTH))
-        out_BCNH, lse_BNC = self.kernel_forward(*tensors, call)
+        out_BCNH, lse_BNC = self.kernel_forward(*tensors, call=call)
         if call.offsets is not None:
             out_BCNH, lse_BNC = out_BCNH.unsqueeze(0), lse_BNC.unsqueeze(0)
         return AttentionOutput(out_BCNH.transpose(1, 2), lse_BNC)
@@ -288,8 +288,8 @@ class BottomRightBackend(Backend):
         lse = attended.lse_BNC.contiguous()
         grads = self.kernel_backward(
             *(_by_token(x, call) for x in tensors),
-            lse if call.offsets is None else lse.squeeze(0),
-            call,
+            lse_BNC=lse if call.offsets is None else lse.squeeze(0),
+            call=call,
         )
         batched = grads if call.offsets is None else (grad.unsqueeze(0) for grad in grads)
         return Gradients(*(grad.transpose(1, 2) for grad in batched))

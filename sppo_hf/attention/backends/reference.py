@@ -139,8 +139,11 @@ class Reference(Backend):
         row_bytes = q_BNCH.shape[0] * q_BNCH.shape[1] * accumulation_dtype(q_BNCH.dtype).itemsize
         tile_rows = max(1, min(_TILE_ROWS, self._tile_bytes // row_bytes))
         tile_keys = max(1, self._tile_bytes // (row_bytes * tile_rows))
-        everything = (slice(0, q_BNCH.shape[2]), slice(0, k_BKTH.shape[2]), mask)
-        for all_rows, all_keys, own in mask if isinstance(mask, Documents) else [everything]:
+        if isinstance(mask, Documents):
+            documents = list(mask)
+        else:
+            documents = [(slice(0, q_BNCH.shape[2]), slice(0, k_BKTH.shape[2]), mask)]
+        for all_rows, all_keys, own in documents:
             band = CausalBand(own.q_start + all_keys.start - all_rows.start, own.window)
             for first in range(all_rows.start, all_rows.stop, tile_rows):
                 last = min(first + tile_rows, all_rows.stop)
