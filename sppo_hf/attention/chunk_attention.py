@@ -2,8 +2,8 @@
 
 The node owns the mathematics of a (layer, chunk): it stores the chunk's keys and values, runs a
 backend over the pieces of the chunk, and in backward adds dK/dV of the whole prefix to the store.
-The store may bring the prefix in several blocks; their results are merged by log-sum-exp.
-It knows nothing of models, hooks or offloading; what recomputation needs comes in as a `Stash`.
+The store may bring the prefix in several blocks; their results are merged by log-sum-exp. What
+recomputation needs comes in as a `Stash`.
 
 [Note: why chunks run backward in reverse] dK/dV of chunk i needs the backward of all later
 chunks of this layer. Each node therefore takes a `link`, an empty tensor that the previous
@@ -32,7 +32,7 @@ from sppo_hf.attention.backends.base import (
     Backend,
     CausalBand,
     Documents,
-    DocumentsBackend,
+    Mask,
     accumulation_dtype,
     merge_into,
 )
@@ -253,13 +253,11 @@ def _forward(
     q_BNCH: Tensor, pieces: tuple[AttentionSegment, ...], keys: Keys, call: AttentionCall
 ) -> AttentionOutput:
     k_BKTH, v_BKTH = keys.run(pieces[0].k_start, pieces[-1].k_end, pieces[0].row)
-    backend, scores = call.backend, {"scale": call.scale, "softcap": call.softcap}
-    if len(pieces) == 1:
-        band = _band(pieces[0], call)
-        return backend.forward(q_BNCH, k_BKTH, v_BKTH, band=band, **scores)
-    assert isinstance(backend, DocumentsBackend), f"{backend.name} takes one document at a time"
-    return backend.forward_documents(
-        q_BNCH, k_BKTH, v_BKTH, documents=_documents(pieces), window=call.window, **scores
+    return call.backend.forward(
+        *(q_BNCH, k_BKTH, v_BKTH),
+        band=_mask(pieces, call.window),
+        scale=call.scale,
+        softcap=call.softcap,
     )
 
 
@@ -273,30 +271,23 @@ def _backward(
     needs_kv: bool,
 ) -> Tensor:
     k_BKTH, v_BKTH = keys.run(pieces[0].k_start, pieces[-1].k_end, pieces[0].row)
-    backend, scores = call.backend, {"scale": call.scale, "softcap": call.softcap}
-    tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended)
-    if len(pieces) == 1:
-        grads = backend.backward(*tensors, band=_band(pieces[0], call), **scores)
-    else:
-        assert isinstance(backend, DocumentsBackend), f"{backend.name} takes one document at a time"
-        documents = _documents(pieces)
-        grads = backend.backward_documents(
-            *tensors, documents=documents, window=call.window, **scores
-        )
+    grads = call.backend.backward(
+        *(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended),
+        band=_mask(pieces, call.window),
+        scale=call.scale,
+        softcap=call.softcap,
+    )
     if needs_kv:
         keys.add_gradient(pieces[0].k_start, grads.dk_BKTH, grads.dv_BKTH, pieces[0].row)
     return grads.dq_BNCH
 
 
-def _band(piece: AttentionSegment, call: AttentionCall) -> CausalBand:
-    return CausalBand(q_start=piece.q_start - piece.k_start, window=call.window)
-
-
-def _documents(pieces: tuple[AttentionSegment, ...]) -> Documents:
-    return Documents(
-        tuple(piece.q_end - piece.q_start for piece in pieces),
-        tuple(piece.k_end - piece.k_start for piece in pieces),
-    )
+def _mask(pieces: tuple[AttentionSegment, ...], window: int | None) -> Mask:
+    if len(pieces) == 1:
+        return CausalBand(pieces[0].q_start - pieces[0].k_start, window)
+    num_queries = tuple(piece.q_end - piece.q_start for piece in pieces)
+    num_keys = tuple(piece.k_end - piece.k_start for piece in pieces)
+    return Documents(num_queries, num_keys, window)
 
 
 def _where(pieces: tuple[AttentionSegment, ...], call: AttentionCall) -> tuple[slice, slice]:

@@ -12,8 +12,8 @@ runs backward now, and `take_gradient(i)` ends the life of chunk i's entry. Sums
 (or the keys' own type when that is wider), because up to N - 1 contributions meet in one element.
 
 `LayerKV` has everything on the device while a layer runs, and may put it away between the layer's
-forward and its backward; `sppo_hf.attention.streamed_kv` has the store for keys that
-wait elsewhere. `KVStore` is what both are to attention. Knows nothing of layers, models or streams.
+forward and its backward; `sppo_hf.attention.streamed_kv` has the store for keys that wait
+elsewhere. `KVStore` is what both are to attention.
 """
 
 from __future__ import annotations

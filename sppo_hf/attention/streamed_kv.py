@@ -360,10 +360,7 @@ class StreamedKV:
     ) -> Iterator[_BlockKeys]:
         """Bring one block after the other, each prefetched while the one before it is in use.
 
-        Args:
-            blocks: What to bring.
-            upcoming: Tells what is needed after the last of them, by whichever layer.
-            sums: Whether gradient sums are needed too.
+        `upcoming` tells what is needed after the last of them, by whichever layer.
         """
         stream = self._stream
         stream.expect(handle for block in blocks[:1] for handle in self._handles(block, sums=sums))

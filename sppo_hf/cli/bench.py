@@ -21,10 +21,10 @@ from sppo_hf.cli.benchmark.driver import Benchmark
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.picture import draw
 from sppo_hf.cli.benchmark.process import run_in_process
-from sppo_hf.cli.benchmark.profile_table import FILE as PROFILE_FILE
-from sppo_hf.cli.benchmark.profile_table import profile_table, profiles
 from sppo_hf.cli.benchmark.results import ResultFile, Row
 from sppo_hf.cli.benchmark.table import progress_line, tables
+from sppo_hf.cli.benchmark.trace_summary import FILE as PROFILE_FILE
+from sppo_hf.cli.benchmark.trace_summary import profile_table, profiles
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.lora import LoraShape

@@ -6,17 +6,15 @@ Only arguments, progress and the printed tables; measuring is `sppo_hf.profiling
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sppo_hf.errors import SPPOError
+from sppo_hf.cli import planning_arguments as given
 from sppo_hf.planning.profile_json import profile_to_json
 from sppo_hf.planning.profile_store import save_profile
 from sppo_hf.rules import format_bytes
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sppo_hf.planning.hardware import HardwareProfile
-
-BAD_INPUT = 2
 
 
 def calibrate(
@@ -66,23 +62,18 @@ def calibrate(
     Exit code 0: measured. 2: bad input.
     """
     start_seconds = time.perf_counter()
-    try:
+    with given.bad_input(as_json):
         profile = _measure(device, dtype or [], offload_dir, quick)
         # What --quick measures would mislead every later plan, so only a named file gets it.
         path = None if quick and output is None else save_profile(profile, output)
-    except SPPOError as error:
-        if as_json:
-            typer.echo(json.dumps({"status": "bad input", "reason": str(error)}))
-        else:
-            _console(stderr=True).print(f"[red]bad input[/red] {error}", highlight=False)
-        raise typer.Exit(BAD_INPUT) from error
     if as_json:
         typer.echo(profile_to_json(profile), nl=False)
         return
     _print(profile)
     seconds = time.perf_counter() - start_seconds
     kept = "not kept" if path is None else f"kept in {path}"
-    _console().print(f"Measured in {seconds:.0f} seconds; {kept}", highlight=False)
+    said = f"Measured in {seconds:.0f} seconds; {kept}"
+    given.console().print(said, highlight=False, soft_wrap=True)
 
 
 def _measure(
@@ -113,7 +104,7 @@ def _measure(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=_console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=given.console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=None)
 
         def show(title: str, done: int, total: int) -> None:
@@ -128,13 +119,10 @@ def _measure(
         )
 
 
-def _console(*, stderr: bool = False) -> Console:
-    return Console(stderr=stderr, soft_wrap=True)
-
-
 def _print(profile: HardwareProfile) -> None:
     """The curves as one table, all else as another."""
-    _console().print(f"[bold]{profile.name}[/bold], {profile.source}", highlight=False)
+    title = f"[bold]{profile.name}[/bold], {profile.source}"
+    given.console().print(title, highlight=False, soft_wrap=True)
     curves = Table(title="FLOP/s by tokens of a chunk", title_justify="left")
     curves.add_column("tokens", justify="right")
     columns = [
@@ -151,7 +139,7 @@ def _print(profile: HardwareProfile) -> None:
     for tokens in sorted({tokens for _, points in columns for tokens in points}):
         cells = [_scaled(points.get(tokens)) for _, points in columns]
         curves.add_row(str(tokens), *cells)
-    _console().print(curves)
+    given.console().print(curves)
     others = Table(show_header=False)
     others.add_column(style="bold")
     others.add_column(justify="right")
@@ -174,7 +162,7 @@ def _print(profile: HardwareProfile) -> None:
     ):
         others.add_row(title, "not known" if size is None else format_bytes(size))
     others.add_row("NUMA node", "only one" if profile.numa_node is None else str(profile.numa_node))
-    _console().print(others)
+    given.console().print(others)
 
 
 def _scaled(rate: float | None) -> str:

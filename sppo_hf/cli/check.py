@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sppo_hf.cli import planning_arguments as given
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import SPPOError
 from sppo_hf.planning.config_file import check_sizes, read_fields
 
 if TYPE_CHECKING:
     from sppo_hf.testing.check import CheckResult
 
 EXIT_CODES = {"exact": 0, "not exact": 1, "refused": 2}
-BAD_INPUT = 2
 MOST_TOKENS = 4096
 """What even a model of one head may be checked with; see `sppo_hf.testing.check`."""
 
@@ -37,14 +35,6 @@ class Dtype(StrEnum):
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
-
-
-class Mode(StrEnum):
-    """Setting of `recompute` and `offload`; a choice on the command line."""
-
-    auto = "auto"
-    none = "none"
-    full = "full"
 
 
 def check(
@@ -76,8 +66,8 @@ def check(
             help="float64 and float32 compare directly, bfloat16 compares distances from float32."
         ),
     ] = Dtype.float64,
-    recompute: Annotated[Mode, typer.Option(help="Mode under test.")] = Mode.full,
-    offload: Annotated[Mode, typer.Option(help="Mode under test.")] = Mode.full,
+    recompute: Annotated[given.Mode, typer.Option(help="Mode under test.")] = given.Mode.full,
+    offload: Annotated[given.Mode, typer.Option(help="Mode under test.")] = given.Mode.full,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -91,17 +81,11 @@ def check(
         return
     if model is None:
         raise typer.BadParameter("name a model, or use --list", param_hint="MODEL")
-    try:
+    with given.bad_input(as_json, name=model):
         config = SPPOConfig(
             **_chunks(chunks), recompute=recompute.value, offload=offload.value, min_offload_size=1
         )
         result = _run(model, config, tokens, dtype)
-    except SPPOError as error:
-        if as_json:
-            typer.echo(json.dumps({"name": model, "status": "bad input", "reason": str(error)}))
-        else:
-            _console(stderr=True).print(f"[red]bad input[/red] {error}", highlight=False)
-        raise typer.Exit(BAD_INPUT) from error
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
     else:
@@ -132,7 +116,7 @@ def _print_families(found: dict[str, Any]) -> None:
             f"[green]{row['error']:.0e}[/green]" if exact else f"[yellow]{row['status']}[/yellow]"
         )
         table.add_row(row["name"], verdict, escape(row["feature"] if exact else row["reason"]))
-    _console().print(table, highlight=False)
+    given.console().print(table, highlight=False)
 
 
 def _print_checkpoints(found: dict[str, Any]) -> None:
@@ -153,7 +137,7 @@ def _print_checkpoints(found: dict[str, Any]) -> None:
             f"{row['longest_tokens']:,}" if row["longest_tokens"] else "none fits",
             f"{row['positions_tokens']:,}" if row["positions_tokens"] else "any",
         )
-    _console().print(table, highlight=False)
+    given.console().print(table, highlight=False)
 
 
 def _chunks(text: str) -> dict[str, Any]:
@@ -188,10 +172,6 @@ def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResu
     return check_model(model, config, tokens=tokens, dtype=getattr(torch, dtype.value))
 
 
-def _console(*, stderr: bool = False) -> Console:
-    return Console(stderr=stderr, soft_wrap=True)
-
-
 def _print(result: CheckResult, tokens: int) -> None:
     """The result as a table, the verdict in its title."""
     colour = {"exact": "green", "not exact": "red", "refused": "yellow"}[result.status]
@@ -218,4 +198,4 @@ def _print(result: CheckResult, tokens: int) -> None:
         table.add_row(kind, f"{result.error:.2e} (allowed {result.allowed:.2e})")
         for index, (name, error) in enumerate(result.worst_parameters):
             table.add_row("worst parameters" if index == 0 else "", f"{name}  {error:.2e}")
-    _console().print(table)
+    given.console().print(table)

@@ -7,12 +7,9 @@ from typing import Annotated
 
 import typer
 import yaml
-from rich.console import Console
 
+from sppo_hf.cli.planning_arguments import bad_input
 from sppo_hf.config import SPPOConfig, field_help
-from sppo_hf.errors import SPPOError
-
-BAD_INPUT = 2
 
 
 def config(
@@ -25,11 +22,8 @@ def config(
     sppo config > sppo.yaml
     """
     defaults = SPPOConfig().to_dict()
-    try:
+    with bad_input(as_json=False):
         helps = {name: field_help(name) for name in settings or defaults}
-    except SPPOError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[red]bad input[/red] {error}", highlight=False)
-        raise typer.Exit(BAD_INPUT) from error
     for name, text in helps.items():
         typer.echo(textwrap.fill(text, 88, initial_indent="# ", subsequent_indent="# "))
         typer.echo(yaml.safe_dump({name: defaults[name]}))

@@ -63,17 +63,21 @@ class Simulated:
     timeline: Timeline
     """When all of it ran."""
 
-    bubble_fraction: float
-    """Share of the ranks' time without compute."""
-
-    peak_units: list[float]
-    """Most units alive, by rank."""
-
     peak_bytes: list[int] | None = None
     """Most bytes on the device, by rank; None without a model."""
 
     layers: tuple[range, ...] = ()
     """Layers of each stage of the model."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the ranks' time without compute."""
+        return bubble_fraction(self.timeline)
+
+    @property
+    def peak_units(self) -> list[float]:
+        """Most units alive, by rank."""
+        return peak_units(self.lowered, self.timeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +148,7 @@ class PipelineArguments:
             send=self.send or 0.0,
         )
         timeline = simulate_pipeline(lowered, seconds=shared_seconds(schedule, seconds))
-        return _simulated(schedule, lowered, timeline)
+        return Simulated(schedule=schedule, lowered=lowered, timeline=timeline)
 
     def _simulate_model(self, schedule: Schedule) -> Simulated:
         assert self.model is not None, "asked only with one"
@@ -188,7 +192,13 @@ class PipelineArguments:
             lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
         )
         peaks = [timeline.peak(f"{r}.device").num_bytes for r in range(schedule.num_ranks)]
-        return _simulated(schedule, lowered, timeline, peak_bytes=peaks, layers=costs.stages)
+        return Simulated(
+            schedule=schedule,
+            lowered=lowered,
+            timeline=timeline,
+            peak_bytes=peaks,
+            layers=costs.stages,
+        )
 
     def _check(self) -> None:
         seconds = {
@@ -247,22 +257,3 @@ class PipelineArguments:
                 f"{_MOST_STAGES:,} stages in all. Remedy: simulate fewer micro-batches; the bubble "
                 "of many follows from the bubble of a few."
             )
-
-
-def _simulated(
-    schedule: Schedule,
-    lowered: Schedule,
-    timeline: Timeline,
-    *,
-    peak_bytes: list[int] | None = None,
-    layers: tuple[range, ...] = (),
-) -> Simulated:
-    return Simulated(
-        schedule=schedule,
-        lowered=lowered,
-        timeline=timeline,
-        bubble_fraction=bubble_fraction(timeline),
-        peak_units=peak_units(lowered, timeline),
-        peak_bytes=peak_bytes,
-        layers=layers,
-    )

@@ -336,13 +336,18 @@ def read_budget(text: str) -> int | float | str:
 
 
 @contextmanager
-def bad_input(as_json: bool) -> Iterator[None]:
-    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2."""
+def bad_input(as_json: bool, **named: object) -> Iterator[None]:
+    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2.
+
+    Args:
+        as_json: whether the caller wants JSON.
+        **named: what else the JSON object says.
+    """
     try:
         yield
     except SPPOError as error:
         if as_json:
-            echo_json({"status": "bad input", "reason": str(error)})
+            echo_json({**named, "status": "bad input", "reason": str(error)})
         else:
             message = Text.assemble(("bad input ", "red"), str(error))
             console(stderr=True).print(message, soft_wrap=True)

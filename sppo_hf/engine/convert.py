@@ -151,11 +151,11 @@ def convert(
                 "plugin.revert(model) first; one model takes one SPPOPlugin."
             )
         return model
-    if engine is not None:
-        # Reverted while somebody's wrapper stood around our forward: it is still in place.
-        _attach(causal_lm, config, observer or engine.observer, engine, make_engine)
-        return model
-    _attach(causal_lm, config, observer or StepObserver(), None, make_engine)
+    staged = staged_model_of(causal_lm)
+    with contextlib.nullcontext() if staged is None else staged.whole():
+        # An engine that is not enabled was reverted while somebody's wrapper stood around our
+        # forward: it is still in place.
+        _attach(causal_lm, config, observer, engine, make_engine)
     return model
 
 
@@ -215,19 +215,7 @@ def get_engine(model: nn.Module) -> Engine | None:
 def _attach(
     causal_lm: Any,
     config: SPPOConfig,
-    observer: StepObserver,
-    old: Engine | None,
-    make_engine: MakeEngine,
-) -> None:
-    staged = staged_model_of(causal_lm)
-    with contextlib.nullcontext() if staged is None else staged.whole():
-        _attach_whole(causal_lm, config, observer, old, make_engine)
-
-
-def _attach_whole(
-    causal_lm: Any,
-    config: SPPOConfig,
-    observer: StepObserver,
+    observer: StepObserver | None,
     old: Engine | None,
     make_engine: MakeEngine,
 ) -> None:
@@ -235,8 +223,10 @@ def _attach_whole(
     check_family(parts)
     if old is not None:
         conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
+        observer = observer or old.observer
         conversion.engine = make_engine(parts, config, observer, old.original_forward)
     else:
+        observer = observer or StepObserver()
         conversion = _Conversion(make_engine(parts, config, observer, causal_lm.forward))
         conversion.own_forward = causal_lm.__dict__.get("forward")
         causal_lm.__dict__[_ATTRIBUTE] = conversion

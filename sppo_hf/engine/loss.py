@@ -9,8 +9,8 @@ The sum over chunks is then divided as Transformers divides: by `num_items_in_ba
 number of labels that count; with none that count the loss is NaN and every gradient zero, as in
 PyTorch.
 
-Knows nothing of chunk bounds, layers or offloading. Not covered: losses that are not a sum over
-tokens; the engine gives such a model whole-sequence logits instead.
+Not covered: losses that are not a sum over tokens; the engine gives such a model whole-sequence
+logits instead.
 """
 
 from __future__ import annotations

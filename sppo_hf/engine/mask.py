@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from transformers import AttentionMaskInterface, PreTrainedConfig
 
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "sppo"
 """Name under which attention and mask are registered with Transformers."""
@@ -268,8 +271,9 @@ def _first_mask(
             )
     except MaskAsked as asked:
         return asked.mask_function
-    except Exception:  # noqa: BLE001 — whatever a family's own code meets without its hooks
-        return None
+    except Exception:
+        # Nobody has asked the model to run: callers take the default, or say no.
+        logger.debug("%s makes no mask of two tokens", parts.name, exc_info=True)
     return None
 
 

@@ -1,6 +1,6 @@
 """What torch's operations do, as far as recording and replaying matrix products must know it.
 
-Knows nothing of layers or frames; all it says follows from an operation's name and signature.
+All it says follows from an operation's name and signature.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ above them is the usual one, and it does not matter who multiplies: `nn.Linear`,
 a loop over experts, a grouped product, LoRA, or a quantised layer's own autograd function. Hooks on
 modules would miss most of these.
 
-They know nothing of frames, chunks or tiers. Attention's own products are its backend's affair: the
-recorder is paused while it runs, and in the second forward it does not run.
+Attention's own products are its backend's affair: the recorder is paused while it runs, and in the
+second forward it does not run.
 
 [Note: which products are kept]
 1. *Thick* ones. A product that sums over at most an eighth of the layer's width (LoRA's second
@@ -38,7 +38,6 @@ on, in however many steps; from then on zeros stand for them. A layer that asks 
 writes into what lasts longer than itself, keeps all. What was found holds for layers that save the
 same and multiply in the same order between the same saved tensors; this is checked product by
 product, and where it is not so the layer runs once more, with all of its products.
-
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.engine.matmul_operations import Operation, operation, storage_key, tensors_in
-from sppo_hf.engine.versions import version_of
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
+from sppo_hf.offload.storage import version_of
 from sppo_hf.planning.tiers import AwayTier
 
 __all__ = [

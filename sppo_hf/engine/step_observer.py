@@ -2,13 +2,15 @@
 
 The engine calls these methods from inside the training step, so an implementation must be quick and
 must never wait for the device. This file knows nothing of who watches (a Trainer callback, a
-progress bar, a benchmark, a test), and imports types alone, for the type checker.
+progress bar, a benchmark, a test). An engine is given its observer when the model is converted, and
+a Trainer's metrics are wanted only while that Trainer trains: an `ObserverHub` stands between them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakSet
 
 if TYPE_CHECKING:
     from sppo_hf.offload.stats import OffloadStats
@@ -94,3 +96,41 @@ class StepObserver:
         Args:
             record: What it cost.
         """
+
+
+class ObserverHub(StepObserver):
+    """Passes every event on to the observers that are subscribed at that moment.
+
+    Subscribers are held weakly: a Trainer that is gone stops listening, whatever became of its run.
+    """
+
+    def __init__(self) -> None:
+        self._subscribers: WeakSet[StepObserver] = WeakSet()
+
+    def subscribe(self, observer: StepObserver) -> None:
+        """Add an observer; adding one twice changes nothing."""
+        self._subscribers.add(observer)
+
+    def unsubscribe(self, observer: StepObserver) -> None:
+        """Remove an observer; removing one that is not there changes nothing."""
+        self._subscribers.discard(observer)
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        """Tell every subscriber."""
+        for observer in list(self._subscribers):
+            observer.on_plan(plan, model_name)
+
+    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
+        """Tell every subscriber."""
+        for observer in list(self._subscribers):
+            observer.on_correction(before, after, measured)
+
+    def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
+        """Tell every subscriber."""
+        for observer in list(self._subscribers):
+            observer.on_unit(direction, chunk, num_chunks)
+
+    def on_record(self, record: StepRecord) -> None:
+        """Tell every subscriber."""
+        for observer in list(self._subscribers):
+            observer.on_record(record)

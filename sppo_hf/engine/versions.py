@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sppo_hf.errors import SPPOError
+from sppo_hf.offload.storage import version_of
 
 Versions = tuple[int, ...]
 
@@ -95,8 +96,3 @@ class ReadTensors:
                     "gradients would not be those of the loss. Change it after backward "
                     "(optimizer.step(), for one), or run the forward again after the change."
                 )
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often `tensor`, or what it is a view of, was written into in place."""
-    return 0 if tensor.is_inference() else tensor._version

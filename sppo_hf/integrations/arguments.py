@@ -1,7 +1,6 @@
 """SPPOArguments: every setting of SPPO as a command-line option, for `HfArgumentParser`.
 
-The options are generated from SPPOConfig, so a setting and its help are written in one place. This
-file knows nothing of what a setting means.
+The options are generated from SPPOConfig, so a setting and its help are written in one place.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A few methods of the one Trainer that made the Accelerator are replaced on the *instance*; its class
 stays. Each of them does what its namesake does, with all ranks writing or reading what they hold,
-and leaves the rest to the Trainer's own. This file knows the Trainer's names and files; formats are
-the business of `sppo_hf.pipeline.checkpoint*`.
+and leaves the rest to the Trainer's own. Formats are the business of
+`sppo_hf.pipeline.checkpoint*`.
 
 [Note: rotation comes last]
 The Trainer deletes old checkpoints inside `_save_checkpoint`. Here that waits until the new one is

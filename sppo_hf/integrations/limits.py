@@ -1,7 +1,4 @@
-"""What SPPO does not combine with, refused by name before the first step.
-
-This file knows the launch modes of Accelerate; it changes nothing.
-"""
+"""What SPPO does not combine with, refused by name before the first step."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ def refuse_sizes(given: Mapping[str, object]) -> None:
         field, variable = f"{axis}_size", f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
         size = given.get(field)
         if size is None and variable in os.environ:
-            field, text = variable, os.environ[variable]
-            size = int(text) if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) else text
+            field, size = variable, _number(os.environ[variable])
         if size is None:
             continue
         if axis in _FORBIDDEN_SIZES and isinstance(size, int) and size > 1:
@@ -69,7 +65,11 @@ def refuse_sizes(given: Mapping[str, object]) -> None:
 
 def environment_sp_size() -> int | str:
     """The size that an accelerate launch gives in the environment; 1 where none is."""
-    text = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
+    return _number(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1"))
+
+
+def _number(text: str) -> int | str:
+    """The number that a text is; the text itself if it is none, for a message."""
     return int(text) if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) else text
 
 

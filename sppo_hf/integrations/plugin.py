@@ -1,8 +1,7 @@
 """SPPOPlugin: the one object a user hands to Transformers or Accelerate.
 
 It is a `ParallelismConfig`, because that is what both of them take, keep, serialise and call back.
-This file knows how Accelerate treats a `ParallelismConfig`. It knows nothing of the engine beyond
-convert and revert; what an attached Accelerator does differently is in `accelerator.py`.
+What an attached Accelerator does differently is in `accelerator.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import revert
 from sppo_hf.engine.engine import rests_on_host
+from sppo_hf.engine.step_observer import ObserverHub
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback
@@ -36,7 +36,6 @@ from sppo_hf.integrations.limits import (
     refuse_host_weights,
     refuse_sizes,
 )
-from sppo_hf.integrations.observers import ObserverHub
 from sppo_hf.integrations.pipeline import refuse_for_pipeline, refuse_for_shared_sequences
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
@@ -198,16 +197,6 @@ class SPPOPlugin(ParallelismConfig):
         inner: Any = extract_model_from_parallel(model)
         return revert(cast("ModelT", without_mixed_precision_wrapper(inner)))
 
-    @property
-    def observer(self) -> ObserverHub:
-        """Where the engines of this plugin report to."""
-        return self._hub
-
-    @property
-    def progress(self) -> ProgressReporter:
-        """What shows the plan and the progress inside a step."""
-        return self._progress
-
     def to_json(self) -> dict[str, Any]:
         """Return all settings and sizes in JSON types; the Trainer stores and logs these."""
         sizes = {f"{name}_size": size for name, size in self._sizes.items() if name != "sp"}
@@ -228,7 +217,7 @@ class SPPOPlugin(ParallelismConfig):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what the user gave: no mesh, no observers, no sizes that depend on this launch."""
-        skipped = {"device_mesh", "_hub", "_progress"}
+        skipped = {"device_mesh", "observer", "progress"}
         state = {name: value for name, value in self.__dict__.items() if name not in skipped}
         state["_sizes"] = dict(self._given_sizes)
         state |= {f"{name}_size": size for name, size in self._given_sizes.items()}
@@ -239,11 +228,13 @@ class SPPOPlugin(ParallelismConfig):
         self._make_observers()
 
     def _make_observers(self) -> None:
-        self._hub = ObserverHub()
-        self._progress = ProgressReporter(
+        self.observer = ObserverHub()
+        """Where the engines of this plugin report to."""
+        self.progress = ProgressReporter(
             show_plan=self.config.show_plan, show_progress=self.config.show_progress
         )
-        self._hub.subscribe(self._progress)
+        """What shows the plan and the progress inside a step."""
+        self.observer.subscribe(self.progress)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Attach to an Accelerator; Accelerate calls this from the Accelerator's constructor.

@@ -1,7 +1,7 @@
 """What a person sees: the plan once, and a bar inside steps that take long.
 
-An observer of the engine. It knows nothing of the Trainer; whether bars are wanted at all is told
-to it from outside. Everything goes to stderr, on the main process only.
+An observer of the engine; whether bars are wanted at all is told to it from outside. Everything
+goes to stderr, on the main process only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from tqdm.auto import tqdm
 
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
@@ -59,19 +59,12 @@ class ProgressReporter(StepObserver):
         if not self.show_plan or plan.training in self._shown or not _is_main_process():
             return
         self._shown.add(plan.training)
-        console = Console(file=sys.stderr)
-        if not console.is_terminal:
-            console = Console(file=sys.stderr, width=_LEAST_COLUMNS)
-        console.print(plan_table(plan, model_name))
+        _print(plan_table(plan, model_name))
 
     def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
         """Say what was measured beside what was planned, and what follows from it."""
-        if not self.show_plan or not _is_main_process():
-            return
-        console = Console(file=sys.stderr)
-        if not console.is_terminal:
-            console = Console(file=sys.stderr, width=_LEAST_COLUMNS)
-        console.print(comparison_table(before, after, measured))
+        if self.show_plan and _is_main_process():
+            _print(comparison_table(before, after, measured))
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """Move the bar, once the step has taken long enough to deserve one."""
@@ -108,6 +101,13 @@ class ProgressReporter(StepObserver):
         if not self.bars_wanted or not _is_main_process():
             return False
         return _in_notebook() or sys.stderr.isatty()
+
+
+def _print(table: RenderableType) -> None:
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        console = Console(file=sys.stderr, width=_LEAST_COLUMNS)
+    console.print(table)
 
 
 def _new_bar(title: str, total: int) -> tqdm[Any]:

@@ -12,50 +12,16 @@ mode.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sppo_hf.errors import OffloadError
-from sppo_hf.offload.storage import MODIFIED, version_of
-
-__all__ = ["WeightCast", "WeightCasts"]
+from sppo_hf.offload.storage import SavedWeight
 
 # Of a layer whose casts are fewer than this share of its weights (adapters) they stay.
 _WORTH = 0.125
-
-
-@dataclass(slots=True, eq=False)
-class WeightCast:
-    """Stands for a cast of a weight, or for a view of one; has no bytes of its own."""
-
-    weight: Tensor
-    """What was cast: the weight (as a parameter, whose bytes may have moved), or a part of it."""
-    version: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    """Of the view within the cast, in elements."""
-    label: object
-
-    @torch.no_grad()
-    def make(self) -> Tensor:
-        """The view of the cast, from the weight as it is now.
-
-        Raises:
-            OffloadError: the weight was modified in place since.
-        """
-        if version_of(self.weight) != self.version:
-            of = f" of {self.label}" if self.label is not None else ""
-            shape = tuple(self.weight.shape)
-            raise OffloadError(f"a weight{of}, {self.weight.dtype}, shape {shape}, {MODIFIED}")
-        cast = self.weight.detach().to(self.dtype)
-        return cast.as_strided(self.shape, self.stride, self.offset)
 
 
 class WeightCasts(TorchDispatchMode):
@@ -111,7 +77,7 @@ class WeightCasts(TorchDispatchMode):
             self._seen[storage._cdata] = StorageWeakRef(storage), args[0], result._version
         return result
 
-    def cast_of(self, saved: Tensor) -> WeightCast | None:
+    def cast_of(self, saved: Tensor) -> SavedWeight | None:
         """What stands for `saved` if it is a cast of a weight, or a view of one; else None."""
         if type(saved) is not Tensor or not saved.is_floating_point():
             return None
@@ -122,15 +88,8 @@ class WeightCasts(TorchDispatchMode):
             return None
         if weight.device != saved.device or not _is_cast(weight, saved.dtype):
             return None
-        return WeightCast(
-            weight if type(weight) is Parameter else weight.detach(),
-            version_of(weight),
-            saved.dtype,
-            saved.shape,
-            saved.stride(),
-            int(saved.storage_offset()),
-            self._label,
-        )
+        known = weight if type(weight) is Parameter else weight.detach()
+        return SavedWeight.of(known, saved, self._label)
 
 
 def _is_cast(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -1,10 +1,9 @@
 """Copies between device and host: how they start, and how the compute stream waits for them.
 
-A copier moves bytes; it knows nothing of frames, storages or pools. `start_*` begins a copy and
-returns a ticket, the ticket's `wait` orders the compute stream behind it. Nothing here blocks the
-host on an accelerator but a ticket's `finish`, which is for bytes on their way to a disk.
-`StreamCopier` is written against the few stream verbs of `StreamRuntime`, so the same ordering code
-runs on CUDA and on the fake device of the tests.
+A copier moves bytes. `start_*` begins a copy and returns a ticket, the ticket's `wait` orders the
+compute stream behind it. Nothing here blocks the host on an accelerator but a ticket's `finish`,
+which is for bytes on their way to a disk. `StreamCopier` is written against the few stream verbs of
+`StreamRuntime`, so the same ordering code runs on CUDA and on the fake device of the tests.
 
 Why no order is missing: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
 """

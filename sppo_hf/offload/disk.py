@@ -7,7 +7,6 @@ they are open, or at the end where the file system does not allow that.
 
 The files of the tier, lowest first: `disk_files` moves bytes, `disk_folder` says where to,
 `disk_space` lends them, `disk_queue` does the work in the background, this file is the door.
-Knows nothing of devices, tensors' shapes or frames.
 """
 
 from __future__ import annotations
@@ -74,64 +73,22 @@ class DiskStore:
     ) -> None:
         assert threads > 0, "somebody must do the work"
         folder = StoreFolder(Path(directory))
-        self._path = folder.path
         if budget_bytes is None:
             free_bytes = folder.free_bytes
             budget_bytes = max(0, free_bytes - max(_LEAST_LEFT_BYTES, free_bytes // 20))
         queued_bytes = DEFAULT_QUEUED_BYTES if max_queued_bytes is None else max_queued_bytes
-        space = DiskSpace(folder, slab_bytes=slab_bytes, budget_bytes=budget_bytes)
-        self._transfers = Transfers(folder, space, verify=checksum, max_queued_bytes=queued_bytes)
-        self._writers = _make_threads(self._transfers, threads, "write")
-        self._readers = _make_threads(self._transfers, threads, "read")
+        self.space = DiskSpace(folder, slab_bytes=slab_bytes, budget_bytes=budget_bytes)
+        """The files, and what is lent of them."""
+        self.transfers = Transfers(
+            folder, self.space, verify=checksum, max_queued_bytes=queued_bytes
+        )
+        """What is under way, and the books."""
+        self._writers = _make_threads(self.transfers, threads, "write")
+        self._readers = _make_threads(self.transfers, threads, "read")
         # Runs on close, when nobody refers to the store any more, or at the interpreter's exit.
         self._finalizer = weakref.finalize(
-            self, _dismantle, self._transfers, self._writers, self._readers
+            self, _dismantle, self.transfers, self._writers, self._readers
         )
-
-    @property
-    def path(self) -> Path:
-        """Where the files are made."""
-        return self._path
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the files that extents hold now."""
-        return self._transfers.space.used_bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of all files; they stay reserved for the life of the store."""
-        return self._transfers.space.reserved_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that `used_bytes` ever was."""
-        return self._transfers.space.peak_bytes
-
-    @property
-    def budget_bytes(self) -> int:
-        """The most that `reserved_bytes` may be."""
-        return self._transfers.space.budget_bytes
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that wait to be written or are being written."""
-        return self._transfers.queued_bytes
-
-    @property
-    def write_bytes(self) -> int:
-        """Bytes written since the store was made."""
-        return self._transfers.write_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes read since the store was made."""
-        return self._transfers.read_bytes
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds for which callers were blocked, by tickets or by a full queue."""
-        return self._transfers.wait_seconds
 
     def start_write(self, host_bytes: Tensor) -> DiskWrite:
         """Start writing `host_bytes`, uint8 [n], n > 0; blocks while the queue is full.
@@ -144,7 +101,7 @@ class DiskStore:
             OffloadError: the store was closed, or a file could not be made.
         """
         source = _as_array(host_bytes)
-        transfers = self._transfers
+        transfers = self.transfers
         transfers.check_process()  # first of all: a forked child may find the lock held for ever
         with transfers.changed:
             extent = transfers.admit(source.size)
@@ -165,7 +122,7 @@ class DiskStore:
         """
         target = _as_array(host_bytes)
         assert target.size == extent.num_bytes, "an extent is read as a whole"
-        transfers = self._transfers
+        transfers = self.transfers
         transfers.check_process()
         with transfers.changed:
             transfers.check_usable()
@@ -185,8 +142,8 @@ class DiskStore:
 
         A write that has not begun is called off. Reads that were started are finished.
         """
-        self._transfers.check_process()
-        self._transfers.release(extent)
+        self.transfers.check_process()
+        self.transfers.release(extent)
 
     def close(self) -> None:
         """Give up what waits, end the threads and remove the files; nothing the second time.
@@ -198,8 +155,9 @@ class DiskStore:
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: the threads and the lock cannot be."""
         raise TypeError(
-            f"the disk store in {self.path} can be neither pickled nor copied, since its files "
-            "belong to this process; make a DiskStore in the process or place that needs one"
+            f"the disk store in {self.transfers.folder.path} can be neither pickled nor copied, "
+            "since its files belong to this process; make a DiskStore in the process or place that "
+            "needs one"
         )
 
 

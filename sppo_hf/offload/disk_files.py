@@ -8,8 +8,6 @@ Elsewhere pages are given back to the system after use.
 A file is removed from its folder as soon as it is open, before any space is taken for it, unless it
 has to keep its name (`disk_folder` knows). The system then keeps its bytes for as long as it is
 open, and frees them when the process ends, however it ends.
-
-Knows nothing of who owns which bytes.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ Elsewhere (some FUSE and 9p mounts) files keep their names, in a private folder
 flock for as long as it lives, however it ends. So whoever gets that lock knows that the owner is
 gone, kill -9 included, and removes what it left; every new store looks for such folders. Where a
 filesystem has no flock either, what a crash leaves stays.
-
-Knows nothing of what the files hold.
 """
 
 from __future__ import annotations

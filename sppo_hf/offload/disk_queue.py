@@ -1,7 +1,7 @@
 """The background side of the disk tier: what transfers do, what they cost, and who waits for them.
 
-Knows nothing of how a store is used; `disk` puts it together. Threads refer to `Transfers` and not
-to the store, so that a store that nobody refers to any more goes, even with work in its queue.
+`disk` puts it together. Threads refer to `Transfers` and not to the store, so that a store that
+nobody refers to any more goes, even with work in its queue.
 """
 
 from __future__ import annotations

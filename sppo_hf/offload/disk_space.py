@@ -1,7 +1,7 @@
 """Who owns which bytes of the disk tier: slab files within a budget, sub-allocated.
 
-The disk's counterpart of `pool`. Knows nothing of transfers or threads: who gives an extent back
-vouches that no transfer touches it, and the store calls all of this under its lock.
+The disk's counterpart of `pool`. Who gives an extent back vouches that no transfer touches it, and
+the store calls all of this under its lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.disk_files import BLOCK_BYTES, NO_ROOM, SlabFile, round_up
 from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.free_list import FreeList, Slabs
+from sppo_hf.offload.free_list import FreeList, Slab, Slabs
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +23,10 @@ _GROWTH = 8
 
 
 @dataclass(slots=True, eq=False)
-class DiskSlab:
+class DiskSlab(Slab):
     """One file and what is free of it."""
 
     file: SlabFile
-    free_list: FreeList
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +80,7 @@ class DiskSpace(Slabs[DiskSlab]):
         """
         assert num_bytes > 0, "an extent holds at least one byte"
         size = round_up(num_bytes)
-        taken = self._take(size)
-        if taken is None:
-            self._grow(size)
-            taken = self._take(size)
-            assert taken is not None, "a new file holds the request that it was made for"
-        return DiskExtent(*taken, num_bytes, size)
+        return DiskExtent(*self._lend(size), num_bytes, size)
 
     def give(self, extent: DiskExtent) -> None:
         """Take an extent back; no transfer may touch it any more."""
@@ -128,11 +122,11 @@ class DiskSpace(Slabs[DiskSlab]):
     def _new_slab(self, wanted_bytes: int, least_bytes: int) -> DiskSlab:
         """Make a file of the wanted size, or of the least if the disk is nearly full."""
         try:
-            return DiskSlab(self._folder.new_file(wanted_bytes), FreeList(wanted_bytes))
+            return DiskSlab(FreeList(wanted_bytes), self._folder.new_file(wanted_bytes))
         except OSError as error:
             if error.errno not in NO_ROOM or wanted_bytes == least_bytes:
                 raise
-        return DiskSlab(self._folder.new_file(least_bytes), FreeList(least_bytes))
+        return DiskSlab(FreeList(least_bytes), self._folder.new_file(least_bytes))
 
     def _no_room(self, size: int, reason: str) -> str:
         return (

@@ -1,8 +1,8 @@
 """The owner of everything that is away from the device: starts, awaits, frees and accounts for it.
 
-Two verbs for a copy, `prefetch` and `wait_for`, and one for its end, `release` (dropping the
-handle does the same). Knows nothing of layers, chunks or autograd; `layer_offload` brings those in.
-Why there is no race: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
+Two verbs for a copy, `prefetch` and `wait_for`, and one for its end, `release` (dropping the handle
+does the same). `layer_offload` brings layers and autograd in. Why there is no race: [Note: offload
+lifetimes] in `sppo_hf/offload/__init__.py`.
 
 Not covered: CUDA graph capture, and tensors that other streams than the compute stream write.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier
-from sppo_hf.offload.disk_interface import Disk
+from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
@@ -79,9 +79,8 @@ class OffloadEngine:
         Args:
             max_pending_d2h_bytes: when a frame closes, compute waits until no more than these
                 device bytes are on their way out. The engine's, whichever prefetch order or K/V
-                store they are
-                from: the device's memory is one. None: until only the frame that closes is on its
-                    way.
+                store they are from: the device's memory is one. None: until only the frame that
+                closes is on its way.
             asked: which frames each frame prefetches; see `PrefetchOrder`.
             on_prefetch: is told the number of each frame that is prefetched.
         """
@@ -189,8 +188,8 @@ class OffloadEngine:
         """The tensor on the device, with its shape and strides; compute is behind its copy.
 
         May be called again until the handle is released; all calls share one device copy, which
-        lives as long as the handles of its storage. DependencyGraph on the host where a disk has
-        yet to give the bytes.
+        lives as long as the handles of its storage. The host waits where a disk has yet to give the
+        bytes.
 
         Raises:
             OffloadError: the handle was released or abandoned, its source was modified in place
@@ -355,7 +354,7 @@ def make_engine(
     min_offload_elements: int = 1024,
     slab_bytes: int = DEFAULT_SLAB_BYTES,
     budget_bytes: int | None = None,
-    disk: Disk | None = None,
+    disk: DiskStore | None = None,
     staging_bytes: int | None = None,
     copier: Copier | None = None,
 ) -> OffloadEngine:

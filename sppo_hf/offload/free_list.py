@@ -1,13 +1,13 @@
 """The free bytes of runs of memory or file: first-fit, with coalescing; and slabs of them.
 
-Pure bookkeeping; knows nothing of what the bytes are, of alignment (who takes multiples of it gets
-multiples of it) or of threads.
+Pure bookkeeping: who takes multiples of an alignment gets multiples of it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 
 class FreeList:
@@ -61,16 +61,15 @@ class FreeList:
         self._free.insert(index, (offset, end - offset))
 
 
-class HasHoles(Protocol):
-    """A slab: one piece of memory, or one file."""
+@dataclass(slots=True, eq=False)
+class Slab:
+    """One piece of memory, or one file."""
 
-    @property
-    def free_list(self) -> FreeList:
-        """What is free of it."""
-        ...
+    free_list: FreeList
+    """What is free of it."""
 
 
-SlabT = TypeVar("SlabT", bound=HasHoles)
+SlabT = TypeVar("SlabT", bound=Slab)
 
 
 class Slabs(Generic[SlabT]):
@@ -89,6 +88,19 @@ class Slabs(Generic[SlabT]):
     def free_bytes(self) -> int:
         """Bytes of all holes together."""
         return sum(slab.free_list.free_bytes for slab in self._slabs)
+
+    def _grow(self, size: int) -> None:
+        """Add a slab of at least `size` bytes."""
+        raise NotImplementedError
+
+    def _lend(self, size: int) -> tuple[SlabT, int]:
+        """Lend `size` bytes, growing where no hole is large enough: the slab and the offset."""
+        taken = self._take(size)
+        if taken is None:
+            self._grow(size)
+            taken = self._take(size)
+            assert taken is not None, "a new slab holds the request that it was made for"
+        return taken
 
     def _take(self, size: int) -> tuple[SlabT, int] | None:
         """Lend `size` bytes of the first slab that has such a hole: the slab and the offset."""

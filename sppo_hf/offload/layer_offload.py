@@ -2,7 +2,7 @@
 
 Casts of weights are let go of and made again, wherever the frame's bytes wait (see `casts`).
 
-Knows nothing of layers: whoever opens and closes it around some computation decides what is in it.
+Whoever opens and closes it around some computation decides what is in it.
 
 Where hooks of others are active too, the innermost pair gets the tensor: what a model checkpoints
 or offloads by itself inside a frame stays its own affair, and hooks around a frame see nothing of
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from sppo_hf.offload.casts import WeightCast, WeightCasts
+from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.storage import OffloadedTensor
-from sppo_hf.offload.weights import HostWeights, WeightView
+from sppo_hf.offload.storage import OffloadedTensor, SavedWeight
+from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.tiers import Tier
 
 
@@ -31,7 +31,7 @@ class _Saved(NamedTuple):
     """What the graph keeps instead of a tensor; the only strong reference to the handle."""
 
     frame: LayerOffload
-    handle: OffloadedTensor | WeightCast | WeightView
+    handle: OffloadedTensor | SavedWeight
 
 
 class LayerOffload:
@@ -147,7 +147,7 @@ class LayerOffload:
         if self._closed and not self._used:
             self._used = True
             self._prefetch_order.on_backward(self)
-        if isinstance(saved.handle, WeightCast | WeightView):
+        if isinstance(saved.handle, SavedWeight):
             return saved.handle.make()
         return self._engine.wait_for(saved.handle)
 

@@ -1,9 +1,9 @@
 """Host memory for offloaded bytes: few large slabs, sub-allocated first-fit with coalescing.
 
-Knows nothing of copies: who releases a region vouches that no copy still touches it. Slabs are
-kept for the life of the pool, because pinning costs milliseconds and a step must not pay it twice;
-better still they are made before the first step, by `reserve`.
-Not thread-safe by itself; the engine calls it under its lock.
+Who releases a region vouches that no copy still touches it. Slabs are kept for the life of the
+pool, because pinning costs milliseconds and a step must not pay it twice; better still they are
+made before the first step, by `reserve`. Not thread-safe by itself; the engine calls it under its
+lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.free_list import FreeList, Slabs
+from sppo_hf.offload.free_list import FreeList, Slab, Slabs
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
@@ -26,11 +26,8 @@ refuse tens of GiB in one piece which it gives in several."""
 
 
 @dataclass(slots=True, eq=False)
-class _Slab:
-    """One host allocation and what is free of it."""
-
+class _Slab(Slab):
     memory: Tensor
-    free_list: FreeList
 
 
 @dataclass(slots=True, eq=False)
@@ -123,12 +120,9 @@ class HostPool(Slabs[_Slab]):
             BudgetError: a further slab would exceed the budget.
             OffloadError: the operating system or the driver gives no (pinned) memory.
         """
-        region = self.try_allocate(num_bytes)
-        if region is None:
-            self._grow(_round_up(num_bytes, self._alignment_bytes))
-            region = self.try_allocate(num_bytes)
-            assert region is not None, "a new slab holds the request that it was made for"
-        return region
+        assert num_bytes > 0, "a region holds at least one byte"
+        size = _round_up(num_bytes, self._alignment_bytes)
+        return Region(*self._lend(size), num_bytes, size)
 
     def try_allocate(self, num_bytes: int) -> Region | None:
         """Lend `num_bytes` (at least 1) from the slabs there are; None where no hole fits."""
@@ -175,7 +169,7 @@ class HostPool(Slabs[_Slab]):
         return left
 
     def _add_slab(self, slab_bytes: int) -> None:
-        self._add(_Slab(_host_bytes(slab_bytes, self.pinned), FreeList(slab_bytes)), slab_bytes)
+        self._add(_Slab(FreeList(slab_bytes), _host_bytes(slab_bytes, self.pinned)), slab_bytes)
 
 
 def _round_up(value: int, multiple: int) -> int:

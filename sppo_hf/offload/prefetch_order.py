@@ -4,9 +4,8 @@ When backward enters a frame, those are prefetched that the step's program lists
 are comes in as data (`StepProgram.asked` in `sppo_hf.planning.lowering`), so the order that was
 planned and simulated is the order that runs.
 
-Knows nothing of tensors: a frame is anything that names its handles. The prefetch order looks at
-frames
-weakly: autograd's graph owns them, so a dropped graph takes its frames and their bytes with it.
+A frame is anything that names its handles. Frames are known weakly: autograd's graph owns them, so
+a dropped graph takes its frames and their bytes with it.
 
 [Note: backwards that are not the planned one] A batch with padding runs fewer chunks, a gradient of
 a part of the graph enters fewer layers, and a graph may be walked in several goes. What a frame
@@ -18,9 +17,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sppo_hf.offload.storage import OffloadedTensor
+
+if TYPE_CHECKING:
+    from sppo_hf.offload.engine import OffloadEngine
 
 
 class Frame(Protocol):
@@ -28,22 +30,6 @@ class Frame(Protocol):
 
     def handles(self) -> Iterable[OffloadedTensor]:
         """The handles of what backward still needs, first needed first; none if all was kept."""
-        ...
-
-
-class FrameTransfer(Protocol):
-    """The engine's side of a prefetch order."""
-
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
-        """Let compute wait until at most `max_pending_d2h_bytes` are on their way out."""
-        ...
-
-    def prefetch(self, handle: OffloadedTensor) -> None:
-        """Start bringing the tensor back to the device."""
-        ...
-
-    def read_ahead(self, handle: OffloadedTensor) -> bool:
-        """Start reading the tensor from disk, if it is there; False if that has to wait."""
         ...
 
 
@@ -63,7 +49,7 @@ class PrefetchOrder:
 
     def __init__(
         self,
-        mover: FrameTransfer,
+        mover: OffloadEngine,
         *,
         max_pending_d2h_bytes: int | None = None,
         asked: Sequence[int] | None = None,

@@ -30,7 +30,8 @@ from dataclasses import dataclass
 
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.offload.copy_streams import Ticket
-from sppo_hf.offload.disk_interface import Disk, DiskTransfer, finish, is_over
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.disk_queue import DiskTicket
 from sppo_hf.offload.pool import PAGE_BYTES, HostPool, Region
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
 from sppo_hf.offload.tiers import Land, Tier
@@ -42,12 +43,12 @@ class _Return:
 
     region: Region
     copies: list[Ticket]
-    transfers: list[DiskTransfer]
+    transfers: list[DiskTicket]
 
     def is_over(self) -> bool:
         while self.copies and self.copies[-1].done():
             self.copies.pop()
-        while not self.copies and self.transfers and is_over(self.transfers[-1]):
+        while not self.copies and self.transfers and _is_over(self.transfers[-1]):
             self.transfers.pop()
         return not self.copies and not self.transfers
 
@@ -55,7 +56,7 @@ class _Return:
         for copy in self.copies:
             copy.finish()
         for transfer in self.transfers:
-            finish(transfer)
+            _finish(transfer)
 
 
 class ReclaimQueue:
@@ -73,7 +74,7 @@ class ReclaimQueue:
         """Bytes taken from the pool by what is on its way back."""
         return sum(one.region.reserved_bytes for one in self._queue)
 
-    def add(self, region: Region, copies: list[Ticket], transfers: list[DiskTransfer]) -> None:
+    def add(self, region: Region, copies: list[Ticket], transfers: list[DiskTicket]) -> None:
         """Give `region` back when all of `copies` and `transfers` have ended."""
         self._queue.append(_Return(region, copies, transfers))
 
@@ -116,7 +117,7 @@ class Staging(Tier):
 
     def __init__(
         self,
-        disk: Disk,
+        disk: DiskStore,
         budget_bytes: int = DEFAULT_STAGING_BYTES,
         *,
         pin: bool = False,
@@ -238,7 +239,7 @@ class Staging(Tier):
                 self.raise_failure()
                 on_disk.raise_failure()
                 if on_disk.read is not None:
-                    finish(on_disk.read)
+                    _finish(on_disk.read)
                     self._reading.remove(stored)
                     self._end_read(stored, land)
                 elif stored.region is None and not self._start_read(stored):
@@ -330,7 +331,7 @@ class Staging(Tier):
         while self._reading:
             stored = self._reading[0]
             read = _disk_state(stored).read
-            if not stored.retired and read is not None and not is_over(read):
+            if not stored.retired and read is not None and not _is_over(read):
                 return
             self._reading.popleft()
             if not stored.retired:
@@ -400,13 +401,13 @@ class Staging(Tier):
         elif self._writing:
             write = _disk_state(self._writing[0]).write
             assert write is not None, "a write under way has a ticket"
-            finish(write)
+            _finish(write)
         elif self._out:
             self._out[0].out_ticket.finish()
         elif self._reading:
             read = _disk_state(self._reading[0]).read
             assert read is not None, "a read under way has a ticket"
-            finish(read)
+            _finish(read)
         else:
             assert self._arrived, "an empty slab has room for any region"
             stored, _ = self._arrived.popitem()  # the newest is needed last
@@ -439,3 +440,17 @@ class Staging(Tier):
 def _disk_state(stored: OffloadedStorage) -> DiskState:
     assert stored.disk is not None, "only storages of the disk tier pass through staging"
     return stored.disk
+
+
+def _is_over(transfer: DiskTicket) -> bool:
+    """Whether a transfer has ended, well or not; does not wait."""
+    try:
+        return transfer.done()
+    except SPPOError:
+        return True
+
+
+def _finish(transfer: DiskTicket) -> None:
+    """Block the host until a transfer has ended, well or not."""
+    with contextlib.suppress(SPPOError):
+        transfer.wait()

@@ -10,15 +10,13 @@ the device at a time, the one in use and the next one, on its way.
   lifetimes] hold: a copy in is behind all compute so far, its user waits for its ticket, and what
   was waited for is the compute stream's and can be freed like anything else.
 - What autograd saves of a weight is the parameter or a view of it. A view would keep the device
-  bytes of every layer alive until its backward, so frames keep `WeightView`s, which look at the
+  bytes of every layer alive until its backward, so frames keep `SavedWeight`s, which look at the
   parameter's bytes of the time when backward asks.
 - `Parameter.data = ...` keeps the parameter's version, hooks and identity; autograd's accumulators
   follow its device.
 - A gradient leaves for the host as soon as it is complete; what earlier batches left there is added
   up on the host. Until backward ends `Parameter.grad` is None, afterwards it is the host's.
 - Copies are never trusted over an optimizer's step: a forward brings its own.
-
-Knows nothing of models, chunks or plans.
 """
 
 from __future__ import annotations
@@ -33,11 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, Ticket
-from sppo_hf.offload.storage import MODIFIED, version_of
-
-__all__ = ["HostWeights", "WeightView", "can_rest"]
+from sppo_hf.offload.storage import SavedWeight
 
 _SLOTS = 2
 """Layers whose weights are on the device at a time: the one in use and the next."""
@@ -52,32 +47,6 @@ def can_rest(parameter: Parameter) -> bool:
         and not parameter.is_meta
         and parameter.numel() > 0
     )
-
-
-@dataclass(slots=True, eq=False)
-class WeightView:
-    """Stands for a weight, or a view of one, that autograd saved; has no bytes of its own."""
-
-    parameter: Parameter
-    version: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    label: object
-
-    def make(self) -> Tensor:
-        """The view of the bytes that the parameter has now.
-
-        Raises:
-            OffloadError: the parameter was written into since forward.
-        """
-        if version_of(self.parameter) != self.version:
-            of = f" of {self.label}" if self.label is not None else ""
-            raise OffloadError(
-                f"a weight{of}, {self.parameter.dtype}, shape {tuple(self.parameter.shape)}, "
-                f"{MODIFIED}"
-            )
-        return self.parameter.detach().as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -262,19 +231,12 @@ class HostWeights:
             if weight.gradient is not None:
                 weight.parameter.grad, weight.gradient = weight.gradient, None
 
-    def view_of(self, saved: Tensor, label: object = None) -> WeightView | None:
+    def view_of(self, saved: Tensor, label: object = None) -> SavedWeight | None:
         """What stands for `saved` if it is a parameter that rests, or a view of one; else None."""
         parameter: Any = saved if saved._base is None else saved._base
         if id(parameter) not in self._of:
             return None
-        return WeightView(
-            parameter,
-            version_of(parameter),
-            saved.shape,
-            saved.stride(),
-            int(saved.storage_offset()),
-            label,
-        )
+        return SavedWeight.of(parameter, saved, label)
 
     def release(self) -> None:
         """Leave every parameter where it rests, for others to take over."""

@@ -1,6 +1,6 @@
 """Answers as tables: does it fit, how long may it be, what does each chunk do, which policy wins.
 
-Knows how an Answer reads to a person; decides nothing. Uses rich and prints nothing by itself.
+Uses rich and prints nothing by itself.
 """
 
 from __future__ import annotations

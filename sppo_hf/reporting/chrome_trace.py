@@ -1,7 +1,6 @@
 """A Timeline as a trace that chrome://tracing and ui.perfetto.dev open.
 
-Knows the trace format (JSON: complete, counter and metadata events, times in microseconds) and how
-lanes are named; nothing of how the timeline came about.
+The format is JSON: complete, counter and metadata events, times in microseconds.
 """
 
 from __future__ import annotations

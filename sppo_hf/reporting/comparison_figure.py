@@ -1,7 +1,4 @@
-"""The picture of a measured step over the simulation of its schedule, on one axis of time.
-
-Knows a Schedule, two Timelines and matplotlib (see `reporting/schedule_figure`); decides nothing.
-"""
+"""The picture of a measured step over the simulation of its schedule, on one axis of time."""
 
 # pyright: basic
 # matplotlib leaves most keyword arguments untyped, which the strict check counts as mistakes.
@@ -11,7 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from sppo_hf.reporting import gantt as bars
-from sppo_hf.reporting.schedule_figure import add_legend, draw_compute, kind_handles, new_figure
+from sppo_hf.reporting.schedule_figure import (
+    add_legend,
+    draw_compute,
+    kind_handles,
+    new_figure,
+    share_time_axis,
+    write_title,
+)
 from sppo_hf.schedule.actions import Kind
 from sppo_hf.schedule.measured_timeline import Difference
 from sppo_hf.schedule.schedule import Schedule
@@ -53,10 +57,7 @@ def draw_comparison(
     head, axes = figure.subplots(2, 1, height_ratios=[0.9, rows_inches])
     longer = max(measured, simulated, key=lambda timeline: timeline.end_seconds)
     clock = bars.Clock.of(longer)
-    head.set_axis_off()
-    head.text(0.0, 0.78, title, fontsize=15, fontweight="bold", parse_math=False)
-    for place, line in zip((0.42, 0.1), _said(measured, simulated, difference, clock), strict=True):
-        head.text(0.0, place, line, fontsize=10, color=bars.INK)
+    write_title(head, title, _said(measured, simulated, difference, clock))
     kinds: set[Kind] = set()
     ticks: dict[float, str] = {}
     for rank in range(schedule.num_ranks):
@@ -85,22 +86,19 @@ def draw_comparison(
         )
     ]
     axes.set_ylim(bottom, -0.2)
-    axes.set_xlim(0.0, clock.end * 1.005)
     axes.set_yticks(list(ticks), list(ticks.values()))
     for label in axes.get_yticklabels():
         label.set_fontsize(9 if "measured" in label.get_text() else 7)
     axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#E5E5E5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_xlabel(f"time ({clock.unit})")
+    share_time_axis([axes], clock)
+    axes.set_xlim(0.0, clock.end * 1.005)
     add_legend(axes, [*kind_handles(kinds), *ends])
     figure.savefig(path, dpi=150)
 
 
 def _said(
     measured: Timeline, simulated: Timeline, difference: Difference, clock: bars.Clock
-) -> list[str]:
+) -> list[list[str]]:
     parts = (
         ("uneven units", difference.uneven_seconds),
         ("host between units", difference.between_seconds),
@@ -111,5 +109,4 @@ def _said(
         for name, timeline in (("measured", measured), ("simulated", simulated))
     ]
     signs = [f"{name} {seconds * clock.per_second:+.3g}" for name, seconds in parts]
-    dot = "  \N{MIDDLE DOT}  "
-    return [dot.join(named), f"the difference in {clock.unit}: {dot.join(signs)}"]
+    return [named, [f"the difference in {clock.unit}: {signs[0]}", *signs[1:]]]

@@ -1,8 +1,7 @@
 """What pictures of a Timeline are made of, before anything is drawn: bars, colours, units.
 
-Knows a Timeline; knows nothing of matplotlib. Colours are Okabe and Ito's, which the colour-blind
-can tell apart: blue is the device and its compute, orange the host, purple the disk, green keys and
-values, grey what passes between ranks.
+Colours are Okabe and Ito's, which the colour-blind can tell apart: blue is the device and its
+compute, orange the host, purple the disk, green keys and values, grey what passes between ranks.
 """
 
 from __future__ import annotations

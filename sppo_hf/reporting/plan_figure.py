@@ -1,7 +1,6 @@
 """The picture of a plan: what each chunk does, the bytes of every tier, the lanes over time.
 
-Knows a Plan, a Timeline and matplotlib, which it imports only to draw and whose global state it
-leaves alone; decides nothing.
+Imports matplotlib only to draw, and leaves its global state alone.
 """
 
 # pyright: basic
@@ -9,19 +8,26 @@ leaves alone; decides nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from sppo_hf.planning.activation_modes import SAVED, mode_of
+from sppo_hf.planning.activation_modes import SAVED, FrameMode, mode_of
+from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting import gantt as bars
-from sppo_hf.reporting import plan_figure_parts as parts
 from sppo_hf.reporting.plan_tables import format_lengths, format_tokens
-from sppo_hf.reporting.schedule_figure import new_figure
+from sppo_hf.reporting.schedule_figure import (
+    add_legend,
+    kind_handles,
+    new_figure,
+    share_time_axis,
+    write_title,
+)
 from sppo_hf.rules import format_bytes
-from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Kind
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Kind
 from sppo_hf.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -71,14 +77,7 @@ def draw_plan(
     for axes, tier in zip(memory, tiers, strict=True):
         _draw_memory(axes, timeline, tier, budget_bytes=budgets.get(tier), clock=clock)
     _draw_lanes(below, timeline, lanes, clock)
-    for axes in (*memory, below):
-        # All on one time axis, which is written out once.
-        axes.set_xlim(0.0, clock.end)
-        axes.tick_params(axis="x", labelbottom=axes is below)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", color="#E5E5E5", linewidth=0.6)
-        axes.set_axisbelow(True)
-    below.set_xlabel(f"time ({clock.unit})")
+    share_time_axis([*memory, below], clock)
     figure.savefig(path, dpi=150)
 
 
@@ -94,10 +93,7 @@ def _write_title(
     if timeline.end_seconds > 0:
         tokens_per_second = plan.batch_rows * plan.total_tokens / timeline.end_seconds
         said += [f"{clock.say(timeline.end_seconds)} a step", f"{tokens_per_second:,.0f} tokens/s"]
-    axes.set_axis_off()
-    # A dollar sign in a name begins no formula.
-    axes.text(0.0, 0.75, title, fontsize=15, fontweight="bold", parse_math=False)
-    axes.text(0.0, 0.2, "  \N{MIDDLE DOT}  ".join(said), fontsize=11, color=bars.INK)
+    write_title(axes, title, [said])
 
 
 def _draw_modes(axes: Axes, plan: Plan) -> None:
@@ -122,13 +118,13 @@ def _draw_modes(axes: Axes, plan: Plan) -> None:
                 width=plan.chunk_lengths,
                 bottom=bottoms,
                 align="edge",
-                color=parts.mode_colour(mode),
+                color=mode_colour(mode),
                 edgecolor="white",
                 linewidth=0.8 if plan.num_chunks <= 32 else 0.3,
                 label=str(mode),
             )
         bottoms = [bottom + count for bottom, count in zip(bottoms, counts, strict=True)]
-    _add_legend(axes)
+    add_legend(axes, _stacked(axes))
 
 
 def _number_chunks(axes: Axes, plan: Plan) -> None:
@@ -144,17 +140,9 @@ def _number_chunks(axes: Axes, plan: Plan) -> None:
     top.tick_params(length=0, pad=1)
 
 
-def _add_legend(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
-    """Lists colours beside the panel: those given, or its own, top of the stack first."""
-    handles = axes.get_legend_handles_labels()[0][::-1] if handles is None else handles
-    axes.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(1.005, 1.0),
-        borderaxespad=0.0,
-        frameon=False,
-        fontsize=9,
-    )
+def _stacked(axes: Axes) -> list[Artist]:
+    """What is drawn in `axes`, for its legend, top of the stack first."""
+    return axes.get_legend_handles_labels()[0][::-1]
 
 
 def _draw_memory(
@@ -166,7 +154,7 @@ def _draw_memory(
     # Steps are drawn from each instant to the next, the last one to the end of the picture.
     times = [*(at * clock.per_second for at in instants), clock.end]
     top = [0.0] * len(times)
-    for name, colour, held_bytes in parts.stack_causes(timeline, tier, instants):
+    for name, colour, held_bytes in stack_causes(timeline, tier, instants):
         bottom, held_bytes = top, [*held_bytes, held_bytes[-1]]
         top = [base + held / unit_bytes for base, held in zip(bottom, held_bytes, strict=True)]
         axes.fill_between(times, bottom, top, step="post", color=colour, linewidth=0, label=name)
@@ -189,7 +177,7 @@ def _draw_memory(
     axes.set_title(words, loc="left", size=10, color=bars.RED if over else "black")
     axes.set_ylabel(unit)
     axes.set_ylim(0, 1.12 * highest_bytes / unit_bytes)
-    _add_legend(axes)
+    add_legend(axes, _stacked(axes))
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: bars.Clock) -> None:
@@ -221,7 +209,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: bar
     said = ", ".join(f"{lane} waits {clock.say(seconds)}" for lane, seconds in waits.items())
     # Of many ranks each, the waits are left to the eye.
     axes.set_title(f"lanes: {said}" if 1 <= len(waits) <= 3 else "lanes", loc="left", size=10)
-    _add_legend(axes, _lane_handles(kinds, waited=any(waits.values())))
+    add_legend(axes, _lane_handles(kinds, waited=any(waits.values())))
 
 
 def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: bars.Clock) -> None:
@@ -239,12 +227,41 @@ def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: 
 def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
     from matplotlib.patches import Patch
 
-    handles: list[Artist] = [
-        Patch(facecolor=bars.KIND_COLOURS[kind], label=name)
-        for kind, name in KIND_NAMES.items()
-        if kind in kinds
-    ]
+    handles = kind_handles(kinds)
     if waited:
         style = {"facecolor": "white", "edgecolor": bars.RED, "hatch": "/////", "linewidth": 0}
         handles.append(Patch(label="waits", **style))
     return handles
+
+
+def mode_colour(mode: FrameMode) -> str:
+    """Returns the tier's colour, paler the less of the frame is saved."""
+    return bars.mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness)
+
+
+class Layer(NamedTuple):
+    """One cause's part of a stack of bytes over time."""
+
+    name: str
+    """The cause, as a person reads it."""
+
+    colour: str
+    """What it is filled with."""
+
+    held_bytes: list[int]
+    """Its bytes at each instant asked for."""
+
+
+def stack_causes(timeline: Timeline, tier: str, instants: Sequence[float]) -> list[Layer]:
+    """Reads off each cause's bytes at each instant, lowest layer first."""
+    curves = timeline.curves_by_cause(tier)
+    # Several ranks' tiers are "0.device", "1.device" and so on.
+    tier_colour = TIERS[tier.rpartition(".")[2]].colour
+    layers: list[Layer] = []
+    # What lasts lies below what passes, so that the bottom of the stack lies still.
+    for cause in sorted(map(Cause, curves), key=list(Cause).index):
+        times = [seconds for seconds, _ in curves[cause]]
+        held_bytes = [curves[cause][bisect_right(times, at) - 1][1] for at in instants]
+        fill = cause.colour or bars.mixed(tier_colour, cause.paleness)
+        layers.append(Layer(cause.label, fill, held_bytes))
+    return layers

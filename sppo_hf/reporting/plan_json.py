@@ -1,6 +1,6 @@
 """Answers and plans in plain JSON types: what `sppo estimate` and `sppo plan` print with `--json`.
 
-Seconds, bytes and tokens are numbers without units; keys say which. Knows nothing of files.
+Seconds, bytes and tokens are numbers without units; keys say which.
 """
 
 from __future__ import annotations

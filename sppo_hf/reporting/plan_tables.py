@@ -1,7 +1,7 @@
 """The plan as one table, and the way tokens and seconds are written everywhere.
 
 Neighbouring chunks that are treated alike share a row, so that sixty-four of them read like six.
-Knows how a Plan reads to a person; decides nothing. Uses rich and prints nothing by itself.
+Uses rich and prints nothing by itself.
 """
 
 from __future__ import annotations

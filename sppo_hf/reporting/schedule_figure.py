@@ -1,7 +1,7 @@
 """The picture of a schedule over ranks: what each rank does over time, and what it holds.
 
-Knows a Schedule, a Timeline and matplotlib, which it imports only to draw and whose global state it
-leaves alone; decides nothing. Pictures of one rank's plan are `sppo_hf.reporting.plan_figure`.
+Imports matplotlib only to draw, and leaves its global state alone. Pictures of one rank's plan are
+`sppo_hf.reporting.plan_figure`.
 """
 
 # pyright: basic
@@ -62,13 +62,7 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     _write_title(head, schedule, timeline, clock=clock, title=title)
     _draw_rows(lanes, schedule, timeline, rows=rows, clock=clock)
     _draw_held(held, schedule, timeline, clock)
-    for axes in (lanes, held):
-        axes.set_xlim(0.0, clock.end)
-        axes.tick_params(axis="x", labelbottom=axes is held)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", color="#E5E5E5", linewidth=0.6)
-        axes.set_axisbelow(True)
-    held.set_xlabel(f"time ({clock.unit})")
+    share_time_axis([lanes, held], clock)
     figure.savefig(path, dpi=150)
 
 
@@ -126,10 +120,7 @@ def _write_title(
         f"{clock.say(timeline.end_seconds)} a step",
         f"{bubble_fraction(timeline):.1%} idle",
     ]
-    axes.set_axis_off()
-    # A dollar sign in a name begins no formula.
-    axes.text(0.0, 0.75, title, fontsize=15, fontweight="bold", parse_math=False)
-    axes.text(0.0, 0.2, "  \N{MIDDLE DOT}  ".join(said), fontsize=11, color=bars.INK)
+    write_title(axes, title, [said])
 
 
 def _draw_rows(
@@ -249,6 +240,28 @@ def _draw_held(axes: Axes, schedule: Schedule, timeline: Timeline, clock: bars.C
         )
     axes.set_ylim(bottom=0.0)
     add_legend(axes, None)
+
+
+def write_title(axes: Axes, title: str, lines: Sequence[Sequence[str]]) -> None:
+    """Fills `axes` with the picture's title and, below it, lines of what is to be known."""
+    axes.set_axis_off()
+    # A dollar sign in a name begins no formula.
+    axes.text(0.0, 0.75, title, fontsize=15, fontweight="bold", parse_math=False)
+    for index, parts in enumerate(lines):
+        place = 0.2 if len(lines) == 1 else 0.42 - 0.32 * index
+        text = "  \N{MIDDLE DOT}  ".join(parts)
+        axes.text(0.0, place, text, fontsize=12 - len(lines), color=bars.INK)
+
+
+def share_time_axis(panels: Sequence[Axes], clock: bars.Clock) -> None:
+    """Puts panels above each other on one time axis, which is written out once, below the last."""
+    for axes in panels:
+        axes.set_xlim(0.0, clock.end)
+        axes.tick_params(axis="x", labelbottom=axes is panels[-1])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", color="#E5E5E5", linewidth=0.6)
+        axes.set_axisbelow(True)
+    panels[-1].set_xlabel(f"time ({clock.unit})")
 
 
 def add_legend(axes: Axes, handles: Sequence[Artist] | None) -> None:

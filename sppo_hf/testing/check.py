@@ -1,8 +1,8 @@
 """Check one model by name: is it exact, or refused and why?
 
 What `sppo check` and the table of families (recipes/MODELS.md) are made of: finds or builds a small
-model, compares it unmodified and converted, and turns what happened into one result. Knows nothing
-of terminals and files to write; raises only for input that names no model at all.
+model, compares it unmodified and converted, and turns what happened into one result. Raises only
+for input that names no model at all.
 """
 
 from __future__ import annotations

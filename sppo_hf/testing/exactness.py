@@ -1,8 +1,8 @@
 """Compare a converted model with the unmodified one: loss and every gradient.
 
 `compare` runs two copies of a model over the same batch, one untouched and one converted, and
-reports the worst difference. The tests' matrix, the table of families and `sppo check` are
-all made of it. It knows nothing of where models come from, and judges nothing but numbers.
+reports the worst difference. The tests' matrix, the table of families and `sppo check` are all made
+of it.
 
 [Note: how an error is measured]
 The error of a parameter is ``max|g - r| / max(max|r|, 1e-4 * G)``, where r is the reference

@@ -1,7 +1,5 @@
 """A mode under which Transformers' models really compute in float64.
 
-Knows nothing of chunks or of what is compared.
-
 [Note: why float64 has to be enforced]
 A model whose weights are float64 does not compute in float64. Transformers raises norms, rotary
 tables, router logits, attention's softmax and the loss to float32 on purpose (`x.float()`,

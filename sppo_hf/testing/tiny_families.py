@@ -5,8 +5,7 @@ A plain data file. Every entry starts from the family's own default configuratio
 tokens, soft caps low enough to bend, rotary scaling past 16 tokens, multipliers away from one. A
 variant ("phi3-longrope") is a family under other settings.
 
-Knows nothing of torch or Transformers. Does not say whether a family is exact or refused: that is
-found out by running it.
+Does not say whether a family is exact or refused: that is found out by running it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ soft caps and routing are far from degenerate and no gradient is zero by acciden
 
 Nothing is allocated before it is counted: a model is first built without memory, and refused where
 its weights would take more than 256 MiB, by the names of the settings that make it large.
-
-Knows nothing of chunks, plans or the comparison itself.
 """
 
 from __future__ import annotations

@@ -125,12 +125,12 @@ class Run:
     def await_writes(self) -> None:
         """Wait until all that was sent away is on the disk."""
         end_seconds = time.monotonic() + PATIENCE_SECONDS
-        while self.store.queued_bytes and time.monotonic() < end_seconds:
+        while self.store.transfers.queued_bytes and time.monotonic() < end_seconds:
             time.sleep(0.001)
 
     def end(self, folder: Path | None) -> str:
         """Drop the model; return `EXACT`, or what it leaves behind."""
-        assert self.store.write_bytes > 0, "a run without a disk attacks nothing"
+        assert self.store.transfers.write_bytes > 0, "a run without a disk attacks nothing"
         self.model = nn.Identity()
         self.stores.clear()
         gc.collect()
@@ -365,7 +365,7 @@ def _budgets(dice: random.Random, folder: Path) -> str:
     }
     run = Run(dice, str(folder), **sizes)
     seen = [run.step(number) for number in (0, FAULTY)]
-    if run.stores and run.store.write_bytes:
+    if run.stores and run.store.transfers.write_bytes:
         seen.append(run.end(folder))
     return next((one for one in seen if one != EXACT), EXACT)
 

@@ -1,6 +1,6 @@
 """A disk on the fake device's clock: writes and reads take logical time in threads of their own.
 
-`FakeDisk` is a `Disk` as `sppo_hf.offload.staging` knows it. Each thread is one more stream of the
+`FakeDisk` has what `staging` calls of a `DiskStore`. Each thread is one more stream of the
 `FakeDevice`, so its race detector sees host memory that is lent out, or touched by a copy, under a
 transfer. Data move at once. It asserts that each extent is written before it is read, has the
 size it is read with, and is released once.

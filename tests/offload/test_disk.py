@@ -83,8 +83,8 @@ def test_any_sequence_of_writes_reads_and_releases(
                 assert torch.equal(read_back(store, write), source)
             elif held:
                 store.release(held.pop(value % len(held))[0].extent)
-            assert store.used_bytes <= store.peak_bytes <= store.reserved_bytes
-            assert store.reserved_bytes <= store.budget_bytes
+            assert store.space.used_bytes <= store.space.peak_bytes <= store.space.reserved_bytes
+            assert store.space.reserved_bytes <= store.space.budget_bytes
         for write, source in held:
             write.ticket.wait()
             assert torch.equal(read_back(store, write), source)
@@ -98,23 +98,23 @@ def test_any_sequence_of_writes_reads_and_releases(
 def await_empty(store: DiskStore) -> None:
     """Wait for what was released under way."""
     deadline_seconds = time.monotonic() + PATIENCE_SECONDS
-    while store.used_bytes and time.monotonic() < deadline_seconds:
+    while store.space.used_bytes and time.monotonic() < deadline_seconds:
         time.sleep(0.001)
-    assert store.used_bytes == store.queued_bytes == 0
+    assert store.space.used_bytes == store.transfers.queued_bytes == 0
 
 
 def test_it_counts_what_moved(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write = store.start_write(host_bytes(5000))
     write.ticket.wait()
-    assert (store.write_bytes, store.read_bytes) == (5000, 0)
-    assert store.used_bytes == store.peak_bytes == 2 * BLOCK_BYTES
-    assert store.reserved_bytes == SLAB_BYTES
+    assert (store.transfers.write_bytes, store.transfers.read_bytes) == (5000, 0)
+    assert store.space.used_bytes == store.space.peak_bytes == 2 * BLOCK_BYTES
+    assert store.space.reserved_bytes == SLAB_BYTES
     read_back(store, write)
     read_back(store, write)
-    assert store.read_bytes == 10000
+    assert store.transfers.read_bytes == 10000
     store.release(write.extent)
-    assert (store.used_bytes, store.peak_bytes) == (0, 2 * BLOCK_BYTES)
+    assert (store.space.used_bytes, store.space.peak_bytes) == (0, 2 * BLOCK_BYTES)
     store.close()
 
 
@@ -136,8 +136,12 @@ def test_many_threads_may_use_it_at_once(tmp_path: Path) -> None:
     for worker in workers:
         worker.join(PATIENCE_SECONDS)
     assert not wrong
-    assert store.used_bytes == 0
-    assert store.write_bytes == store.read_bytes == 4 * sum(1 + 500 * turn for turn in range(25))
+    assert store.space.used_bytes == 0
+    assert (
+        store.transfers.write_bytes
+        == store.transfers.read_bytes
+        == 4 * sum(1 + 500 * turn for turn in range(25))
+    )
     store.close()
 
 
@@ -148,7 +152,7 @@ def test_released_bytes_are_reused_and_files_are_not_added_for_them(tmp_path: Pa
         for write in writes:
             write.ticket.wait()
             store.release(write.extent)
-    assert store.reserved_bytes == store.peak_bytes == SLAB_BYTES
+    assert store.space.reserved_bytes == store.space.peak_bytes == SLAB_BYTES
     store.close()
 
 
@@ -194,7 +198,7 @@ def test_releasing_a_write_that_has_not_begun_calls_it_off(
     store.release(waiting.extent)
     assert waiting.ticket.done()
     waiting.ticket.wait()
-    assert store.used_bytes == store.queued_bytes == BLOCK_BYTES
+    assert store.space.used_bytes == store.transfers.queued_bytes == BLOCK_BYTES
     faulty.resume()
     running.ticket.wait()
     store.close()
@@ -209,11 +213,11 @@ def test_bytes_released_under_way_are_free_when_it_is_over(
     write = store.start_write(host_bytes(BLOCK_BYTES))
     faulty.await_write()
     store.release(write.extent)
-    assert store.used_bytes == BLOCK_BYTES
+    assert store.space.used_bytes == BLOCK_BYTES
     assert not write.ticket.done()
     faulty.resume()
     write.ticket.wait()
-    assert store.used_bytes == 0
+    assert store.space.used_bytes == 0
 
     source, target = host_bytes(BLOCK_BYTES, 7), torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
     write = store.start_write(source)
@@ -221,11 +225,11 @@ def test_bytes_released_under_way_are_free_when_it_is_over(
     faulty.reads_flow.clear()
     ticket = store.start_read(write.extent, target)
     store.release(write.extent)
-    assert store.used_bytes == BLOCK_BYTES
+    assert store.space.used_bytes == BLOCK_BYTES
     faulty.resume()
     ticket.wait()
     assert torch.equal(target, source)
-    assert store.used_bytes == 0
+    assert store.space.used_bytes == 0
     store.close()
 
 
@@ -254,7 +258,7 @@ def test_a_full_queue_holds_the_host_back(tmp_path: Path, faulty: FaultyDisk) ->
     def produce() -> None:
         for turn in range(12):
             started.append(store.start_write(host_bytes(BLOCK_BYTES, turn)))
-            queued_bytes.append(store.queued_bytes)
+            queued_bytes.append(store.transfers.queued_bytes)
 
     producer = threading.Thread(target=produce)
     producer.start()
@@ -266,7 +270,7 @@ def test_a_full_queue_holds_the_host_back(tmp_path: Path, faulty: FaultyDisk) ->
     producer.join(PATIENCE_SECONDS)
     assert len(started) == 12
     assert max(queued_bytes) == 3 * BLOCK_BYTES
-    assert store.wait_seconds > 0.05
+    assert store.transfers.wait_seconds > 0.05
     store.close()
 
 
@@ -283,9 +287,13 @@ def test_a_spent_budget_names_the_folder_and_what_is_missing(tmp_path: Path) -> 
     store.start_write(host_bytes(SLAB_BYTES)).ticket.wait()
     with pytest.raises(BudgetError, match=r"disk_memory.*offload_dir") as caught:
         store.start_write(host_bytes(1))
-    for seen in (str(store.path), f"{BLOCK_BYTES} bytes more", f"{SLAB_BYTES} of {SLAB_BYTES + 1}"):
+    for seen in (
+        str(store.transfers.folder.path),
+        f"{BLOCK_BYTES} bytes more",
+        f"{SLAB_BYTES} of {SLAB_BYTES + 1}",
+    ):
         assert seen in str(caught.value)
-    assert store.queued_bytes == 0
+    assert store.transfers.queued_bytes == 0
     store.close()
 
 
@@ -307,8 +315,8 @@ def test_a_spent_budget_waits_for_what_is_about_to_be_free(
 
 def test_by_default_it_leaves_some_of_the_disk_to_others(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, slab_bytes=SLAB_BYTES)
-    free_bytes = store._transfers.folder.free_bytes
-    assert 0 <= store.budget_bytes < max(free_bytes - 2**29, 1)
+    free_bytes = store.transfers.folder.free_bytes
+    assert 0 <= store.space.budget_bytes < max(free_bytes - 2**29, 1)
     store.close()
 
 
@@ -329,7 +337,7 @@ def test_closing_gives_up_what_waits_and_removes_the_files(
     store = make_store(tmp_path)
     kept = store.start_write(host_bytes(BLOCK_BYTES))
     kept.ticket.wait()
-    assert store.reserved_bytes == SLAB_BYTES
+    assert store.space.reserved_bytes == SLAB_BYTES
     faulty.writes_flow.clear()
     faulty.reads_flow.clear()
     memory = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
@@ -369,7 +377,7 @@ def test_a_store_dropped_in_one_of_its_own_threads_cleans_up(tmp_path: Path) -> 
     store = make_store(tmp_path)
     store.start_write(host_bytes(BLOCK_BYTES)).ticket.wait()
     held, dropped = [store], threading.Event()
-    writers, transfers = store._writers, store._transfers
+    writers, transfers = store._writers, store.transfers
     del store
 
     def drop() -> None:

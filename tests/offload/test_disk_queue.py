@@ -54,10 +54,10 @@ def test_a_failed_write_is_raised_by_its_ticket_and_by_reads(
         write.ticket.done()
     with pytest.raises(OffloadError, match="writing"):
         store.start_read(write.extent, source)
-    assert store.write_bytes == store.queued_bytes == 0
+    assert store.transfers.write_bytes == store.transfers.queued_bytes == 0
     check_still_works(store)
     store.release(write.extent)
-    assert store.used_bytes == 0
+    assert store.space.used_bytes == 0
     store.close()
 
 
@@ -73,7 +73,7 @@ def test_a_read_that_was_started_before_the_write_failed_fails_too(
     with pytest.raises(OffloadError, match=r"writing .* failed: EIO"):
         ticket.wait()
     store.release(write.extent)
-    assert store.used_bytes == 0
+    assert store.space.used_bytes == 0
     store.close()
 
 
@@ -82,13 +82,15 @@ def test_a_failed_read_spoils_its_extent_and_no_other(tmp_path: Path, faulty: Fa
     write = store.start_write(host_bytes(BLOCK_BYTES))
     write.ticket.wait()
     faulty.errors = [os_error(errno.EIO)]
-    with pytest.raises(OffloadError, match=f"reading .*{store.path}.* failed: EIO.*offload_dir"):
+    with pytest.raises(
+        OffloadError, match=f"reading .*{store.transfers.folder.path}.* failed: EIO.*offload_dir"
+    ):
         read_back(store, write)
     with pytest.raises(OffloadError, match="reading"):
         read_back(store, write)
     check_still_works(store)
     store.release(write.extent)
-    assert store.used_bytes == 0
+    assert store.space.used_bytes == 0
     store.close()
 
 
@@ -105,7 +107,7 @@ def test_what_nobody_foresaw_is_raised_and_the_threads_live_on(
         read_back(store, write)
     check_still_works(store)
     store.release(write.extent)
-    assert store.used_bytes == 0
+    assert store.space.used_bytes == 0
     store.close()
 
 
@@ -174,9 +176,9 @@ def test_a_slow_disk_is_told_once_with_its_speed(
         timer.join()
         store.release(write.extent)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert str(store.path) in message
+    assert str(store.transfers.folder.path) in message
     assert "moved 0 bytes (0 bytes/s)" in message
-    assert store.wait_seconds > 0.2
+    assert store.transfers.wait_seconds > 0.2
     store.close()
 
 

@@ -68,9 +68,9 @@ def test_a_real_disk_gives_the_bytes_back(tmp_path: Path, checksum: bool) -> Non
     assert stats.host_peak_bytes <= stats.host_bytes <= 2**18
     assert stats.disk_read_bytes > 0
     assert stats.spilled_bytes > 0
-    assert disk.reserved_bytes > 0
+    assert disk.space.reserved_bytes > 0
     engine.close()
-    assert disk.reserved_bytes == 0
+    assert disk.space.reserved_bytes == 0
 
 
 def test_gradients_through_a_real_disk_are_equal_to_the_bit(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_breaks_in_a_thread_surfaces_in_the_step_and_names_the_path(
 
     def step(before_backward: Callable[[], None]) -> None:
         loss = loss_of(blocks, hidden_CD, engine, tiers=("disk",))
-        while disk.queued_bytes:
+        while disk.transfers.queued_bytes:
             time.sleep(0.001)
         before_backward()
         loss.backward()
@@ -127,7 +127,7 @@ def test_what_breaks_in_a_thread_surfaces_in_the_step_and_names_the_path(
     step(lambda: None)
     engine.assert_drained()
     engine.close()
-    assert disk.reserved_bytes == 0
+    assert disk.space.reserved_bytes == 0
     assert not [one for one in threading.enumerate() if one.name.startswith("sppo-disk")]
 
 
@@ -147,7 +147,7 @@ def test_a_step_that_the_disk_failed_is_freed(
 
         def step() -> None:
             loss = loss_of(make_blocks(6), torch.rand(TOKENS, WIDTH), engine, tiers=("disk",))
-            while disk.queued_bytes:
+            while disk.transfers.queued_bytes:
                 time.sleep(0.001)
             if fails == "reading":
                 faults.errors.append(OSError(errno.EIO, "as injected"))

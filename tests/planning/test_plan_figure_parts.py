@@ -9,7 +9,7 @@ from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import lower
 from sppo_hf.reporting.gantt import FINEST, join_spans
-from sppo_hf.reporting.plan_figure_parts import mode_colour, stack_causes
+from sppo_hf.reporting.plan_figure import mode_colour, stack_causes
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.situations import runs
 from tests.planning.synthetic import mixed_plan, simulated

@@ -23,8 +23,8 @@ from sppo_hf.attention.backends.base import (
 )
 from sppo_hf.attention.backends.bottom_right import (
     BottomRightBackend,
+    KernelCall,
     Offsets,
-    Reach,
     with_documents,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds
@@ -58,29 +58,21 @@ class AtenFlash(BottomRightBackend):
         return missing_kernel(requirement, "cuda", HALF_DTYPES, largest_head_size=256)
 
     def kernel_forward(
-        self,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
+        self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, call: KernelCall
     ) -> tuple[Tensor, Tensor]:
         """See `BottomRightBackend.kernel_forward`."""
-        assert softcap is None, "aten_flash was chosen although scores are soft-capped"
+        assert call.softcap is None, "aten_flash was chosen although scores are soft-capped"
         out_BCNH, lse_BNC, *_ = self._aten._flash_attention_forward(
             q_BCNH,
             k_BTKH,
             v_BTKH,
-            *_lengths(q_BCNH, k_BTKH, offsets),
+            *_lengths(q_BCNH, k_BTKH, call.offsets),
             0.0,
-            reach.causal,
+            call.reach.causal,
             False,
-            scale=scale,
-            window_size_left=reach.left,
-            window_size_right=reach.right,
+            scale=call.scale,
+            window_size_left=call.reach.left,
+            window_size_right=call.reach.right,
         )
         return out_BCNH, lse_BNC
 
@@ -92,32 +84,27 @@ class AtenFlash(BottomRightBackend):
         v_BTKH: Tensor,
         out_BCNH: Tensor,
         lse_BNC: Tensor,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
+        call: KernelCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BottomRightBackend.kernel_backward`."""
         # The state of the random generator is read only under dropout.
         random_state = torch.zeros(2, dtype=torch.uint64, device=q_BCNH.device)
-        dq_BCNH, dk_BTKH, dv_BTKH = self._aten._flash_attention_backward(
+        return self._aten._flash_attention_backward(
             dout_BCNH,
             q_BCNH,
             k_BTKH,
             v_BTKH,
             out_BCNH,
             lse_BNC,
-            *_lengths(q_BCNH, k_BTKH, offsets),
+            *_lengths(q_BCNH, k_BTKH, call.offsets),
             0.0,
-            reach.causal,
+            call.reach.causal,
             random_state,
             random_state,
-            scale=scale,
-            window_size_left=reach.left,
-            window_size_right=reach.right,
+            scale=call.scale,
+            window_size_left=call.reach.left,
+            window_size_right=call.reach.right,
         )
-        return dq_BCNH, dk_BTKH, dv_BTKH
 
 
 def _lengths(

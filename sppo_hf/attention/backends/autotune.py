@@ -2,8 +2,7 @@
 
 Costs one call of each backend, which builds and warms up its kernels, and at most `BUDGET_SECONDS`
 of timed calls and one beyond, once per device, versions and requirement: the result is a value that
-`planning/autotune_store.py` keeps. Knows nothing of how candidates are found, or
-of what becomes of the order.
+`planning/autotune_store.py` keeps.
 
 [Note: ranks may attend differently]
 Every rank of a job times its own device, so noise could let two ranks take different backends. On
@@ -33,7 +32,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -227,33 +226,20 @@ class MadeWorkload:
         self.k_BKTH = random(load.kv_heads, load.num_keys, needs.qk_head_size)
         self.v_BKTH = random(load.kv_heads, load.num_keys, needs.v_head_size)
         self.dout_BNCH = random(load.query_heads, load.chunk_tokens, needs.v_head_size)
-        self._band = CausalBand(load.prefix_tokens, load.window_tokens)
-        self._scale = needs.qk_head_size**-0.5
-        self._softcap = SOFTCAP if needs.softcap else None
+        self._scores: dict[str, Any] = {
+            "band": CausalBand(load.prefix_tokens, load.window_tokens),
+            "scale": needs.qk_head_size**-0.5,
+            "softcap": SOFTCAP if needs.softcap else None,
+        }
 
     def forward(self, backend: Backend) -> AttentionOutput:
         """Attend with `backend`."""
-        return backend.forward(
-            self.q_BNCH,
-            self.k_BKTH,
-            self.v_BKTH,
-            band=self._band,
-            scale=self._scale,
-            softcap=self._softcap,
-        )
+        return backend.forward(self.q_BNCH, self.k_BKTH, self.v_BKTH, **self._scores)
 
     def backward(self, backend: Backend, attended: AttentionOutput) -> Gradients:
         """Gradient of `forward` given its results."""
-        return backend.backward(
-            self.dout_BNCH,
-            self.q_BNCH,
-            self.k_BKTH,
-            self.v_BKTH,
-            *attended,
-            band=self._band,
-            scale=self._scale,
-            softcap=self._softcap,
-        )
+        tensors = (self.dout_BNCH, self.q_BNCH, self.k_BKTH, self.v_BKTH, *attended)
+        return backend.backward(*tensors, **self._scores)
 
     def work(self, backend: Backend) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward as functions without arguments; runs the forward once."""

@@ -1,8 +1,8 @@
 """The one signature every attention backend has, and the words its callers use.
 
 A backend is a stateless pair of functions: attention of the queries of one chunk against keys and
-values, and its gradient. It knows nothing of layers, chunks, models, autograd or offloading. What
-is visible to which query is said by a `CausalBand`, never by a mask tensor.
+values, and its gradient. What is visible to which query is said by a `CausalBand` or `Documents`,
+never by a mask tensor.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -116,12 +116,20 @@ class Documents:
     num_keys: tuple[int, ...]
     """Of each document; they sum to the keys at hand."""
 
+    window: int | None = None
+    """Number of keys a query sees, its own included; None for all of its document so far."""
+
     def __iter__(self) -> Iterator[tuple[slice, slice, CausalBand]]:
-        """Of each document: its queries, its keys, and which of these they see (no window)."""
+        """Of each document: its queries, its keys, and which of these they see."""
         row = key = 0
         for rows, keys in zip(self.num_queries, self.num_keys, strict=True):
-            yield slice(row, row + rows), slice(key, key + keys), CausalBand(keys - rows)
+            band = CausalBand(keys - rows, self.window)
+            yield slice(row, row + rows), slice(key, key + keys), band
             row, key = row + rows, key + keys
+
+
+Mask: TypeAlias = CausalBand | Documents
+"""Which keys each query sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +215,7 @@ class Backend(ABC):
     """What it is registered as."""
 
     documents_at_once: bool = False
-    """Whether `forward_documents` and `backward_documents` are there."""
+    """Whether it takes all documents of a row, one row at a time, in one call."""
 
     plans_each_shape: bool = False
     """Whether a kernel is built, which takes long, for every shape that has not come before."""
@@ -228,7 +236,7 @@ class Backend(ABC):
         k_BKTH: Tensor,
         v_BKTH: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> AttentionOutput:
@@ -238,7 +246,7 @@ class Backend(ABC):
             q_BNCH: queries of the chunk.
             k_BKTH: keys.
             v_BKTH: values; H may differ from the keys'.
-            band: which keys each query sees.
+            band: which keys each query sees; `Documents` only where `documents_at_once` says so.
             scale: factor on the scores.
             softcap: cap of ``cap * tanh(score / cap)``, applied after `scale`; None for none.
 
@@ -256,22 +264,14 @@ class Backend(ABC):
         out_BNCH: Tensor,
         lse_BNC: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> Gradients:
         """Share of these keys in the gradient. See [Note: why merged values make backward exact].
 
-        Args:
-            dout_BNCH: gradient of the output.
-            q_BNCH: queries, as in forward.
-            k_BKTH: keys, as in forward.
-            v_BKTH: values, as in forward.
-            out_BNCH: output, merged over all keys if these are only a part of them.
-            lse_BNC: log-sum-exp, merged likewise.
-            band: as in forward.
-            scale: as in forward.
-            softcap: as in forward.
+        Output and log-sum-exp are merged over all keys, if these are only a part of them; all else
+        is as in `forward`.
 
         Returns:
             Gradients of queries, keys and values; the queries' is this part's summand.
@@ -296,51 +296,6 @@ def register_backend(name: str, **auto_rank: int) -> Callable[[Made], Made]:
         return made
 
     return register
-
-
-class DocumentsBackend(Backend):
-    """A backend that does all documents of a row in one call, where `documents_at_once` says so."""
-
-    @abstractmethod
-    def forward_documents(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        documents: Documents,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> AttentionOutput:
-        """Attend, document by document; one row.
-
-        Args:
-            q_BNCH: queries of all documents, one after the other.
-            k_BKTH: keys of all documents.
-            v_BKTH: values of all documents.
-            documents: where each begins and ends.
-            window: keys a query sees, its own included; None for all of its document so far.
-            scale: as in `forward`.
-            softcap: as in `forward`.
-        """
-
-    @abstractmethod
-    def backward_documents(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        documents: Documents,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
-        """Gradient of `forward_documents`, as `backward` is of `forward`."""
 
 
 def determinism() -> int:

@@ -26,8 +26,8 @@ from sppo_hf.attention.backends.base import (
     Backend,
     CausalBand,
     Documents,
-    DocumentsBackend,
     Gradients,
+    Mask,
     accumulation_dtype,
     empty_forward,
 )
@@ -64,6 +64,8 @@ class AlignedCall:
     key_start: int
     key_stop: int
     reach: Reach
+    offsets: Offsets | None = None
+    """Where documents begin in these rows and keys, if they are several."""
 
     @property
     def rows(self) -> slice:
@@ -123,14 +125,11 @@ class Offsets(NamedTuple):
     max_k: int
     """Keys of the longest document."""
 
-    @classmethod
-    def of(cls, documents: Documents, device: torch.device) -> Offsets:
-        """The offsets on a device; layer after layer asks for the same."""
-        return _offsets(documents, device)
-
 
 @functools.lru_cache(maxsize=64)
 def _offsets(documents: Documents, device: torch.device) -> Offsets:
+    """The offsets on a device; layer after layer asks for the same."""
+
     def sums(lengths: tuple[int, ...]) -> Tensor:
         made = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         # From pinned memory, or the host would wait for the device.
@@ -151,7 +150,18 @@ def with_documents(
     )
 
 
-class BottomRightBackend(DocumentsBackend):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCall:
+    """What a kernel is told beside its tensors."""
+
+    reach: Reach
+    scale: float
+    softcap: float | None
+    offsets: Offsets | None
+    """Where documents begin; None where rows are one each."""
+
+
+class BottomRightBackend(Backend):
     """Backend on a kernel that aligns masks at the bottom right.
 
     The kernel calls get tensors as [B, tokens, heads, H], and heads as `needs` demands them; given
@@ -162,15 +172,7 @@ class BottomRightBackend(DocumentsBackend):
 
     @abstractmethod
     def kernel_forward(
-        self,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
+        self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, call: KernelCall
     ) -> tuple[Tensor, Tensor]:
         """Attend; returns `out_BCNH` and `lse_BNC`."""
 
@@ -183,11 +185,7 @@ class BottomRightBackend(DocumentsBackend):
         v_BTKH: Tensor,
         out_BCNH: Tensor,
         lse_BNC: Tensor,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
+        call: KernelCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of `kernel_forward` given merged values; same layout as the inputs."""
 
@@ -198,32 +196,27 @@ class BottomRightBackend(DocumentsBackend):
         k_BKTH: Tensor,
         v_BKTH: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> AttentionOutput:
         """See `Backend.forward`."""
-        num_rows = q_BNCH.shape[2]
-        calls = align_band(band, num_rows, k_BKTH.shape[2]) if q_BNCH.shape[0] else []
-        parts: list[AttentionOutput] = []
-        for call in calls:
-            kernel = functools.partial(
-                self._dense_forward, reach=call.reach, scale=scale, softcap=softcap
+        parts: list[tuple[AlignedCall, AttentionOutput]] = []
+        for call in _calls(band, q_BNCH, k_BKTH):
+            told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
+            part = adapted_forward(
+                functools.partial(self._dense_forward, told),
+                q_BNCH[:, :, call.rows],
+                k_BKTH[:, :, call.keys],
+                v_BKTH[:, :, call.keys],
+                needs=self.needs,
+                unmasked=call.reach.unmasked,
             )
-            parts.append(
-                adapted_forward(
-                    kernel,
-                    q_BNCH[:, :, call.rows],
-                    k_BKTH[:, :, call.keys],
-                    v_BKTH[:, :, call.keys],
-                    needs=self.needs,
-                    unmasked=call.reach.unmasked,
-                )
-            )
-        if len(calls) == 1 and calls[0].rows == slice(0, num_rows):
-            return parts[0]
+            if call.rows == slice(0, q_BNCH.shape[2]):
+                return part
+            parts.append((call, part))
         out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
-        for call, part in zip(calls, parts, strict=True):
+        for call, part in parts:
             out_BNCH[:, :, call.rows] = part.out_BNCH
             lse_BNC[:, :, call.rows] = part.lse_BNC
         return AttentionOutput(out_BNCH, lse_BNC)
@@ -238,149 +231,81 @@ class BottomRightBackend(DocumentsBackend):
         out_BNCH: Tensor,
         lse_BNC: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> Gradients:
         """See `Backend.backward`."""
-        num_rows, num_keys = q_BNCH.shape[2], k_BKTH.shape[2]
-        calls = align_band(band, num_rows, num_keys) if q_BNCH.shape[0] else []
-        parts: list[Gradients] = []
-        for call in calls:
-            kernel = functools.partial(
-                self._dense_backward, reach=call.reach, scale=scale, softcap=softcap
+        whole = slice(0, q_BNCH.shape[2]), slice(0, k_BKTH.shape[2])
+        parts: list[tuple[AlignedCall, Gradients]] = []
+        for call in _calls(band, q_BNCH, k_BKTH):
+            told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
+            part = adapted_backward(
+                functools.partial(self._dense_backward, told),
+                dout_BNCH[:, :, call.rows],
+                q_BNCH[:, :, call.rows],
+                k_BKTH[:, :, call.keys],
+                v_BKTH[:, :, call.keys],
+                AttentionOutput(out_BNCH[:, :, call.rows], lse_BNC[:, :, call.rows]),
+                needs=self.needs,
+                unmasked=call.reach.unmasked,
             )
-            parts.append(
-                adapted_backward(
-                    kernel,
-                    dout_BNCH[:, :, call.rows],
-                    q_BNCH[:, :, call.rows],
-                    k_BKTH[:, :, call.keys],
-                    v_BKTH[:, :, call.keys],
-                    AttentionOutput(out_BNCH[:, :, call.rows], lse_BNC[:, :, call.rows]),
-                    needs=self.needs,
-                    unmasked=call.reach.unmasked,
-                )
-            )
-        if len(calls) == 1 and calls[0].rows == slice(0, num_rows):
-            if calls[0].keys == slice(0, num_keys):
-                return parts[0]
+            if (call.rows, call.keys) == whole:
+                return part
+            parts.append((call, part))
         # Two calls share their keys, so their gradients are summed in the accumulation dtype.
-        keys_dtype = accumulation_dtype(k_BKTH.dtype) if len(calls) > 1 else k_BKTH.dtype
+        keys_dtype = accumulation_dtype(k_BKTH.dtype) if len(parts) > 1 else k_BKTH.dtype
         dq_BNCH = torch.zeros_like(q_BNCH)
         dk_BKTH, dv_BKTH = (torch.zeros_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
-        for call, part in zip(calls, parts, strict=True):
+        for call, part in parts:
             dq_BNCH[:, :, call.rows] = part.dq_BNCH
             dk_BKTH[:, :, call.keys] += part.dk_BKTH
             dv_BKTH[:, :, call.keys] += part.dv_BKTH
         return Gradients(dq_BNCH, dk_BKTH, dv_BKTH)
 
-    @torch.no_grad()
-    def forward_documents(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        documents: Documents,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> AttentionOutput:
-        """See `DocumentsBackend.forward_documents`."""
-        kernel = functools.partial(
-            self._dense_forward,
-            reach=Reach(None if window is None else window - 1, 0),
-            scale=scale,
-            softcap=softcap,
-            offsets=Offsets.of(documents, q_BNCH.device),
-        )
-        return adapted_forward(kernel, q_BNCH, k_BKTH, v_BKTH, needs=self.needs, unmasked=False)
-
-    @torch.no_grad()
-    def backward_documents(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        documents: Documents,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
-        """See `DocumentsBackend.backward_documents`."""
-        kernel = functools.partial(
-            self._dense_backward,
-            reach=Reach(None if window is None else window - 1, 0),
-            scale=scale,
-            softcap=softcap,
-            offsets=Offsets.of(documents, q_BNCH.device),
-        )
-        attended = AttentionOutput(out_BNCH, lse_BNC)
-        return adapted_backward(
-            kernel, dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended, needs=self.needs, unmasked=False
-        )
-
     def _dense_forward(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
+        self, call: KernelCall, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor
     ) -> AttentionOutput:
         """`kernel_forward` on tensors with heads before tokens."""
-        out_BCNH, lse_BNC = self.kernel_forward(
-            *(_by_token(x, offsets) for x in (q_BNCH, k_BKTH, v_BKTH)),
-            reach=reach,
-            scale=scale,
-            softcap=softcap,
-            offsets=offsets,
-        )
-        if offsets is not None:
+        tensors = (_by_token(x, call) for x in (q_BNCH, k_BKTH, v_BKTH))
+        out_BCNH, lse_BNC = self.kernel_forward(*tensors, call=call)
+        if call.offsets is not None:
             out_BCNH, lse_BNC = out_BCNH.unsqueeze(0), lse_BNC.unsqueeze(0)
         return AttentionOutput(out_BCNH.transpose(1, 2), lse_BNC)
 
     def _dense_backward(
         self,
+        call: KernelCall,
         dout_BNCH: Tensor,
         q_BNCH: Tensor,
         k_BKTH: Tensor,
         v_BKTH: Tensor,
         attended: AttentionOutput,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
     ) -> Gradients:
         """`kernel_backward` on tensors with heads before tokens."""
+        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)
         # Kernels step through the log-sum-exp by its shape, whatever its strides are.
         lse = attended.lse_BNC.contiguous()
         grads = self.kernel_backward(
-            _by_token(dout_BNCH, offsets),
-            _by_token(q_BNCH, offsets),
-            _by_token(k_BKTH, offsets),
-            _by_token(v_BKTH, offsets),
-            _by_token(attended.out_BNCH, offsets),
-            lse if offsets is None else lse.squeeze(0),
-            reach=reach,
-            scale=scale,
-            softcap=softcap,
-            offsets=offsets,
+            *(_by_token(x, call) for x in tensors),
+            lse_BNC=lse if call.offsets is None else lse.squeeze(0),
+            call=call,
         )
-        batched = grads if offsets is None else (grad.unsqueeze(0) for grad in grads)
+        batched = grads if call.offsets is None else (grad.unsqueeze(0) for grad in grads)
         return Gradients(*(grad.transpose(1, 2) for grad in batched))
 
 
-def _by_token(x_BNCH: Tensor, offsets: Offsets | None) -> Tensor:
+def _calls(band: Mask, q_BNCH: Tensor, k_BKTH: Tensor) -> list[AlignedCall]:
+    """The kernel calls of a mask; none if no row sees a key."""
+    num_rows, num_keys = q_BNCH.shape[2], k_BKTH.shape[2]
+    if isinstance(band, Documents):
+        reach = Reach(None if band.window is None else band.window - 1, 0)
+        offsets = _offsets(band, q_BNCH.device)
+        return [AlignedCall(0, num_rows, 0, num_keys, reach, offsets)]
+    return align_band(band, num_rows, num_keys) if q_BNCH.shape[0] else []
+
+
+def _by_token(x_BNCH: Tensor, call: KernelCall) -> Tensor:
     """Tokens before heads, as kernels take them; without the batch where there are offsets."""
     x_BCNH = x_BNCH.transpose(1, 2)
-    return x_BCNH if offsets is None else x_BCNH.squeeze(0)
+    return x_BCNH if call.offsets is None else x_BCNH.squeeze(0)

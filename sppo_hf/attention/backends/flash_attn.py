@@ -28,8 +28,7 @@ from sppo_hf.attention.backends.base import (
 )
 from sppo_hf.attention.backends.bottom_right import (
     BottomRightBackend,
-    Offsets,
-    Reach,
+    KernelCall,
     with_documents,
 )
 from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
@@ -107,20 +106,11 @@ class _FlashAttention(BottomRightBackend):
         """Call the package's backward."""
 
     def kernel_forward(
-        self,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
+        self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, call: KernelCall
     ) -> tuple[Tensor, Tensor]:
         """See `BottomRightBackend.kernel_forward`."""
         tensors = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH}
-        settings = _settings(reach, scale, softcap, offsets)
-        out_BCNH, lse_BNC, *_ = self._call_forward(tensors, settings)
+        out_BCNH, lse_BNC, *_ = self._call_forward(tensors, _settings(call))
         return out_BCNH, lse_BNC
 
     def kernel_backward(
@@ -131,11 +121,7 @@ class _FlashAttention(BottomRightBackend):
         v_BTKH: Tensor,
         out_BCNH: Tensor,
         lse_BNC: Tensor,
-        *,
-        reach: Reach,
-        scale: float,
-        softcap: float | None,
-        offsets: Offsets | None = None,
+        call: KernelCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BottomRightBackend.kernel_backward`."""
         tensors = {
@@ -146,7 +132,7 @@ class _FlashAttention(BottomRightBackend):
             "out": out_BCNH.contiguous(),
             "softmax_lse": lse_BNC,
         }
-        return self._call_backward(tensors, _settings(reach, scale, softcap, offsets))
+        return self._call_backward(tensors, _settings(call))
 
 
 @register_backend("flash_attention_2", cuda=3)
@@ -215,17 +201,18 @@ class FlashAttention4(_FlashAttention):
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def _settings(
-    reach: Reach, scale: float, softcap: float | None, offsets: Offsets | None
-) -> dict[str, Any]:
+def _settings(call: KernelCall) -> dict[str, Any]:
     """Arguments that say the mask and the scores, in the packages' words."""
-    lengths = {} if offsets is None else dict(zip(_OFFSETS, offsets, strict=True))
+    left, right = (
+        _UNLIMITED if side is None else side for side in (call.reach.left, call.reach.right)
+    )
+    lengths = {} if call.offsets is None else dict(zip(_OFFSETS, call.offsets, strict=True))
     return lengths | {
-        "softmax_scale": scale,
-        "causal": reach.causal,
-        "window_size_left": _UNLIMITED if reach.left is None else reach.left,
-        "window_size_right": _UNLIMITED if reach.right is None else reach.right,
-        "softcap": 0.0 if softcap is None else softcap,
+        "softmax_scale": call.scale,
+        "causal": call.reach.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": 0.0 if call.softcap is None else call.softcap,
     }
 
 

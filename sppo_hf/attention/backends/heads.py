@@ -1,7 +1,7 @@
 """Adapting heads to what a kernel takes: head sizes, strides, grouped heads.
 
-Knows nothing of masks beyond one bit: putting grouped queries behind each other is right only
-where every query sees every key.
+Of the mask one bit counts: putting grouped queries behind each other is right only where every
+query sees every key.
 
 Shapes: B batch, N query heads, K key/value heads, G = N/K, C query tokens, T key tokens,
 H head size; R = G*C for queries grouped by key head.

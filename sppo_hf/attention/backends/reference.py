@@ -21,27 +21,34 @@ from sppo_hf.attention.backends.base import (
     AttentionSpec,
     Backend,
     CausalBand,
+    Documents,
     Gradients,
+    Mask,
     accumulation_dtype,
     empty_forward,
     merge_into,
     register_backend,
 )
+from sppo_hf.attention.backends.heads import group_queries, ungroup_queries
 
 _TILE_BYTES = 32 << 20
 _TILE_ROWS = 128
 
 
 class _Tile(NamedTuple):
-    """Half-open ranges of one tile of queries and one tile of keys."""
+    """Half-open ranges of one tile of queries and one tile of keys, and what is seen of it."""
 
     rows: slice
     keys: slice
+    band: CausalBand
+    """In the positions of all queries and keys at hand."""
 
 
 @register_backend("reference")
 class Reference(Backend):
     """Tiled attention from elementary operations; the yardstick for all others."""
+
+    documents_at_once = True
 
     def __init__(self, tile_bytes: int = _TILE_BYTES) -> None:
         """Make one.
@@ -64,7 +71,7 @@ class Reference(Backend):
         k_BKTH: Tensor,
         v_BKTH: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> AttentionOutput:
@@ -73,15 +80,15 @@ class Reference(Backend):
         out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         out_BNCH = out_BNCH.to(sums_dtype)
-        for rows, keys in self._tiles(q_BNCH, k_BKTH, band):
-            q_BKRH = _group(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+        for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, band):
+            q_BKRH = group_queries(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
             v_BKtH = v_BKTH[:, :, keys].to(sums_dtype)
             s_BKRt, _ = _scores(q_BKRH, k_BKTH[:, :, keys], scale, softcap)
-            _hide(s_BKRt, band, rows, keys)
+            _hide(s_BKRt, seen, rows, keys)
             lse_BKR = torch.logsumexp(s_BKRt, dim=-1)
             p_BKRt = s_BKRt.sub_(_finite(lse_BKR).unsqueeze(-1)).exp_()
             part = AttentionOutput(
-                _ungroup(p_BKRt @ v_BKtH, q_BNCH.shape[1]),
+                ungroup_queries(p_BKRt @ v_BKtH, q_BNCH.shape[1]),
                 lse_BKR.view(*q_BNCH.shape[:2], rows.stop - rows.start),
             )
             merge_into(out_BNCH[:, :, rows], lse_BNC[:, :, rows], part)
@@ -97,7 +104,7 @@ class Reference(Backend):
         out_BNCH: Tensor,
         lse_BNC: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> Gradients:
@@ -107,51 +114,46 @@ class Reference(Backend):
         dq_BNCH = torch.zeros(q_BNCH.shape, dtype=sums_dtype, device=q_BNCH.device)
         dk_BKTH = torch.zeros(k_BKTH.shape, dtype=sums_dtype, device=k_BKTH.device)
         dv_BKTH = torch.zeros(v_BKTH.shape, dtype=sums_dtype, device=v_BKTH.device)
-        for rows, keys in self._tiles(q_BNCH, k_BKTH, band):
-            q_BKRH = _group(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
-            dout_BKRH = _group(dout_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
-            out_BKRH = _group(out_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
-            lse_BKR = _group(lse_BNC[:, :, rows].unsqueeze(-1), num_kv_heads).squeeze(-1)
+        for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, band):
+            q_BKRH = group_queries(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            dout_BKRH = group_queries(dout_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            out_BKRH = group_queries(out_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
+            lse_BKR = group_queries(lse_BNC[:, :, rows].unsqueeze(-1), num_kv_heads).squeeze(-1)
             k_BKtH = k_BKTH[:, :, keys].to(sums_dtype)
             s_BKRt, slope_BKRt = _scores(q_BKRH, k_BKtH, scale, softcap)
-            _hide(s_BKRt, band, rows, keys)
+            _hide(s_BKRt, seen, rows, keys)
             p_BKRt = s_BKRt.sub_(_finite(lse_BKR.to(sums_dtype)).unsqueeze(-1)).exp_()
             dv_BKTH[:, :, keys] += p_BKRt.transpose(2, 3) @ dout_BKRH
             ds_BKRt = dout_BKRH @ v_BKTH[:, :, keys].to(sums_dtype).transpose(2, 3)
             ds_BKRt.sub_((dout_BKRH * out_BKRH).sum(-1, keepdim=True)).mul_(p_BKRt).mul_(scale)
             if slope_BKRt is not None:
                 ds_BKRt.mul_(slope_BKRt)
-            dq_BNCH[:, :, rows] += _ungroup(ds_BKRt @ k_BKtH, num_heads)
+            dq_BNCH[:, :, rows] += ungroup_queries(ds_BKRt @ k_BKtH, num_heads)
             dk_BKTH[:, :, keys] += ds_BKRt.transpose(2, 3) @ q_BKRH
         return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
 
-    def _tiles(self, q_BNCH: Tensor, k_BKTH: Tensor, band: CausalBand) -> Iterator[_Tile]:
-        """Pairs of row and key ranges that cover all that the band lets be seen."""
-        num_rows, num_keys = q_BNCH.shape[2], k_BKTH.shape[2]
+    def _tiles(self, q_BNCH: Tensor, k_BKTH: Tensor, mask: Mask) -> Iterator[_Tile]:
+        """Pairs of row and key ranges that cover all that the mask lets be seen."""
         if not (q_BNCH.shape[0] and q_BNCH.shape[1]):
             return
         row_bytes = q_BNCH.shape[0] * q_BNCH.shape[1] * accumulation_dtype(q_BNCH.dtype).itemsize
         tile_rows = max(1, min(_TILE_ROWS, self._tile_bytes // row_bytes))
         tile_keys = max(1, self._tile_bytes // (row_bytes * tile_rows))
-        for first in range(0, num_rows, tile_rows):
-            last = min(first + tile_rows, num_rows)
-            # Trimming the tile alone leaves out keys that the whole chunk would have to visit.
-            seen = CausalBand(band.q_start + first, band.window).trim(last - first, num_keys)
-            rows = slice(first + seen.row_start, first + seen.row_stop)
-            for key in range(seen.key_start, seen.key_stop, tile_keys):
-                yield _Tile(rows, slice(key, min(key + tile_keys, seen.key_stop)))
-
-
-def _group(x_BNcH: Tensor, num_kv_heads: int) -> Tensor:
-    """Put the queries that share a key head behind each other: [B, K, R, H]."""
-    batch, heads, tokens, size = x_BNcH.shape
-    return x_BNcH.reshape(batch, num_kv_heads, heads // num_kv_heads * tokens, size)
-
-
-def _ungroup(x_BKRH: Tensor, num_heads: int) -> Tensor:
-    """Undo `_group`."""
-    batch, kv_heads, rows, size = x_BKRH.shape
-    return x_BKRH.reshape(batch, num_heads, rows * kv_heads // num_heads, size)
+        if isinstance(mask, Documents):
+            documents = list(mask)
+        else:
+            documents = [(slice(0, q_BNCH.shape[2]), slice(0, k_BKTH.shape[2]), mask)]
+        for all_rows, all_keys, own in documents:
+            band = CausalBand(own.q_start + all_keys.start - all_rows.start, own.window)
+            for first in range(all_rows.start, all_rows.stop, tile_rows):
+                last = min(first + tile_rows, all_rows.stop)
+                # Trimming the tile alone leaves out keys that the whole chunk would have to visit.
+                shifted = CausalBand(band.q_start + first - all_keys.start, band.window)
+                seen = shifted.trim(last - first, all_keys.stop - all_keys.start)
+                rows = slice(first + seen.row_start, first + seen.row_stop)
+                key_stop = all_keys.start + seen.key_stop
+                for key in range(all_keys.start + seen.key_start, key_stop, tile_keys):
+                    yield _Tile(rows, slice(key, min(key + tile_keys, key_stop)), band)
 
 
 def _finite(lse: Tensor) -> Tensor:

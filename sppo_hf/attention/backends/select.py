@@ -4,8 +4,6 @@
 to agree with the reference on small inputs, once per process, device and requirement, before it is
 trusted. Where several can serve the requirement on CUDA, they race once and the fastest is taken;
 on a CPU the first is. What is asked for by name is never timed.
-
-Knows the backends and what they say about themselves, nothing of models.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from sppo_hf.attention.backends.base import (
     Backend,
     CausalBand,
     Gradients,
+    Mask,
     accumulation_dtype,
     empty_forward,
     merge_into,
@@ -185,12 +186,13 @@ class TopLeftBackend(Backend):
         k_BKTH: Tensor,
         v_BKTH: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> AttentionOutput:
         """See `Backend.forward`."""
         assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
+        assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
         num_rows = q_BNCH.shape[2]
         rectangles = cut_band(band, num_rows, k_BKTH.shape[2], tile_rows=self._tile_rows)
         if not q_BNCH.shape[0]:
@@ -226,12 +228,13 @@ class TopLeftBackend(Backend):
         out_BNCH: Tensor,
         lse_BNC: Tensor,
         *,
-        band: CausalBand,
+        band: Mask,
         scale: float,
         softcap: float | None = None,
     ) -> Gradients:
         """See `Backend.backward`."""
         assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
+        assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         rectangles = cut_band(band, q_BNCH.shape[2], k_BKTH.shape[2], tile_rows=self._tile_rows)
         rows = _Filling([rectangle.rows for rectangle in rectangles], q_BNCH.shape[2])

@@ -6,8 +6,7 @@ meets: the first chunk, a later one, a single token, padded queries, a window, m
 scores far below zero (see [Note: low scores]).
 
 Runs once per process, backend, device and requirement. Most kernels need milliseconds for it; those
-that build a plan or compile for each new shape (cuDNN, flash-attn-4) can need seconds in all. Knows
-nothing of why a backend might be wrong.
+that build a plan or compile for each new shape (cuDNN, flash-attn-4) can need seconds in all.
 
 [Note: low scores]
 A row's log-sum-exp may lie anywhere, but a kernel that computes exp(-lse) somewhere, or reads keys
@@ -19,8 +18,7 @@ Random inputs have scores about 0 and never show it, so two cases shift all scor
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ from sppo_hf.attention.backends.base import (
     Backend,
     CausalBand,
     Documents,
-    DocumentsBackend,
+    Mask,
     merge_partials,
 )
 from sppo_hf.attention.backends.reference import Reference
@@ -56,32 +54,21 @@ _LOW_SCORE = -120.0
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One small problem: C queries, T keys, and the band between them."""
+    """One small problem: C queries, T keys, and what they see of each other."""
 
     num_rows: int
     num_keys: int
-    band: CausalBand
+    band: Mask
     low_scores: bool = False
-    documents: Documents | None = None
-    """In one call, one row; the band then says nothing but the window."""
-
-    @property
-    def num_batch_rows(self) -> int:
-        """Rows of the batch."""
-        return 2 if self.documents is None else 1
 
     def __str__(self) -> str:
         """The case in words."""
-        if self.documents is not None:
-            queries = ", ".join(map(str, self.documents.num_queries))
-            return f"documents of {queries} queries" + (
-                f", window {self.band.window}" if self.band.window else ""
-            )
-        return (
-            f"{self.num_rows} queries at {self.band.q_start} of {self.num_keys} keys"
-            + (f", window {self.band.window}" if self.band.window else "")
-            + (f", scores about {_LOW_SCORE:.0f}" if self.low_scores else "")
-        )
+        if isinstance(self.band, Documents):
+            text = f"documents of {', '.join(map(str, self.band.num_queries))} queries"
+        else:
+            text = f"{self.num_rows} queries at {self.band.q_start} of {self.num_keys} keys"
+        text += f", window {self.band.window}" if self.band.window else ""
+        return text + (f", scores about {_LOW_SCORE:.0f}" if self.low_scores else "")
 
 
 def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.device) -> str | None:
@@ -96,7 +83,7 @@ def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.de
         None if they agree, else in a few words what differs or which exception came.
     """
     cases = _cases(requirement)
-    if isinstance(backend, DocumentsBackend) and backend.documents_at_once:
+    if backend.documents_at_once:
         cases += _document_cases(requirement)
     for number, case in enumerate(cases):
         try:
@@ -127,61 +114,9 @@ def _cases(requirement: AttentionSpec) -> list[_Case]:
 
 def _document_cases(requirement: AttentionSpec) -> list[_Case]:
     """Packed rows: a document that began earlier, short ones, one of a single token."""
-    documents = Documents((40, 1, 77, 9), (170, 1, 77, 9))
-    rows, keys = sum(documents.num_queries), sum(documents.num_keys)
+    queries, keys = (40, 1, 77, 9), (170, 1, 77, 9)
     windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
-    return [_Case(rows, keys, CausalBand(0, w), documents=documents) for w in windows]
-
-
-def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, case: _Case, **scores: Any) -> Any:
-    """The case by a backend; documents at once where it can, else one by one."""
-    if case.documents is None:
-        return backend.forward(q, k, v, band=case.band, **scores)
-    if isinstance(backend, DocumentsBackend):
-        given = {"documents": case.documents, "window": case.band.window}
-        return backend.forward_documents(q, k, v, **given, **scores)
-    parts = [
-        backend.forward(
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            band=replace(band, window=case.band.window),
-            **scores,
-        )
-        for rows, keys, band in case.documents
-    ]
-    return AttentionOutput(*(torch.cat(x, dim=2) for x in zip(*parts, strict=True)))
-
-
-def _backward(
-    backend: Backend,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    case: _Case,
-    **scores: Any,
-) -> Any:
-    """Gradient of `_forward`."""
-    if case.documents is None:
-        return backend.backward(dout, q, k, v, out, lse, band=case.band, **scores)
-    if isinstance(backend, DocumentsBackend):
-        given = {"documents": case.documents, "window": case.band.window}
-        return backend.backward_documents(dout, q, k, v, out, lse, **given, **scores)
-    parts = [
-        backend.backward(
-            *(x[:, :, rows] for x in (dout, q)),
-            *(x[:, :, keys] for x in (k, v)),
-            *(x[:, :, rows] for x in (out, lse)),
-            band=replace(band, window=case.band.window),
-            **scores,
-        )
-        for rows, keys, band in case.documents
-    ]
-    return tuple(torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+    return [_Case(sum(queries), sum(keys), Documents(queries, keys, w)) for w in windows]
 
 
 def _compare(
@@ -193,11 +128,10 @@ def _compare(
 
     def random(heads: int, tokens: int, size: int) -> Tensor:
         """Queries, keys, ... as models lay them out: a transposed [B, tokens, heads, H]."""
-        x = torch.randn(
-            case.num_batch_rows, tokens, heads, size, generator=generator, dtype=torch.float32
-        )
+        x = torch.randn(batch, tokens, heads, size, generator=generator, dtype=torch.float32)
         return x.to(device=device, dtype=requirement.dtype).transpose(1, 2)
 
+    batch = 1 if isinstance(case.band, Documents) else 2
     heads = _KV_HEADS * requirement.gqa_ratio
     q = random(heads, case.num_rows, requirement.qk_head_size)
     k = random(_KV_HEADS, case.num_keys, requirement.qk_head_size)
@@ -211,18 +145,19 @@ def _compare(
 
     # In float64, since float32 products may be rounded to tf32 on the user's wish.
     exact = Reference()
-    scores = {"scale": scale, "softcap": softcap}
-    actual = _forward(backend, q, k, v, case, **scores)
-    expected = _forward(exact, q.double(), k.double(), v.double(), case, **scores)
+    actual = backend.forward(q, k, v, band=case.band, scale=scale, softcap=softcap)
+    wide = [x.double() for x in (q, k, v)]
+    expected = exact.forward(*wide, band=case.band, scale=scale, softcap=softcap)
     seen = expected.lse_BNC > float("-inf")
     if not torch.equal(actual.lse_BNC > float("-inf"), seen):
         return "the rows that see no key"
     # Values merged with keys elsewhere: backward must use what it is given.
     merged = merge_partials(expected, AttentionOutput(other_out, expected.lse_BNC + 0.5))
     out, lse = merged.out_BNCH.to(requirement.dtype), merged.lse_BNC.to(actual.lse_BNC.dtype)
-    grads = _backward(backend, dout, q, k, v, out, lse, case=case, **scores)
-    wide = [x.double() for x in (dout, q, k, v, out, lse)]
-    expected_grads = _backward(exact, *wide, case=case, **scores)
+    given = [dout, q, k, v, out, lse]
+    grads = backend.backward(*given, band=case.band, scale=scale, softcap=softcap)
+    wide = [x.double() for x in given]
+    expected_grads = exact.backward(*wide, band=case.band, scale=scale, softcap=softcap)
     names = ("output", "log-sum-exp", "dQ", "dK", "dV")
     ours = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
     theirs = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)

@@ -53,18 +53,7 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
         A row with status "extrapolated"; its peaks are what it would need, more than the device
         has. With several steps measured, it is the medians that are extrapolated.
     """
-
-    def whole(of: Callable[[Numbers], float | None]) -> float | None:
-        first, second = of(one.numbers), of(two.numbers)
-        if first is None or second is None:
-            return None
-        return first + (num_layers - 1) * (second - first)
-
-    def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
-        size = whole(of)
-        return None if size is None else round(size)
-
-    seconds = whole(lambda n: n.median_step_seconds)
+    seconds = _linear(one, two, num_layers - 1, lambda n: n.median_step_seconds)
     assert seconds is not None, "parts that were measured have seconds"
     if seconds <= 0:
         return Row(
@@ -75,9 +64,8 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
             environment=two.environment,
         )
     reason = f"extrapolated to {num_layers} layers from 1 and 2"
-    return _extrapolated(
-        two, one.job.replace(layers=None), reason, seconds, model_flops, whole_bytes
-    )
+    job = one.job.replace(layers=None)
+    return _extrapolated(one, two, num_layers - 1, job, reason, seconds, model_flops)
 
 
 def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_flops: float) -> Row:
@@ -112,35 +100,38 @@ def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_fl
             environment=longer.environment,
         )
     seconds = linear * total_tokens + square * total_tokens**2
-
-    def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
-        low, high = of(shorter.numbers), of(longer.numbers)
-        if low is None or high is None:
-            return None
-        return round(low + (high - low) / (second - first) * (total_tokens - first))
-
     reason = f"extrapolated to {total_tokens:,} tokens from {first:,} and {second:,}"
-    return _extrapolated(longer, job, reason, seconds, model_flops, whole_bytes)
+    times = (total_tokens - first) / (second - first)
+    return _extrapolated(shorter, longer, times, job, reason, seconds, model_flops)
+
+
+def _linear(
+    one: Row, two: Row, times: float, of: Callable[[Numbers], float | None]
+) -> float | None:
+    """A number of the first row, and so many times what the second has more of it."""
+    first, second = of(one.numbers), of(two.numbers)
+    return None if first is None or second is None else first + times * (second - first)
 
 
 def _extrapolated(
+    one: Row,
     largest: Row,
+    times: float,
     job: Job,
     reason: str,
     seconds: float,
     model_flops: float,
-    whole_bytes: Callable[[Callable[[Numbers], int | None]], int | None],
 ) -> Row:
-    """The row of a job that was not run.
+    """The row of a job that was not run, from two that were.
 
-    Args:
-        largest: the largest row that was: it has the kernel and the environment.
-        job: what was asked for.
-        reason: from what it was extrapolated.
-        seconds: of a step.
-        model_flops: FLOPs of a step.
-        whole_bytes: extrapolates a number of bytes that rows have.
+    Bytes are those of `one`, and so many `times` what `largest` has more; that one also has the
+    kernel and the environment. Seconds and FLOPs are a step's.
     """
+
+    def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
+        size = _linear(one, largest, times, of)
+        return None if size is None else round(size)
+
     peak = peak_flops(str(largest.environment.get("device_name", "")))
     return Row(
         status="extrapolated",

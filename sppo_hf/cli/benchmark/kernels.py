@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
-from sppo_hf.errors import ConfigError
 from sppo_hf.planning.model_shape import ModelShape
 
 NAMED = {"cudnn": "cudnn", "flash": "aten_flash", "efficient": "efficient"}
@@ -69,11 +68,6 @@ def choose_kernel(
     if choice == "sdpa":
         return Kernel("sdpa's choice", ours="auto")
     if choice in NAMED:
-        if device.type == "cpu":
-            raise ConfigError(
-                f"--attention is {choice!r}, a kernel for CUDA, and the device is the CPU. "
-                "Allowed: auto, sdpa. Remedy: leave the option out."
-            )
         return Kernel(NAMED[choice], ours=NAMED[choice], sdpa=_SDPA[NAMED[choice]])
     layer = shape.layers[0]
     requirement = AttentionSpec(

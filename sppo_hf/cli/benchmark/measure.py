@@ -4,8 +4,7 @@ What is known at any moment can be asked for, because a run may end at any momen
 
 What is read off a training run: seconds per step and per chunk, losses, peaks, stalls.
 
-Knows nothing of contenders. A step is waited for at its beginning and at its end; within a step
-nothing waits for the device.
+A step is waited for at its beginning and at its end; within a step nothing waits for the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker process from its start to the row that comes of it, however it ends.
 
-Knows nothing of what a worker does. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations

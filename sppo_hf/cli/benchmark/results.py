@@ -1,7 +1,7 @@
 """Rows of a benchmark and the JSON lines that they are kept in.
 
 The file is the one truth: table, picture and what a resumed benchmark leaves out are all read from
-it. Knows nothing of how rows come about. Imports no torch.
+it. Imports no torch.
 """
 
 from __future__ import annotations

@@ -10,20 +10,27 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from sppo_hf.cli.benchmark.environment import describe
+import sppo_hf
 from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.measure import Measurement
 from sppo_hf.cli.benchmark.results import Row
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "liger-kernel", "flash-attn")
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS")
 
 _PR_SET_PDEATHSIG = 1
 """See prctl(2)."""
@@ -38,6 +45,33 @@ _SIGNS = (
 )
 
 
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Returns what a reader must know to judge a number, in plain JSON types."""
+    versions = {"python": platform.python_version(), "sppo-hf": sppo_hf.__version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found: dict[str, Any] = {
+        "device_name": processor_name(),
+        "device_memory_bytes": None,
+        "host_memory_bytes": host_memory_bytes(),
+        "host_threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device_name": properties.name,
+            "device_memory_bytes": properties.total_memory,
+            "processor": processor_name(),
+        }
+        versions |= {"cuda": torch.version.cuda or "unknown", "driver": nvidia_driver_version()}
+    return {**found, "versions": versions}
+
+
 def run_job(job: Job, tell: Callable[[Row], None]) -> None:
     """Runs a job in this process.
 
@@ -50,7 +84,7 @@ def run_job(job: Job, tell: Callable[[Row], None]) -> None:
         Exception: whatever training raises that is not for want of memory.
     """
     device = torch.device(job.device)
-    environment = describe(device)
+    environment = describe_machine(device)
     measurement = Measurement(job)
 
     def tell_so_far() -> None:

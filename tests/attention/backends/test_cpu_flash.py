@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
+from sppo_hf.attention.backends.base import CausalBand
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from tests.attention.backends.cases import CASES, bands, check
 from tests.attention.oracle import make_problem, solve, visible
@@ -98,19 +98,3 @@ def test_strides_without_dense_heads():
     dense = CPUFlash().forward(q.contiguous(), *[k.contiguous()] * 2, band=band, scale=1.0)
     assert not q.is_contiguous()
     assert torch.equal(ours.out_BNCH, dense.out_BNCH)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"window": True, "v_head_size": 32}, None),
-        ({"softcap": True}, "soft-cap"),
-        ({"device_type": "cuda"}, "CPU"),
-        ({"dtype": torch.float8_e4m3fn}, "float8"),
-    ],
-)
-def test_says_what_it_cannot(changes, reason):
-    settings = {"device_type": "cpu", "dtype": torch.float32, "qk_head_size": 64, "v_head_size": 64}
-    found = CPUFlash().reason_unsupported(AttentionSpec(**settings | changes))
-    assert found is None if reason is None else reason in found

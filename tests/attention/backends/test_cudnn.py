@@ -79,28 +79,6 @@ def test_grouped_queries_behind_each_other_are_not_single():
     assert aten.calls == [((2, 2, 2, 8), (2, 2, 13, 8))]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"window": True}, None),
-        ({"device_type": "cpu"}, "CUDA"),
-        ({"dtype": torch.float32}, "float32"),
-        ({"qk_head_size": 512}, "512"),
-        ({"softcap": True}, "soft-cap"),
-    ],
-)
-def test_says_what_it_cannot(changes, reason):
-    settings = {
-        "device_type": "cuda",
-        "dtype": torch.bfloat16,
-        "qk_head_size": 128,
-        "v_head_size": 128,
-    }
-    found = CuDNN(aten=FakeAten()).reason_unsupported(AttentionSpec(**settings | changes))
-    assert found is None if reason is None else reason in found
-
-
 def test_it_is_not_deterministic():
     asked = AttentionSpec(
         device_type="cuda", dtype=torch.bfloat16, qk_head_size=128, v_head_size=128

@@ -1,5 +1,7 @@
 """Packed documents in one call, on made-up kernels; the real ones are verified on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from sppo_hf.attention.backends.flash_attn import (
     FlashAttention3,
     FlashAttention4,
 )
+from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.verify import find_mismatch
 from tests.attention.backends.fake_kernels import (
     FakeAten,
@@ -26,6 +29,7 @@ BACKENDS = [
     FlashAttention2(interface=FakeFlash2),
     FlashAttention3(interface=FakeFlash3),
     FlashAttention4(interface=FakeFlash4),
+    Reference(),
 ]
 DOCUMENTS = [
     Documents((7,), (7,)),
@@ -35,14 +39,14 @@ DOCUMENTS = [
 CPU = torch.device("cpu")
 
 
-def seen_by(documents: Documents, window: int | None) -> torch.Tensor:
+def seen_by(documents: Documents) -> torch.Tensor:
     """[queries, keys]: each query sees its document's keys up to its own."""
     seen = torch.zeros(sum(documents.num_queries), sum(documents.num_keys), dtype=torch.bool)
     for rows, keys, band in documents:
         part = seen[rows, keys]
         own = torch.arange(len(part)).unsqueeze(1) + band.q_start
         key = torch.arange(part.shape[1])
-        part |= (key <= own) & (key > own - (window or seen.numel()))
+        part |= (key <= own) & (key > own - (documents.window or seen.numel()))
     return seen
 
 
@@ -50,12 +54,12 @@ def seen_by(documents: Documents, window: int | None) -> torch.Tensor:
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
 @pytest.mark.parametrize("window", [None, 2])
 def test_one_call_equals_the_oracle(backend, documents, window):
+    documents = replace(documents, window=window)
     rows, keys = sum(documents.num_queries), sum(documents.num_keys)
     q, k, v, dout = make_problem(rows=rows, keys=keys, batch=1)
-    expected = solve(Problem(q, k, v, dout), seen_by(documents, window), scale=0.4)
-    given = {"documents": documents, "window": window, "scale": 0.4}
-    attended = backend.forward_documents(q, k, v, **given)
-    grads = backend.backward_documents(dout, q, k, v, *attended, **given)
+    expected = solve(Problem(q, k, v, dout), seen_by(documents), scale=0.4)
+    attended = backend.forward(q, k, v, band=documents, scale=0.4)
+    grads = backend.backward(dout, q, k, v, *attended, band=documents, scale=0.4)
     assert_equal(Answer(*attended, *grads), expected, 1e-10)
 
 

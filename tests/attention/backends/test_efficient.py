@@ -1,9 +1,8 @@
 """Efficient on a made-up kernel with the real one's signature and mask; the real one on a GPU."""
 
 import pytest
-import torch
 
-from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
+from sppo_hf.attention.backends.base import CausalBand
 from sppo_hf.attention.backends.efficient import Efficient
 from tests.attention.backends.cases import CASES, check
 from tests.attention.backends.fake_kernels import FakeAten
@@ -24,24 +23,3 @@ def test_keys_are_repeated_for_the_diagonal_only():
     aten = FakeAten()
     check(Efficient(aten=aten), CausalBand(20), rows=5, keys=25, heads=6, kv_heads=2)
     assert aten.calls == [((2, 6, 5, 8), (2, 6, 5, 8)), ((2, 2, 15, 8), (2, 2, 20, 8))]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"dtype": torch.float32, "window": True}, None),
-        ({"device_type": "cpu"}, "CUDA"),
-        ({"dtype": torch.float64}, "float64"),
-        ({"softcap": True}, "soft-cap"),
-    ],
-)
-def test_says_what_it_cannot(changes, reason):
-    settings = {
-        "device_type": "cuda",
-        "dtype": torch.bfloat16,
-        "qk_head_size": 128,
-        "v_head_size": 128,
-    }
-    found = Efficient(aten=FakeAten()).reason_unsupported(AttentionSpec(**settings | changes))
-    assert found is None if reason is None else reason in found

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
+from sppo_hf.attention.backends.base import CausalBand
 from sppo_hf.attention.backends.reference import Reference
 from tests.attention.backends.cases import CASES, bands, check, run
 from tests.attention.oracle import make_problem
@@ -54,8 +54,3 @@ def test_scores_never_exceed_the_tile():
         run(Reference(tile_bytes), problem, CausalBand(4032), scale=0.4, softcap=None)
     # The gradient of the keys of a tile is as large as the tile's keys, which is smaller still.
     assert 0 < largest <= tile_bytes
-
-
-def test_supports_floats_only():
-    requirement = AttentionSpec(device_type="cpu", dtype=torch.int32, qk_head_size=8, v_head_size=8)
-    assert "floating" in Reference().reason_unsupported(requirement)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from sppo_hf.cli.benchmark.driver import trace_path
-from sppo_hf.cli.benchmark.profile_table import FILE, profile_table, profiles
+from sppo_hf.cli.benchmark.trace_summary import FILE, profile_table, profiles
 from tests.cli.benchmark.made_rows import ended_row, speed_row
 from tests.cli.benchmark.test_trace_summary import made
 

@@ -2,8 +2,7 @@
 
 import gc
 
-from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.integrations.observers import ObserverHub
+from sppo_hf.engine.step_observer import ObserverHub, StepObserver
 
 
 class _Listener(StepObserver):
