@@ -665,6 +665,9 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         given = points.lay(0, 0, given)
         given[-1] += embedded_back
         device[Cause.HIDDEN] = _running(0, taken, given)
+    graph = tables.of_layers(tables.graph)
+    if graph.any():
+        device[Cause.GRAPH] = _running(0, points.lay(graph, 0, 0), points.lay(0, 0, graph))
     # Casts of trained weights, which autocast keeps until forward ends.
     casts = np.zeros(points.count, dtype=np.int64)
     casts[: points.num_forward] = tables.shape.cached_cast_bytes
