@@ -7,12 +7,15 @@ where MODEL is a hub id, and torch only where nobody has traced the model before
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from enum import StrEnum
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,6 +32,8 @@ from sppo_hf.planning.plan_request import PlanRequest, question_for
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import show
+
+logger = logging.getLogger(__name__)
 
 FITS, FITS_NOT, BAD_INPUT = 0, 1, 2
 DEFAULT_HARDWARE = "h100-80gb"
@@ -377,7 +382,7 @@ def _download(repo_id: str) -> str:
     from huggingface_hub import errors, hf_hub_download
 
     try:
-        return hf_hub_download(repo_id, "config.json")
+        return hf_hub_download(repo_id, "config.json", local_files_only=not _answers(repo_id))
     except errors.GatedRepoError as error:
         reason, remedy = (
             "its access is gated",
@@ -408,12 +413,64 @@ def _download(repo_id: str) -> str:
         raise _unreachable(repo_id, reason, remedy) from error
 
 
+def _answers(repo_id: str) -> bool:
+    """Whether the hub has the configuration; False where it cannot be reached.
+
+    It is asked once: to download what is not in the cache, its client asks again for a minute.
+
+    Raises:
+        HfHubHTTPError: the hub's answer is no, and the file is not in the cache.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=_HUB_SECONDS)
+    except errors.HFValidationError:
+        raise
+    except errors.HfHubHTTPError:
+        if not isinstance(try_to_load_from_cache(repo_id, "config.json"), str):
+            raise
+        return False
+    except Exception:
+        # What the client's own client raises has changed with its versions.
+        logger.info("the hub was not reached", exc_info=True)
+        return False
+    return True
+
+
+_HUB_SECONDS = 5.0
+
+
 def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
+    near = nearest_names(repo_id)
     return ConfigError(
         f"The configuration of {show(repo_id)} cannot be had from the Hugging Face hub: {reason}. "
         "Allowed: a name that --help lists, a local model folder, a config.json, or a hub id. "
-        f"Remedy: check the spelling, or {remedy}."
+        + (f"Known names like it: {', '.join(near)}. " if near else "")
+        + f"Remedy: check the spelling, or {remedy}."
     )
+
+
+def nearest_names(typed: str) -> list[str]:
+    """Returns names of shipped models and of the checkpoints of `sppo check --list` like `typed`.
+
+    The best first, at most three.
+    """
+    listed = resources.files("sppo_hf.cli").joinpath("checkpoints.json").read_text("utf-8")
+    names = [*shipped_models(), *(row["name"] for row in json.loads(listed)["checkpoints"])]
+
+    def likeness(name: str) -> float:
+        pairs = [(name.lower(), typed.lower())]
+        if "/" not in typed:
+            pairs.append((name.lower().rpartition("/")[2], typed.lower()))
+        return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: -pair[0])
+    return [name for like, name in ranked[:3] if like >= _ALIKE]
+
+
+_ALIKE = 0.7
+"""Share of letters in common from which on a name may have been meant."""
 
 
 def _num_chunks(text: str) -> int | Literal["auto"]:

@@ -213,8 +213,12 @@ class RecomputedLayer:
         self._hidden = self._hold("inputs", hidden.detach())
         given, self._given_states = self._given_states, {}
         self._states = {
-            key: (self._hold("states {} {} {}".format(*key), state.detach()), state.requires_grad)
-            for key, state in given.items()
+            # Those of all layers are of a kind, so that a chunk's lie beside each other.
+            (kind, layer, at): (
+                self._hold(f"{kind} states {at}", state.detach()),
+                state.requires_grad,
+            )
+            for (kind, layer, at), state in given.items()
         }
         rest = tree_map_only(Tensor, _detach, _without_shared_keys(_without_hidden(args, kwargs)))
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)

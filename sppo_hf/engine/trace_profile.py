@@ -57,7 +57,7 @@ from sppo_hf.engine.mask import MaskMeaning
 from sppo_hf.engine.matmul_operations import operation, storage_key, tensors_in
 from sppo_hf.engine.recurrent_state import StateCache
 from sppo_hf.engine.selective import NeedlessRecorder, SelectiveRecorder
-from sppo_hf.engine.stage_message import SHARED_KEYS
+from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout
 from sppo_hf.engine.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.config_file import check_sizes, to_fields
@@ -180,15 +180,20 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
     embedding: Any = parts.causal_lm.get_input_embeddings()
     # Kinds that differ in nothing that is counted are one.
     alike = {layer: layer for layer in traced.values()}
+    layers = tuple(alike[traced[kind]] for kind in kinds)
+    messages = MessageLayout.of(parts, layers)
     return ModelProfile(
         training=training,
-        layers=tuple(alike[traced[kind]] for kind in kinds),
+        layers=layers,
         vocab_size=head.weight.shape[0],
         tied=head.weight is embedding.weight,
         max_positions_tokens=rotary_limit_tokens(parts.text_config),
         outer_weights=weights,
         outer_adapter_weights=adapters,
         encoder_weights=encoders,
+        message_elements=()
+        if messages.is_hidden_alone
+        else tuple(map(messages.width, range(len(layers)))),
     )
 
 
@@ -432,6 +437,8 @@ def _trace_layer(
         for count in fields(_Counts)
     }
     # Gradients have no part that does not grow with the tokens, so one run will do.
+    few, many = (run.graph_nodes() for run in runs)
+    added = (many - few) / (lengths[1] - lengths[0])
     backward = round(runs[1].backward_flops() / lengths[1])
     weights, adapters = _count(calls[0].layer.named_parameters())
     keys = runs[1].keys
@@ -444,6 +451,8 @@ def _trace_layer(
         window=keys.window,
         borrows_keys=keys.borrowed,
         state_bytes=sum(state.nbytes for state in runs[1].states.values()),
+        graph_nodes=round(few - added * lengths[0]),
+        graph_nodes_per_1024=round(1024 * added),
         scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
         **per_token,
         largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
@@ -779,6 +788,17 @@ class _Run:
     def states(self) -> States:
         """What the layer's mixers have left."""
         return self._states.after
+
+    def graph_nodes(self) -> int:
+        """Counts the nodes of the graph that `forward` has left; before `backward_flops`."""
+        ends = [x.grad_fn for x in (self._out, *self.states.values()) if x.grad_fn is not None]
+        found: set[Any] = set(ends)
+        while ends:
+            behind = {node for node, _ in ends.pop().next_functions if node is not None} - found
+            found |= behind
+            ends += behind
+        # Those of parameters there are once, for all chunks.
+        return sum("AccumulateGrad" not in node.name() for node in found)
 
     def backward_flops(self) -> int:
         """Runs the layer's backward and counts; after `forward`."""

@@ -132,11 +132,11 @@ class TrainerEvaluation:
 
     def _is_token_wise_on_noise(self, function: Any, engine: Engine, labels_BT: Tensor) -> bool:
         """Whether a function treats tokens one by one, tried on a few of random logits."""
-        parameter = next(engine.parts.causal_lm.parameters())
-        labels_1M = labels_BT[:1, :8].to(parameter.device)
+        device, dtype = self._trainer.accelerator.device, engine.parts.causal_lm.dtype
+        labels_1M = labels_BT[:1, :8].to(device)
         vocab = engine.parts.text_config.vocab_size
         with _same_random_numbers():
-            logits_1MV = torch.randn(*labels_1M.shape, vocab).to(parameter)
+            logits_1MV = torch.randn(*labels_1M.shape, vocab).to(device, dtype)
             try:
                 self._in_two_parts(function, logits_1MV, labels_1M)
             except NotTokenWise:
@@ -341,7 +341,8 @@ class TrainerEvaluation:
     def _check_room(self, engine: Engine, batch_rows: int, total_tokens: int) -> None:
         """Raises BudgetError where whole logits of a batch do not fit."""
         trainer = self._trainer
-        device = next(engine.parts.causal_lm.parameters()).device
+        # Where batches go; weights may rest on the host.
+        device = trainer.accelerator.device
         need, budget = engine.plans.need_for_logits(batch_rows, total_tokens, device)
         vocab = engine.parts.text_config.vocab_size
         values = batch_rows * total_tokens * vocab

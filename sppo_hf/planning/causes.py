@@ -50,6 +50,7 @@ class Cause(StrEnum):
     PRODUCTS = "products", "matrix products", "with layer inputs and attention outputs", "", 0.4
     INPUTS = "skeletons", "layer inputs", "and attention outputs, to recompute the rest", "", 0.7
     HIDDEN = "hidden", "hidden states", "at the final norm and the loss, embeddings", "#56B4E9"
+    GRAPH = "graph", "graph", "autograd's nodes, where host memory is the device's", "#8C6BB1"
     MESSAGES = "messages", "messages", "between stages, sent or received", "#B5B5B5"
     LOGITS_TILE = "logits_tile", "logits", "of one tile of the loss", "#D55E00"
     WORKSPACE = "workspace", "temporaries", "of the running layer", "#F0E442"

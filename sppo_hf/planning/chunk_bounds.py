@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -218,6 +219,7 @@ def balanced_bounds(
     return _pairs(_rounded(ends, total_tokens, round_to_tokens))
 
 
+@lru_cache(maxsize=256)
 def auto_bounds(
     cost: PrefixCost, total_tokens: int, *, target_tokens: int, partition: str
 ) -> Bounds:

@@ -302,11 +302,10 @@ class ModelCost:
 
     def frame_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
         """Bytes of every frame, by chunk of so many tokens and layer."""
-        layers = range(len(self._kinds))
-        by_length = {
-            tokens: [self.frame_bytes(layer, tokens, saved) for layer in layers]
-            for tokens in {*lengths}
-        }
+        kinds, by_length = {*self._kinds}, dict[int, list[int]]()
+        for tokens in {*lengths}:
+            sizes = {kind: self.frame_bytes(kind, tokens, saved) for kind in kinds}
+            by_length[tokens] = [sizes[kind] for kind in self._kinds]
         return [by_length[tokens] for tokens in lengths]
 
     def kv_bytes(self, layer: int, tokens: int) -> int:

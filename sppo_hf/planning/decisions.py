@@ -27,9 +27,19 @@ LayerModes = tuple[tuple[FrameMode, ...], ...]
 
 
 def layer_modes_of(rows: Sequence[Sequence[FrameMode]], *, by_layer: bool) -> LayerModes:
-    """Returns `layer_modes` of rows that are those of chunks, or by layer those of layers."""
+    """Returns `layer_modes` of rows that are those of chunks, or by layer those of layers.
+
+    Rows that are equal are one object, which readers need to look at only once.
+    """
     chosen = zip(*rows, strict=True) if by_layer else rows
-    return tuple(map(tuple, chosen))
+    seen: dict[tuple[int, ...], tuple[FrameMode, ...]] = {}
+    return tuple(seen.setdefault(tuple(map(id, row)), tuple(row)) for row in chosen)
+
+
+def modes_used(layer_modes: LayerModes) -> frozenset[FrameMode]:
+    """Returns the modes that there are among all frames."""
+    rows = {id(row): row for row in layer_modes}
+    return frozenset({id(mode): mode for row in rows.values() for mode in row}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

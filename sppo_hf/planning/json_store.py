@@ -11,7 +11,15 @@ import json
 import os
 import re
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 def cache_folder(kind: str) -> Path:
@@ -60,3 +68,47 @@ def write_beside(path: Path, text: str) -> Path:
     ) as file:
         file.write(text)
     return Path(file.name)
+
+
+@contextmanager
+def one_at_a_time(path: Path, *, most_seconds: float) -> Iterator[None]:
+    """Lets one process of a machine at a time make a file, so that the others find it made.
+
+    The lock is the operating system's, on a file beside `path`, and ends with the process that has
+    it, however that ends. Who has waited `most_seconds` goes on without it, and so does everybody
+    where nothing can be locked: the file is then made more than once.
+    """
+    lock = path.with_suffix(".lock")
+    until = time.monotonic() + most_seconds
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        locked = _locked(descriptor, until)
+        yield
+        if locked:
+            with suppress(OSError):
+                lock.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, until: float) -> bool:
+    """Whether a lock could be had in time."""
+    while fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK_EVERY_SECONDS)
+        except OSError:  # no locks on this filesystem
+            return False
+    return False
+
+
+_LOOK_EVERY_SECONDS = 0.05

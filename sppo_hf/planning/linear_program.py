@@ -81,10 +81,8 @@ class Rows:
 
     def add(self, terms: Sequence[tuple[int, float]], bound: float) -> None:
         """Adds one row: (column, factor) terms, no column twice, and its bound."""
-        for column, factor in terms:
-            if factor:
-                self.columns.append(column)
-                self.data.append(factor)
+        self.columns += [column for column, factor in terms if factor]
+        self.data += [factor for _, factor in terms if factor]
         self.starts.append(len(self.data))
         self.bounds.append(bound)
 

@@ -126,13 +126,13 @@ class StepProgram:
     @cached_property
     def modes(self) -> Bytes:
         """[chunks, layers] Index of each frame's mode in `ALL_MODES`: tier by tier."""
-        rows: dict[int, list[int]] = {}
-        index = {id(mode): at for at, mode in enumerate(ALL_MODES)}
-        for row in self.decisions.layer_modes:
-            # Modes are shared constants, and rows are often the same object.
-            if id(row) not in rows:
-                rows[id(row)] = [index[id(mode_of(m.saved, m.tier))] for m in row]
-        return np.array([rows[id(row)] for row in self.decisions.layer_modes], dtype=np.int64)
+        chunks = self.decisions.layer_modes
+        # Modes are shared constants, and rows are often the same object.
+        rows = {id(row): row for row in chunks}
+        number = {id(mode): at for at, mode in enumerate(ALL_MODES)}
+        numbers = [[number[id(mode_of(m.saved, m.tier))] for m in row] for row in rows.values()]
+        place = {row: at for at, row in enumerate(rows)}
+        return np.array(numbers, dtype=np.int64)[[place[id(row)] for row in chunks]]
 
     @cached_property
     def tiers(self) -> Bytes:
@@ -330,10 +330,11 @@ class StepProgram:
         standing: dict[Tier, dict[Cause, int]] = {tier: {} for tier in TIERS}
         standing["device"] = dict(tables.standing)
         behind = tiers_behind_host()
-        through = self.away_bytes[np.isin(self.tiers, [list(TIERS).index(t) for t in behind])]
+        away = self.tiers[self.away_bytes > 0]
+        through = any((away == list(TIERS).index(tier)).any() for tier in behind)
         host = standing["host"]
         host.update(tables.resting)
-        if what.kv_tier in behind or through.any() or self.kv_bytes(*behind).any():
+        if what.kv_tier in behind or through or self.kv_bytes(*behind).any():
             # A region through which bytes pass on their way to a tier behind the host and back.
             host[Cause.COPIES] = what.staging_bytes
         if tables.device_kind == "cuda":
@@ -665,6 +666,9 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         given = points.lay(0, 0, given)
         given[-1] += embedded_back
         device[Cause.HIDDEN] = _running(0, taken, given)
+    graph = tables.of_layers(tables.graph)
+    if graph.any():
+        device[Cause.GRAPH] = _running(0, points.lay(graph, 0, 0), points.lay(0, 0, graph))
     # Casts of trained weights, which autocast keeps until forward ends.
     casts = np.zeros(points.count, dtype=np.int64)
     casts[: points.num_forward] = tables.shape.cached_cast_bytes

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 
 import sppo_hf
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.json_store import keyed_path, write_whole
+from sppo_hf.planning.json_store import keyed_path, one_at_a_time, write_whole
 from sppo_hf.planning.lora import ALL_LINEAR, LoraShape
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,10 @@ THIN = 8
 
 Thin products are computed again rather than kept."""
 
-_FORMAT = 4
+_FORMAT = 5
+
+_TRACED_WITHIN_SECONDS = 60.0
+"""Tracing takes seconds; who waits longer for another process traces too."""
 
 _Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
 
@@ -143,6 +146,13 @@ class LayerProfile:
     state_bytes: int = 0
     """States that a recurrent or convolutional mixer hands to the next chunk, of one row."""
 
+    graph_nodes: int = 0
+    """Nodes of autograd's graph of the layer over one chunk, parameters' left out; without those
+    that its tokens add. They take host memory whatever becomes of the tensors."""
+
+    graph_nodes_per_1024: int = 0
+    """Nodes that 1,024 tokens of a chunk add: a scan in torch code loops over blocks."""
+
     scans: bool = False
     """A mixer runs a recurrence over the tokens; otherwise its only states are a convolution's."""
 
@@ -216,6 +226,10 @@ class ModelProfile:
     """Of the outer weights, those of encoders of images and sound, which no text gives gradients.
     """
 
+    message_elements: tuple[int, ...] = ()
+    """By layer, elements of a token that a pipeline's stage is given which begins with it; empty
+    where that is one hidden state."""
+
 
 Tracer = Callable[[Any, Training], ModelProfile]
 """Makes the profile of a config, of Transformers or with the fields of a `config.json`."""
@@ -240,12 +254,17 @@ def find_profile(config: object, training: Training, trace: Tracer) -> ModelProf
     found = _derived(_read(path), training)
     if found is not None:
         return found
-    profile = trace(config, training)
-    try:
-        write_whole(path, profiles_to_json(digest, (profile,)))
-    except OSError as error:
-        logger.info("The model's profile cannot be kept in %s: %s", path, error)
-    return profile
+    # Ranks of a machine ask at once: one of them traces, and the others read what it has kept.
+    with one_at_a_time(path, most_seconds=_TRACED_WITHIN_SECONDS):
+        found = _derived(_read(path), training)
+        if found is not None:
+            return found
+        profile = trace(config, training)
+        try:
+            write_whole(path, profiles_to_json(digest, (profile,)))
+        except OSError as error:
+            logger.info("The model's profile cannot be kept in %s: %s", path, error)
+        return profile
 
 
 def config_digest(config: object) -> str:
@@ -293,13 +312,19 @@ def _from_dict(entry: dict[str, Any]) -> ModelProfile:
     kinds: list[LayerProfile] = [LayerProfile(**kind) for kind in entry.pop("kinds")]
     indices: list[int] = entry.pop("layers")
     layers = tuple(kinds[index] for index in indices)
+    message_elements = tuple(entry.pop("message_elements"))
     training = entry.pop("training")
     lora = training.pop("lora")
     if lora is not None:
         if lora["targets"] != ALL_LINEAR:
             lora["targets"] = tuple(lora["targets"])
         lora = LoraShape(**lora)
-    return ModelProfile(training=Training(**training, lora=lora), layers=layers, **entry)
+    return ModelProfile(
+        training=Training(**training, lora=lora),
+        layers=layers,
+        message_elements=message_elements,
+        **entry,
+    )
 
 
 def _derived(known: tuple[ModelProfile, ...], training: Training) -> ModelProfile | None:

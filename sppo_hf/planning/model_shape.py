@@ -112,6 +112,10 @@ class ModelShape:
     """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
     of each in a step. None where nothing does."""
 
+    message_elements: tuple[int, ...] = ()
+    """By layer, elements of a token that a stage is given which begins with it; empty where that is
+    one hidden state."""
+
     sp: int = 1
     """Sequence-parallel ranks that share every chunk. FLOPs are of all of them, weights and their
     gradients on each; what tokens take on one of them is said by `one_rank`."""
@@ -164,6 +168,7 @@ class ModelShape:
             max_positions_tokens=profile.max_positions_tokens,
             lora=lora,
             parameter_bytes=size,
+            message_elements=profile.message_elements,
         )
 
     def resting_on_host(self, *, weights: bool, optimizer: bool) -> ModelShape:
@@ -400,6 +405,11 @@ class ModelShape:
                     whole_bytes=layer.whole_bytes + returned,
                 )
         return replace(self, layers=tuple(made[layer] for layer in self.layers), sp=1)
+
+    def message_bytes_per_token(self, layer: int) -> int:
+        """What a stage that begins with a layer is given, and whose gradient it gives back."""
+        elements = self.message_elements[layer] if self.message_elements else self.hidden_size
+        return elements * (self.parameter_bytes or self.dtype_bytes)
 
     def state_bytes(self, layer: int) -> int:
         """States that one row of a chunk is given by the chunk before, which its frame holds."""

@@ -255,12 +255,12 @@ class PipelineCost:
         """Returns what is saved of a chunk in all layers of a stage."""
         return int(self._frames[stage, chunk])
 
-    def message_bytes(self, chunk: int) -> int:
-        """Returns the bytes that pass between stages for a chunk, each way."""
+    def message_bytes(self, stage: int, chunk: int) -> int:
+        """Returns the bytes that a stage is given for a chunk, and gives back as their gradient."""
         start, end = self.bounds[chunk]
-        shape, tokens = self.cost.shape, self.cost.shape.own_tokens(end - start)
-        size = shape.parameter_bytes or shape.dtype_bytes
-        return self.cost.batch_rows * tokens * shape.hidden_size * size
+        shape = self.cost.shape
+        rows = self.cost.batch_rows * shape.own_tokens(end - start)
+        return rows * shape.message_bytes_per_token(self.stages[stage][0])
 
     def rate(self, rank: int, other: int) -> float:
         """Returns the bytes per second between two ranks, each way."""
@@ -279,7 +279,8 @@ class PipelineCost:
         kind, stage, unit, _, _ = message.send
         chunk = unit % len(self.bounds)
         if kind in ("SEND_F", "SEND_B"):
-            return int(self.message_bytes(chunk) * message.share)
+            given = stage + (kind == "SEND_F")
+            return int(self.message_bytes(given, chunk) * message.share)
         sizes = self._kv if kind == "SEND_KV" else self._dkv
         end = message.used if kind == "SEND_KV" else message.made
         return int(int(sizes[stage, chunk]) * message.share * self._copies(end))
@@ -295,7 +296,7 @@ class PipelineCost:
     def _timed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> float:
         if kind in ("SEND_F", "SEND_B"):
             other = stage + (1 if kind == "SEND_F" else -1)
-            return self.message_bytes(chunk) / self.rate(
+            return self.message_bytes(max(stage, other), chunk) / self.rate(
                 self.stage_ranks[stage], self.stage_ranks[other]
             )
         if kind == "REDUCE_GRAD":
@@ -540,18 +541,20 @@ class PipelineCost:
 
         What a forward received becomes part of its frame; what a backward received ends with it.
         """
-        cause, size = Cause.MESSAGES, self.message_bytes(chunk)
+        cause = Cause.MESSAGES
         back = kind in ("B", "I", "SEND_B")
         target, source = (stage - 1, stage + 1) if back else (stage + 1, stage - 1)
         here = f"{self.stage_ranks[stage]}.device"
         if kind in ("SEND_F", "SEND_B"):
+            size = self.message_bytes(max(stage, target), chunk)
             yield Change(f"{self.stage_ranks[target]}.device", cause, size)
             yield Change(here, cause, -size, "end")
         elif kind in ("F", "B", "I"):
             if self._other_rank(stage, source):
+                size = self.message_bytes(max(stage, source), chunk)
                 yield Change(here, cause, -size, "end" if back else "start")
             if self._other_rank(stage, target):
-                yield Change(here, cause, size, "end")
+                yield Change(here, cause, self.message_bytes(max(stage, target), chunk), "end")
 
     def _other_rank(self, stage: int, other: int) -> bool:
         inside = 0 <= other < len(self.stages)

@@ -35,7 +35,7 @@ from sppo_hf.planning.chunk_bounds import (
     partitions_of,
 )
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.decisions import Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
@@ -159,7 +159,7 @@ def limit_warnings(
             f"sequences of {total_tokens:,} tokens are longer than the {limit:,} positions "
             "this model was made for; expect poor quality unless its rotary scaling is changed"
         )
-    modes = {mode for row in decisions.layer_modes for mode in row}
+    modes = modes_used(decisions.layer_modes)
     for over in over_budget(predicted, budgets):
         have = budgets.of(over.tier) or 0
         total = have + over.missing_bytes
@@ -200,7 +200,7 @@ def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
     return f"most of it {cause}, {format_bytes(size)}"
 
 
-def _remedy(modes: set[FrameMode], tier: Tier) -> str:
+def _remedy(modes: frozenset[FrameMode], tier: Tier) -> str:
     if tier == "device" and not all(mode.recompute for mode in modes):
         return "recompute='full' holds less"
     if tier == "device" and not all(mode.offload for mode in modes):

@@ -421,33 +421,57 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     config, kind = placed[0].config, placed[0].device.kind
     there = [name for name, tier in TIERS.items() if tier.is_there(config, kind)]
     unlimited = all(budgets.of(tier) is None for tier in there)
+    most_cuts = len(partitions_of(config))
+    costs = [_cost_of(question, plan) for question in placed]
+    fitted = 0
 
     def possible(tokens: int) -> bool:
-        return unlimited or any(
-            fits(estimate(question.shape, d, device_kind=question.device.kind), plan.budgets)
-            for question in placed
-            for d in _smallest(
-                question, plan, tokens, most_cuts=len(partitions_of(question.config))
-            )
-        )
+        nonlocal fitted
+        if unlimited:
+            return True
+        bases = [
+            (question, cost, base)
+            for question, cost in zip(placed, costs, strict=True)
+            for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
+        ]
+        # What fitted at another length is tried first: it most likely fits again.
+        for at in sorted(range(len(bases)), key=lambda at: at != fitted):
+            question, cost, base = bases[at]
+            smallest = _least(question, cost, budgets, base)
+            if fits(estimate(cost.shape, smallest, device_kind=kind), budgets):
+                fitted = at
+                return True
+        return False
 
     return longest(possible)
 
 
-def _smallest(
-    question: PlanRequest, plan: Plan, total_tokens: int, *, most_cuts: int | None = None
+def _smallest(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:
+    """Yields what holds least of all that the settings allow, by order, cut and place of K/V."""
+    cost = _cost_of(question, plan)
+    for base in _bases(question, cost, plan, total_tokens):
+        yield _least(question, cost, plan.budgets, base)
+
+
+def _bases(
+    question: PlanRequest,
+    cost: ModelCost,
+    plan: Plan,
+    total_tokens: int,
+    *,
+    most_cuts: int | None = None,
 ) -> Iterator[Decisions]:
-    """Yields what holds least of all that the settings allow, by order, cut and place of K/V.
+    """Yields all orders, cuts and places of K/V that the settings allow, modes of frames left open.
 
     Args:
         question: what is asked, weights and optimizer placed.
+        cost: of its shape.
         plan: made for it, at any length.
         total_tokens: length of the rows.
         most_cuts: how many ways to cut, shortest chunks first and of each length by all that
             `partitions_of` gives; None for all.
     """
     config, kind = question.config, question.device.kind
-    cost = replace(_cost(plan), shape=question.shape)
     choices = read_choices(config, question.device)
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
     chooses = config.offload_chooses
@@ -463,11 +487,16 @@ def _smallest(
         bases += tiled_layers(batch, total_tokens, plan.num_layers, tiles)
     for base in bases:
         for kv_mode in kv_modes_of(cost.shape, base, choices)[: 1 if chooses else None]:
-            placed = with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
-            if set_by_rule(config, question.device):
-                yield _ruled(config, cost, placed, choices)
-            else:
-                yield min_memory(cost, placed, plan.budgets, choices, kind)
+            yield with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
+
+
+def _least(question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions) -> Decisions:
+    """Returns one of `_bases` with the modes that hold least."""
+    config = question.config
+    choices = read_choices(config, question.device)
+    if set_by_rule(config, question.device):
+        return _ruled(config, cost, base, choices)
+    return min_memory(cost, base, budgets, choices, question.device.kind)
 
 
 def _ruled(config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices) -> Decisions:
@@ -511,6 +540,11 @@ def _batch(plan: Plan, config: SPPOConfig) -> Batch:
         staging_bytes=plan.staging_bytes,
         layer_tile_tokens=plan.layer_tile_tokens if named else 0,
     )
+
+
+def _cost_of(question: PlanRequest, plan: Plan) -> ModelCost:
+    """The plan's costs, of the question's shape: weights and optimizer may rest elsewhere."""
+    return replace(_cost(plan), shape=question.shape)
 
 
 def _cost(plan: Plan) -> ModelCost:

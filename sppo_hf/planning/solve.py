@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, FrameMode, Saved, mode_of
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
+from sppo_hf.planning.decisions import (
+    Decisions,
+    KVMode,
+    LayerModes,
+    layer_modes_of,
+    modes_used,
+)
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
@@ -144,19 +150,26 @@ def _as_far_as_possible(
     room = {tier: _room_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
     places: dict[Tier, float] = {}
     # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
-    of_chunks = cost.frame_sizes(base.chunk_lengths, saved)
-    sizes = [[of_chunks[chunk][layer] for chunk, layer in base.units(slot)] for slot in base.slots]
+    sizes: list[Sequence[int]] = [*cost.frame_sizes(base.chunk_lengths, saved)]
+    if base.by_layer:
+        sizes = [*zip(*sizes, strict=True)]
     total = float(sum(map(sum, sizes)))
     if "device" in choices.tiers:
         places["device"] = max(0.0, total - sum(room.values()))
     for tier in away:
         places[tier] = room[tier]
+    overfull = next(iter(places))
     rows: list[tuple[FrameMode, ...]] = []
     for frames in reversed(sizes):
         whole, size = _next_place(places, 0), sum(frames)
         if places[whole] >= size:
             places[whole] -= size
             rows.append((mode_of(saved, whole),) * len(frames))
+            continue
+        if _next_place(places, min(frames)) == overfull and places[overfull] <= 0:
+            # Nowhere is room for any of them.
+            places[overfull] -= size
+            rows.append((mode_of(saved, overfull),) * len(frames))
             continue
         row: list[FrameMode] = []
         for size in reversed(frames):
@@ -210,7 +223,7 @@ def with_lookahead(
     cost: ModelCost, base: Decisions, modes: LayerModes, *, frames: int
 ) -> Decisions:
     """Returns `base` with other modes, and room for so many of their frames on their way."""
-    away: set[Saved] = {m.saved for row in modes for m in row if m.offload}
+    away: set[Saved] = {mode.saved for mode in modes_used(modes) if mode.offload}
     ahead = lookahead_bytes(cost, base, away, frames)
     return looking_ahead(cost, replace(base, layer_modes=modes), ahead)
 
@@ -289,12 +302,12 @@ def solve(
         device_kind: "cpu" or "cuda".
     """
     solved, bound = False, 0.0
+    broken: list[list[BudgetViolation]] = []
     for kv_mode in kv_modes_of(cost.shape, base, choices):
         placed = with_kv(base, kv_mode, cost.shape, budgets, device_kind)
         least = min_memory(cost, placed, budgets, choices, device_kind)
-        if base.training and not fits(
-            estimate(cost.shape, least, device_kind=device_kind), budgets
-        ):
+        broken.append([*over_budget(estimate(cost.shape, least, device_kind=device_kind), budgets)])
+        if base.training and broken[-1]:
             continue
         # By layer, one program has all that may become of K/V.
         mixed: list[tuple[str, Decisions, float]] = []
@@ -322,7 +335,10 @@ def solve(
                 best = solution
     if best is not None:
         return best
-    return first_limit(cost, base, budgets, choices, device_kind=device_kind)
+    # Where K/V wait so that least is missing over all tiers; there, what is missing most.
+    closest = min(broken, key=lambda limits: sum(limit.missing_bytes for limit in limits))
+    assert closest, "what does not fit breaks a limit"
+    return max(closest, key=lambda limit: limit.missing_bytes)
 
 
 def play(
@@ -403,27 +419,6 @@ def fixed_policy(
     kv_bytes = int(tables.of_layers(tables.kv_out_forward).sum())
     modes = OFFLOAD_POLICIES[policy](cost, base, saved, away, kv_bytes)
     return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
-
-
-def first_limit(
-    cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices, *, device_kind: str
-) -> BudgetViolation:
-    """Returns what breaks first when as little as possible is held, and where."""
-    broken: list[list[BudgetViolation]] = []
-    for kv_mode in kv_modes_of(cost.shape, base, choices):
-        least = min_memory(
-            cost,
-            with_kv(base, kv_mode, cost.shape, budgets, device_kind),
-            budgets,
-            choices,
-            device_kind,
-        )
-        predicted = estimate(cost.shape, least, device_kind=device_kind)
-        broken.append(list(over_budget(predicted, budgets)))
-    # Where K/V wait so that least is missing over all tiers; there, what is missing most.
-    closest = min(broken, key=lambda limits: sum(limit.missing_bytes for limit in limits))
-    assert closest, "what does not fit breaks a limit"
-    return max(closest, key=lambda limit: limit.missing_bytes)
 
 
 def _mixed(
@@ -539,7 +534,8 @@ def _settled(
     cost: ModelCost, decisions: Decisions, budgets: Budgets, device_kind: str
 ) -> Decisions:
     """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
-    away: set[Saved] = {m.saved for row in decisions.layer_modes for m in row if m.offload}
+    used = modes_used(decisions.layer_modes)
+    away: set[Saved] = {mode.saved for mode in used if mode.offload}
     if not away:
         return looking_ahead(cost, decisions, 0)
     least = lookahead_bytes(cost, decisions, away, _FRAMES_AHEAD)

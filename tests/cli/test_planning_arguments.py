@@ -16,6 +16,7 @@ from sppo_hf.cli.planning_arguments import (
     Place,
     PlanningArguments,
     echo_json,
+    nearest_names,
     parse_tokens,
     read_model,
 )
@@ -177,7 +178,7 @@ def test_a_hub_id_downloads_the_configuration_alone(
     file = write_config(tmp_path, TINY)
     asked: list[tuple[str, str]] = []
 
-    def download(repo_id: str, filename: str) -> str:
+    def download(repo_id: str, filename: str, *, local_files_only: bool) -> str:
         asked.append((repo_id, filename))
         return file
 
@@ -194,22 +195,46 @@ _RESPONSE: Any = SimpleNamespace(headers={}, request=None)
     [
         (errors.GatedRepoError("gated", response=_RESPONSE), "hf auth login"),
         (errors.RepositoryNotFoundError("404", response=_RESPONSE), "check the name"),
-        (errors.LocalEntryNotFoundError("offline"), "path of a config.json"),
+        (ValueError("the client's client"), "path of a config.json"),
         (errors.RemoteEntryNotFoundError("none", response=_RESPONSE), "Transformers' format"),
         (errors.HfHubHTTPError("500 error", response=_RESPONSE), "500 error"),
-        (OSError("no route"), "no route"),
+        (OSError("no route"), "cannot be reached"),
     ],
 )
 def test_hubs_that_do_not_answer(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def download(repo_id: str, filename: str) -> str:
+    def ask(url: str, *, timeout: float) -> str:
+        asked.append(timeout)
         raise error
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    asked: list[float] = []
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
     with pytest.raises(ConfigError, match="meta-llama/Llama-3") as raised:
         read_model("meta-llama/Llama-3.1-8B")
     assert said in str(raised.value)
+    # Its client, which would ask for a minute where nobody answers, was not let to.
+    assert len(asked) == 1
+    assert asked[0] <= 5
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lama-3.1-8b", "llama-3.1-8b"),
+        ("meta-lama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("Qwen/Qwn3-4B", "Qwen/Qwen3-4B"),
+        ("gemma-3-27b", "google/gemma-3-27b-it"),
+    ],
+)
+def test_a_misspelt_name_is_told_the_nearest_ones(typed: str, meant: str) -> None:
+    assert meant in nearest_names(typed)
+    with pytest.raises(ConfigError, match=f"'{typed}'.*{meant}"):
+        read_model(typed)
+
+
+def test_names_like_nothing_are_not_guessed() -> None:
+    assert nearest_names("zzz/own-private-thing") == []
 
 
 def test_offline_for_real() -> None:

@@ -350,6 +350,23 @@ def test_metrics_that_need_more_room_are_refused_before_training(tmp_path, funct
     assert steps.ended == 0
 
 
+def test_room_is_asked_for_where_batches_go(tmp_path, monkeypatch):
+    """Weights may rest on the host, where the first parameter then is."""
+    trainer = _trainer(tmp_path, SPPOPlugin(SETTINGS), compute_metrics=accuracy)
+    trainer.evaluate()
+    engine = get_engine(trainer.model)
+    asked = []
+
+    def need(batch_rows, total_tokens, device):
+        asked.append(device)
+        return 0, None
+
+    monkeypatch.setattr(engine.plans, "need_for_logits", need)
+    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("cuda", 3))
+    TrainerEvaluation(trainer).before_training()
+    assert asked == [torch.device("cuda", 3)]
+
+
 def test_a_function_of_tokens_runs_where_whole_logits_have_no_room(tmp_path):
     watched = Watched(argmax)
     trainer, _ = _large_trainer(

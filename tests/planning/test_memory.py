@@ -21,7 +21,7 @@ from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.memory import check_budget
+from sppo_hf.planning.memory import GRAPH_NODE_BYTES, check_budget
 from sppo_hf.planning.memory_snapshots import MemoryEstimate
 from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape
@@ -243,3 +243,26 @@ def test_wide_adapters_compute_beside_what_they_are_added_to() -> None:
     assert narrow == 600 * 2 * (2 * 14_336 + 2 * 4096)
     assert wide == narrow + 600 * 3 * 4 * 14_336
     assert workspace(autocast=True) == workspace(targets=("q_proj",)) == narrow
+
+
+def test_the_graph_takes_memory_of_a_cpu_from_forward_to_backward() -> None:
+    """Whatever becomes of the tensors, and however many rows there are."""
+    layers = tuple(
+        replace(layer, graph_nodes=400, graph_nodes_per_1024=256) for layer in SHAPE.layers
+    )
+    shape = replace(SHAPE, layers=layers)
+    bounds = ((0, 512), (512, 1536))
+    nodes = (400 + 128, 400 + 256)
+
+    def held(kind: str, **others: Any) -> list[int]:
+        what = decided(RECOMPUTE, bounds, **others)
+        moments = estimate(shape, what, device_kind=kind).moments
+        return [moment.device[Cause.GRAPH] for moment in moments]
+
+    first, both = (GRAPH_NODE_BYTES * 32 * n for n in (nodes[0], sum(nodes)))
+    last = GRAPH_NODE_BYTES * nodes[0]
+    # Both forwards, begin and end of the second's backward, begin and end of the first's.
+    expected = [first, both, both, first + GRAPH_NODE_BYTES * nodes[1], first, last]
+    assert held("cpu") == held("cpu", rows=3) == expected
+    assert not any(held("cuda"))
+    assert not any(held("cpu", training=False))

@@ -1,6 +1,8 @@
 """Profiles that are shipped, kept, derived, or traced; a tracer that counts stands for torch."""
 
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +86,52 @@ def test_where_nothing_can_be_kept_it_is_traced_each_time(
     trace = Tracer()
     assert find_profile(llama_config(), HALF, trace) == find_profile(llama_config(), HALF, trace)
     assert trace.calls == 2
+
+
+class SlowTracer(Tracer):
+    """Waits inside until it is let on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.let_on = threading.Event(), threading.Event()
+
+    def __call__(self, config: object, training: Training) -> ModelProfile:
+        self.inside.set()
+        assert self.let_on.wait(30)
+        return super().__call__(config, training)
+
+
+def test_of_several_that_ask_at_once_one_traces(home: Path) -> None:
+    slow, other, found = SlowTracer(), Tracer(), list[ModelProfile]()
+
+    def ask(trace: Tracer) -> None:
+        found.append(find_profile(llama_config(), HALF, trace))
+
+    first = threading.Thread(target=ask, args=(slow,))
+    first.start()
+    assert slow.inside.wait(30)
+    others = [threading.Thread(target=ask, args=(other,)) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    time.sleep(0.2)
+    assert not found, "the others wait"
+    slow.let_on.set()
+    for thread in (first, *others):
+        thread.join(30)
+    assert (slow.calls, other.calls, len(found)) == (1, 0, 3)
+    assert not list((home / "sppo_hf" / "models").glob("*.lock"))
+
+
+def test_nobody_waits_for_ever_for_one_that_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sppo_hf.planning.model_profile._TRACED_WITHIN_SECONDS", 0.1)
+    slow, other = SlowTracer(), Tracer()
+    stuck = threading.Thread(target=find_profile, args=(llama_config(), HALF, slow))
+    stuck.start()
+    assert slow.inside.wait(30)
+    find_profile(llama_config(), HALF, other)
+    assert other.calls == 1
+    slow.let_on.set()
+    stuck.join(30)
 
 
 def test_other_versions_have_other_profiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_messages_take_a_buffer_at_both_ends_for_as_long_as_they_pass() -> None:
     rate = 1e9
     schedule, costs = made("seq1f1b", Size(3, 2, 4), link_bytes_per_second=rate)
     timeline = run(schedule, costs)
-    longest = max(costs.message_bytes(chunk) for chunk in range(4))
+    longest = max(costs.message_bytes(1, chunk) for chunk in range(4))
     for rank in range(3):
         curve = timeline.curves_by_cause(f"{rank}.device")["messages"]
         assert curve[-1][1] == 0
@@ -214,6 +214,26 @@ def test_messages_take_a_buffer_at_both_ends_for_as_long_as_they_pass() -> None:
         assert longest <= most <= (4 if rank == 1 else 3) * longest
     alone = run(*made("gpipe", Size(1, 2, 4)))
     assert "messages" not in alone.curves_by_cause("0.device")
+
+
+def test_messages_are_as_wide_as_what_the_stage_behind_needs() -> None:
+    """Gemma 3n and Gemma 4 give on more than a hidden state, and less with every layer."""
+    rate = 1e9
+    schedule, plain = made("seq1f1b", Size(3, 1, 2), link_bytes_per_second=rate)
+    narrow = SHAPE.hidden_size
+    widths = tuple((4 + SHAPE.num_layers - layer) * narrow for layer in range(SHAPE.num_layers))
+    wide = replace(plain, cost=replace(COST, shape=replace(SHAPE, message_elements=widths)))
+    for stage in (1, 2):
+        times = widths[plain.stages[stage][0]] / narrow
+        assert times > 4
+        for chunk in range(2):
+            assert wide.message_bytes(stage, chunk) == times * plain.message_bytes(stage, chunk)
+            for sent in (Action("SEND_F", stage - 1, chunk), Action("SEND_B", stage, chunk)):
+                assert wide.seconds(sent) == pytest.approx(times * plain.seconds(sent))
+    curve = run(schedule, wide).curves_by_cause("1.device")["messages"]
+    assert curve[-1][1] == min(size for _, size in curve) == 0
+    # What the middle rank is given is wider than what it gives on.
+    assert max(size for _, size in curve) >= wide.message_bytes(1, 0) > wide.message_bytes(2, 0)
 
 
 @pytest.mark.parametrize("name", ["seq1f1b", "zb_seq1f1b"])
