@@ -318,12 +318,13 @@ class StagePlanCache:
             return step
         known = one.prediction is not None
         mine = {s: stage_seconds(plan) for s, plan in plans.by_stage.items()} if known else None
-        everyone = all_say(mesh, (mine, plans.leaves, plans.stores))
+        everyone = all_say(mesh, (mine, plans.leaves, plans.stores, plans.streams))
         if any(seconds is None for seconds, *_ in everyone):
             return step
         stages = {s: table for seconds, *_ in everyone for s, table in (seconds or {}).items()}
-        leaves = frozenset(left for _, leaving, _ in everyone for left in leaving)
-        stores = frozenset(stored for *_, storing in everyone for stored in storing)
+        leaves = frozenset(left for _, leaving, *_ in everyone for left in leaving)
+        stores = frozenset(stored for *_, storing, _ in everyone for stored in storing)
+        streams = frozenset(stream for *_, streaming in everyone for stream in streaming)
         chunks = len(plans.bounds)
         size = torch.empty((), dtype=plans.dtype).element_size()
         row_bytes = one.batch_rows * one.shape.hidden_size * size
@@ -338,6 +339,7 @@ class StagePlanCache:
                     reduce=reduces,
                     leaves=leaves,
                     stores=stores,
+                    streams=streams,
                 ).schedule
             ),
             stages,

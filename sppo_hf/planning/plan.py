@@ -18,7 +18,7 @@ from sppo_hf.planning.choices import (
     HOLES,
     DeviceFacts,
     Places,
-    away_tiers,
+    frame_tiers,
     leaves_holes,
     named_budgets,
     read_budgets,
@@ -660,7 +660,7 @@ def _by_rule(task: _Task) -> _Decided:
     recompute_reason = "auto: least memory, and attention is never run again"
     if config.recompute != "auto":
         saved, recompute_reason = SAVED_BY_RECOMPUTE[config.recompute], "set by the user"
-    away = away_tiers(config, device)
+    away = frame_tiers(config, device)
     offload, offload_reason = bool(away), "auto: copies overlap with compute on their own streams"
     if config.offload != "auto":
         offload, offload_reason = config.offload == "full", "set by the user"

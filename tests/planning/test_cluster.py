@@ -56,6 +56,7 @@ EVERYTHING = SearchSpace(
     schedules=("1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
     partitions=("even", "flops", "bounded"),
     sharded=(False, True),
+    beyond_runtime=True,
 )
 
 

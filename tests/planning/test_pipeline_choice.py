@@ -122,7 +122,8 @@ def test_memory_decides_before_speed() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["seq1f1b", "zb_seq1f1b"])
-def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> None:
+@pytest.mark.parametrize("kv_tier", ["device", "host"])
+def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_tier: str) -> None:
     """What ranks say of their own stages gives the step that the search over layouts predicts."""
     ranks, rows, profile = 4, 3, H100.profile
     saved = {"none": "whole", "selective": "matmuls", "full": "inputs"}[recompute]
@@ -136,14 +137,16 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> 
         bounds,
         saved=saved,  # type: ignore[arg-type]
         offload="full",
+        kv_tier=kv_tier,
         link_bytes_per_second=LINK_BYTES_PER_SECOND,
     )
-    lowered = lower(schedule, leaves=costs.leaves)
+    lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
     expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
     config = SPPOConfig(
         pp_size=ranks,
         recompute=recompute,
         offload="full",
+        offload_kv="none" if kv_tier == "device" else "full",
         chunk_lengths=[4096] * 4,  # type: ignore[arg-type]
     )
     plans = [
@@ -164,7 +167,9 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> 
     message = costs.message_bytes(0) / LINK_BYTES_PER_SECOND
     seconds, idle = pipeline_step(
         lambda count: lower(
-            generate(name, Size(ranks, count, len(bounds))), leaves=lambda stage, unit: True
+            generate(name, Size(ranks, count, len(bounds))),
+            leaves=lambda stage, unit: True,
+            streams=costs.streams,
         ),
         {stage: stage_seconds(plan) for stage, plan in enumerate(plans)},
         micro_batches=rows,
@@ -176,7 +181,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> 
 
 
 def test_many_micro_batches_follow_from_few() -> None:
-    table = {"F": [1.0, 1.0], "B": [2.0, 2.0]}
+    table = {("F", None): [1.0, 1.0], ("B", None): [2.0, 2.0]}
     said = {
         count: pipeline_step(
             lambda count: lower(generate("seq1f1b", Size(4, count, 2))),

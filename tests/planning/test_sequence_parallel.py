@@ -245,10 +245,11 @@ def test_shared_units_fill_the_pipeline(frames: tuple[str, str], kv_tier: str) -
     assert mine.step_seconds < plain.step_seconds
     assert mine.bubble_fraction < plain.bubble_fraction
     if kv_tier == "device" and offload == "none":
-        # What helping takes is room for one more stage's weights and gradients, and slices of K/V.
+        # What helping takes is room for one more stage's weights and gradients, and slices of K/V;
+        # six devices divide 8 heads of which pairs share a key so that some keys are there twice.
         held = [StageWeights.of(SHAPE, layers) for layers in mine.layers]
         helping = max(weights.weights + weights.gradients for weights in held)
-        assert max(mine.peak_bytes) < 1.1 * max(plain.peak_bytes) + helping
+        assert max(mine.peak_bytes) < 1.2 * max(plain.peak_bytes) + helping
 
 
 @pytest.mark.parametrize("kv_tier", ["device", "host"])
