@@ -25,7 +25,7 @@ from sppo_hf.planning.cluster import (
     solve_cluster,
 )
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.reader import text_config
 from sppo_hf.planning.shared_units import unsharable_reason
 from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
@@ -79,8 +79,8 @@ def cluster_question(
     if link is not None:
         rate = parse_bytes(link, field="--link", total_bytes=None)
     has_disk = question.config.offload_dir is not None
-    if has_disk:
-        profile = _of_one_device(profile, devices_of_host)
+    for tier in TIERS.values():
+        profile = tier.of_one_device(profile, devices_of_host)
     cost = ModelCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
     return ClusterQuestion(
         cost=cost,
@@ -93,16 +93,6 @@ def cluster_question(
         node_bytes_per_second=profile.node_bytes_per_second,
         space=SearchSpace(frame_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
         shares_units=shared is None,
-    )
-
-
-def _of_one_device(profile: HardwareProfile, devices: int) -> HardwareProfile:
-    """What one of so many devices of a node has of its disk."""
-    tier = TIERS["disk"]
-    return dataclasses.replace(
-        profile,
-        disk_write_bytes_per_second=tier.store_rate(profile) / devices,
-        disk_read_bytes_per_second=tier.load_rate(profile) / devices,
     )
 
 

@@ -224,21 +224,19 @@ def actions_of_layout(
     layout = plan.layout
     if layout.stages == 1:
         shared = layout.sp > 1
-        made = make_plan(
+        config = launch.config
+        request = replace(
+            single,
             # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
-            launch.config.replace(order="by_chunk") if shared else launch.config,
-            replace(single.shape, sp=layout.sp),
-            device=single.device,
-            backend_name="",
-            backend_reason="",
-            batch_rows=1,
+            config=config.replace(order="by_chunk") if shared else config,
+            shape=replace(single.shape, sp=layout.sp),
             total_tokens=question.total_tokens,
-            training=True,
-            dtype_name=single.dtype_name,
+            batch_rows=1,
             accumulates=launch.accumulated > 1,
             # Of several processes none has its weights on the host by itself.
             on_host=False,
         )
+        made = make_plan(request)
         return [[str(action) for action in made.program().actions] for _ in range(layout.sp)]
     rows = question.rows // layout.replicas
     if _KINDS * rows * layout.num_chunks * layout.stages * layout.virtual > _MOST_ACTIONS:

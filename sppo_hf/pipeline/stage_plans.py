@@ -35,7 +35,7 @@ from sppo_hf.planning.pipeline_choice import (
     rule_choice,
     stage_seconds,
 )
-from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
+from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.generate import MSP
@@ -398,10 +398,9 @@ class StagePlanCache:
             shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
             if engine.group is not None:
                 shape = replace(shape, sp=engine.group.size)
-            make = functools.partial(
-                make_plan,
-                config,
-                shape,
+            request = PlanRequest(
+                config=config,
+                shape=shape,
                 device=facts,
                 backend_name=backend,
                 backend_reason=reason,
@@ -415,8 +414,8 @@ class StagePlanCache:
                 accumulates=training and self._accumulates,
             )
             try:
-                correction = learned.get(stage)
-                planned = functools.partial(make, correction=correction)
+                corrected = replace(request, correction=learned.get(stage))
+                planned = functools.partial(make_plan, corrected)
                 plans[stage] = shared_plan(planned, engine.group)
             except (BudgetError, PipelineError) as error:
                 if stage not in learned and isinstance(error, PipelineError):
@@ -429,7 +428,8 @@ class StagePlanCache:
                         "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
                     ) from error
                 # What ran so far still fits.
-                plans[stage] = shared_plan(make, engine.group)
+                planned = functools.partial(make_plan, request)
+                plans[stage] = shared_plan(planned, engine.group)
             others = other_plan_warnings(config, whole, total_tokens, training=training)
             for warning in (*plans[stage].warnings, *others):
                 if warning not in self._warned:

@@ -15,7 +15,8 @@ to its like on the other rank. Where ranks share a unit, all their devices are o
 
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
 several have the same head and divide its queries; then each holds that head's K/V whole. Where
-they cannot divide heads evenly (`shared_units.head_granules`), the one with most sets the pace.
+they cannot divide heads evenly (`shared_units.head_granules`), the one with most sets the pace; its
+K/V are counted as if they were even shares.
 
 [Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
 Frozen ones (adapters train) are on every rank. Others come from the stage's rank for a run of
@@ -291,15 +292,8 @@ class PipelineCost:
         ranks = self.shared_units.get((action.stage, action.unit % len(self.bounds)))
         if ranks is None:
             return 1.0
-        sp, count = self.cost.sp, len(ranks)
-        layers = {layer for layer in self.cost.shape.layers if layer.kv_heads_of(sp)}
-        return max(
-            (
-                count * layer.kv_heads_of(sp * count, self.granules) / layer.kv_heads_of(sp)
-                for layer in layers
-            ),
-            default=1.0,
-        )
+        heads = max(layer.num_heads for layer in self.cost.shape.layers)
+        return max(1.0, self.cost.sp * len(ranks) / max(1, heads))
 
     def _timed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> float:
         if kind in ("SEND_F", "SEND_B"):

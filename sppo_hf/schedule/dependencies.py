@@ -116,6 +116,9 @@ class DependencyGraph:
         """By position: the positions of what must be done before."""
         for action, streams in self._awaited.items():
             self.needs[self._position(action)] += map(self._position, streams)
+        for action, streams in self._streams.items():
+            for stream in streams:
+                self.needs[self._position(stream)] += self.needs[self._position(action)]
         if self._groups:
             self._share()
         if complete and any(needed and min(needed) < 0 for needed in self.needs):
@@ -192,7 +195,7 @@ class DependencyGraph:
                 lane, places = lanes[key]
             lane.append(action)
             if kind in ("O", "S") and action.part is not None and compute:
-                # Beside the unit that it is listed behind.
+                # Beside the unit that it is listed behind, so after the one before that.
                 self._streams.setdefault(compute[-1], []).append(action)
                 places.append(len(compute) - 2)
                 continue

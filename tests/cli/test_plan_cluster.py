@@ -47,43 +47,31 @@ def test_stages_share_units_where_the_runtime_can(tmp_path: Path) -> None:
     model = write_config(tmp_path, MODEL)
     question = (model, "--gpus", "2", "--seq-len", "256K", "--host-memory", "512GiB")
     question += ("--lora", "16", "--gpus-per-node", "1")
-    code, out, _ = run(*question, "--json", "--write", str(tmp_path / "run"))
-    best = json.loads(out)["plans"][0]
-    assert (code, best["schedule"], best["stages"], best["kv_tier"]) == (0, "msp", 2, "device")
-    settings = yaml.safe_load((tmp_path / "run" / "sppo.yaml").read_text())
-    assert settings["pp_msp"] == "on"
-    assert "pp_schedule" not in settings
-    code, out, _ = run(*question)
+    code, out, _ = run(*question, "--write", str(tmp_path / "run"))
     assert code == 0
     assert "msp: ranks share the units that fill and drain the pipeline (pp_msp: on)." in flat(out)
-    # Key/value heads that two ranks cannot divide, and encoders beside the decoder.
-    for refused in (
-        {**MODEL, "num_attention_heads": 27, "num_key_value_heads": 1, "head_dim": 128},
-        {"model_type": "gemma3", "text_config": {**MODEL, "model_type": "gemma3_text"}},
-    ):
-        code, out, err = run(write_config(tmp_path, refused), *question[1:], "--json")
-        plans = json.loads(out)["plans"]
-        assert (code, err) == (0, "")
-        assert all(plan["schedule"] != "msp" for plan in plans)
+    assert "msp 1/2/1" in flat(out)
+    settings = yaml.safe_load((tmp_path / "run" / "sppo.yaml").read_text())
+    assert settings["pp_msp"] == "on"
+    assert settings["pp_size"] == 2
+    assert "pp_schedule" not in settings
 
 
 def test_a_disk_is_used_where_it_is_allowed_and_nothing_else_fits(tmp_path: Path) -> None:
     model = write_config(tmp_path, MODEL)
-    question = (model, "--gpus", "2", "--seq-len", "1M", "--lora", "16")
-    question += ("--device-memory", "40GiB", "--host-memory", "24GiB")
+    question = (model, "--gpus", "2", "--seq-len", "512K", "--lora", "16")
+    question += ("--device-memory", "32GiB", "--host-memory", "16GiB")
     code, out, _ = run(*question, "--json")
     assert (code, json.loads(out)["plans"]) == (1, [])
     disk = ("--disk-memory", "4TiB", "--offload-dir", "/fast")
     code, out, _ = run(*question, *disk, "--json", "--write", str(tmp_path / "run"))
     best = json.loads(out)["plans"][0]
     assert (code, best["frame_tier"]) == (0, "disk")
-    assert best["host_bytes"] < 24 * 2**30 < best["disk_bytes"]
+    assert best["host_bytes"] < 16 * 2**30 < best["disk_bytes"]
     settings = yaml.safe_load((tmp_path / "run" / "sppo.yaml").read_text())
     assert (settings["offload_tier"], settings["offload_dir"]) == ("disk", "/fast")
     # Two processes of one machine share them.
-    assert (settings["disk_memory"], settings["host_memory"]) == (2 * 2**40, 12 * 2**30)
-    code, out, _ = run(*question, *disk)
-    assert (code, "offloaded to disk" in flat(out)) == (0, True)
+    assert (settings["disk_memory"], settings["host_memory"]) == (2 * 2**40, 8 * 2**30)
 
 
 def flat(text: str) -> str:

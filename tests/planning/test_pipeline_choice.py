@@ -20,7 +20,7 @@ from sppo_hf.planning.pipeline_choice import (
     stage_seconds,
 )
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.plan import make_plan
+from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
@@ -151,16 +151,18 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
     )
     plans = [
         make_plan(
-            config,
-            stage_shape(SHAPE, layers, last=stage == ranks - 1),
-            device=H100,
-            backend_name="",
-            backend_reason="",
-            batch_rows=1,
-            total_tokens=bounds[-1][1],
-            training=True,
-            bounds=bounds,
-            alive=1.0,
+            PlanRequest(
+                config=config,
+                shape=stage_shape(SHAPE, layers, last=stage == ranks - 1),
+                device=H100,
+                backend_name="",
+                backend_reason="",
+                batch_rows=1,
+                total_tokens=bounds[-1][1],
+                training=True,
+                bounds=bounds,
+                alive=1.0,
+            )
         )
         for stage, layers in enumerate(costs.stages)
     ]

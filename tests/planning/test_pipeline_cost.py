@@ -17,7 +17,7 @@ from sppo_hf.planning.lowering import lower as lower_stage
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.pipeline_bounds import stage_shape
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
-from sppo_hf.planning.plan import make_plan
+from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
@@ -265,8 +265,6 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
     assert beside.start_seconds == timeline.span(forward).start_seconds
     for later in (Action("F", 0, 3), Action("SEND_F", 0, 2)):
         assert timeline.span(later).start_seconds == beside.end_seconds
-    # Links are the slower, so ranks wait for nothing else from the second chunk on.
-    assert timeline.busy_seconds("0.h2d") > 0.9 * timeline.end_seconds
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -320,16 +318,18 @@ def test_the_papers_rule_is_what_each_stage_runs(kv_tier: Any) -> None:
     config = SPPOConfig(pp_size=2, offload="sppo", recompute="none", offload_kv=kv)
     for stage, layers in enumerate(costs.stages):
         plan = make_plan(
-            config,
-            stage_shape(SHAPE, layers, last=stage == 1),
-            device=DeviceFacts(kind="cuda", name="A100", profile=profile),
-            backend_name="",
-            backend_reason="",
-            batch_rows=1,
-            total_tokens=bounds[-1][1],
-            training=True,
-            bounds=bounds,
-            alive=1.0,
+            PlanRequest(
+                config=config,
+                shape=stage_shape(SHAPE, layers, last=stage == 1),
+                device=DeviceFacts(kind="cuda", name="A100", profile=profile),
+                backend_name="",
+                backend_reason="",
+                batch_rows=1,
+                total_tokens=bounds[-1][1],
+                training=True,
+                bounds=bounds,
+                alive=1.0,
+            )
         )
         leaving = [sum(mode.offload for mode in row) for row in plan.layer_modes]
         assert [round(ratio * len(layers)) for ratio in costs.ratios[stage]] == leaving
