@@ -21,7 +21,7 @@ import yaml
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.reading import MOST_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
-from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, Registry
+from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
 from sppo_hf.rules import (
     Rule,
     budget,
@@ -73,6 +73,10 @@ class SPPOConfig:
 
     offload_dir: str | None = None
     """Folder on a fast disk for what host memory cannot hold; None uses no disk."""
+
+    offload_tier: str = "auto"
+    """Where saved activations that leave the device go: "auto" is the nearest with room. Keys and
+    values go there only where the host has no room."""
 
     offload_checksum: bool = True
     """Whether bytes that went to disk are checked when they return, by the disk's own threads;
@@ -188,6 +192,7 @@ class SPPOConfig:
         _check_tiles(self)
         _check_pipeline(self)
         _check_places(self)
+        _check_offload_tier(self)
         if self.pp_msp == "on":
             _check_multiplexing(self)
 
@@ -344,6 +349,10 @@ def _on_or_off(name: str, value: object) -> str:
     return str(choice("auto", "off", "on")(name, word))
 
 
+def _away_tier(name: str, value: object) -> str:
+    return str(choice("auto", *(tier for tier in TIERS.names() if tier != "device"))(name, value))
+
+
 # What may each setting be?
 _RULES: dict[str, Rule] = {
     "num_chunks": integer(1, "auto"),
@@ -354,6 +363,7 @@ _RULES: dict[str, Rule] = {
     "offload": choice_of(_REGISTRIES["offload"]),
     "offload_kv": choice("auto", "none", "full"),
     "offload_dir": text,
+    "offload_tier": _away_tier,
     "offload_checksum": flag,
     "recompute": choice("auto", "none", "selective", "full"),
     "weights": choice("auto", "device", "host"),
@@ -503,6 +513,16 @@ def _check_pipeline(config: SPPOConfig) -> None:
                 f"{name}={show(unset)} with pp_size=1. Remedy: set pp_size to the number of ranks "
                 f"that share the model, or drop {name}."
             )
+
+
+def _check_offload_tier(config: SPPOConfig) -> None:
+    """Refuse a tier behind the host without a folder for it."""
+    if config.offload_tier not in ("auto", "host") and config.offload_dir is None:
+        raise ConfigError(
+            f"offload_tier={config.offload_tier!r} needs a folder, but offload_dir is None. "
+            "Allowed: offload_tier='auto' or 'host' without one. Remedy: set offload_dir to a "
+            "folder on a fast disk, or drop offload_tier."
+        )
 
 
 def _check_multiplexing(config: SPPOConfig) -> None:

@@ -44,6 +44,7 @@ def plan(
     device_memory: given.DeviceMemory = None,
     host_memory: given.HostMemory = None,
     disk: given.Disk = None,
+    offload_dir: given.OffloadDir = None,
     hardware: given.Hardware = None,
     lora: given.Lora = None,
     rows: given.Rows = 1,
@@ -121,6 +122,7 @@ def plan(
         weights=weights,
         optimizer=optimizer,
         policy=policy,
+        offload_dir=offload_dir,
     )
     if gpus > 1:
         _plan_cluster(arguments, gpus, gpus_per_node, link, as_json, figure or trace, write)

@@ -12,15 +12,25 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.cli.planning_arguments import PlanningArguments
+from sppo_hf.cli.planning_arguments import PlanningArguments, read_model
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.choices import read_budgets
-from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
+from sppo_hf.planning.cluster import (
+    ClusterAnswer,
+    ClusterPlan,
+    ClusterQuestion,
+    SearchSpace,
+    solve_cluster,
+)
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.reader import text_config
+from sppo_hf.planning.shared_units import unsharable_reason
+from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
 from sppo_hf.rules import format_bytes
+from sppo_hf.schedule.generate import MSP
 
 _COLUMNS = (
     *("schedule", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
@@ -49,21 +59,28 @@ def cluster_question(
         "--optimizer": arguments.optimizer.value == "host",
         "--recompute": arguments.recompute is not None,
         "--offload": arguments.policy != "auto",
-        "--disk-memory": arguments.disk is not None,
     }
     for option in (name for name, given in chosen.items() if given):
         raise ConfigError(
             f"{option} was given with --gpus {gpus}. Allowed: not both; the search over several "
-            "devices chooses chunks and what is kept, and uses no disk. Remedy: drop one of them, "
-            "or ask `sppo simulate` about one layout."
+            "devices chooses chunks and what is kept. Remedy: drop one of them, or ask `sppo "
+            "simulate` about one layout."
         )
     devices_of_host = min(gpus, gpus_per_node)
     question = dataclasses.replace(arguments, devices_of_host=devices_of_host).question()
     profile = question.device.profile
     assert profile is not None, "a question from the command line has a profile"
+    config = read_model(arguments.model)
+    text = text_config(config)
+    shared = unsharable_reason(
+        text, has_states=question.shape.has_states, is_multimodal=text is not config
+    )
     rate = profile.network_bytes_per_second or UNKNOWN_LINK
     if link is not None:
         rate = parse_bytes(link, field="--link", total_bytes=None)
+    has_disk = question.config.offload_dir is not None
+    for tier in TIERS.values():
+        profile = tier.of_one_device(profile, devices_of_host)
     cost = ModelCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
     return ClusterQuestion(
         cost=cost,
@@ -74,6 +91,8 @@ def cluster_question(
         gpus_per_node=gpus_per_node,
         link_bytes_per_second=rate,
         node_bytes_per_second=profile.node_bytes_per_second,
+        space=SearchSpace(frame_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
+        shares_units=shared is None,
     )
 
 
@@ -119,6 +138,8 @@ def cluster_table(answer: ClusterAnswer, title: str) -> Group:
     )
     if any(plan.layout.virtual > 1 for plan in rows):
         said += " interleaved N: interleaved_seq1f1b with N stages on each rank."
+    if any(plan.layout.schedule == MSP for plan in rows):
+        said += " msp: ranks share the units that fill and drain the pipeline (pp_msp: on)."
     said += f"\n{answer.tried} of {answer.candidates} layouts were simulated."
     if answer.unseen_seconds is not None:
         said += (
@@ -146,6 +167,7 @@ def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
         "recompute_fraction": plan.recompute_fraction,
         "peak_bytes": list(plan.peak_bytes),
         "host_bytes": plan.host_bytes,
+        "disk_bytes": plan.disk_bytes,
         "missing_bytes": plan.missing_bytes,
         "why": plan.why,
     }
@@ -155,6 +177,7 @@ def _cells(plan: ClusterPlan) -> tuple[str, ...]:
     layout = plan.layout
     virtual = f" {layout.virtual}" if layout.virtual > 1 else ""
     offloaded = "" if layout.offload == "none" else f", {_OFFLOADED[layout.offload]}"
+    offloaded += "" if layout.frame_tier == HOST else f" to {layout.frame_tier}"
     return (
         layout.schedule.removesuffix("_seq1f1b") + virtual,
         f"{layout.replicas}/{layout.stages}/{layout.sp}",

@@ -21,9 +21,10 @@ from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, make_plan
 from sppo_hf.planning.plan_request import PlanRequest
+from sppo_hf.planning.tiers import HOST
 from sppo_hf.planning.written_plan import planned_for
 from sppo_hf.reading import write_yaml
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 
 _ACCELERATE, _SPPO = "accelerate.yaml", "sppo.yaml"
@@ -134,11 +135,6 @@ def launch_of_plan(arguments: PlanningArguments, question: PlanRequest, plan: Pl
     Which layers leave or are recomputed the run decides as the plan did, from the same settings.
     """
     config = question.config
-    if config.offload_dir is not None:
-        raise ConfigError(
-            "--write was given with --disk. Allowed: one of them, for the folder on the disk is "
-            "not known here. Remedy: drop --disk, and set offload_dir and disk_memory in sppo.yaml."
-        )
     return Launch(
         config=config.replace(
             **{"host_memory": None, **_given(arguments, config)},
@@ -168,8 +164,14 @@ def launch_of_layout(
         plan: The answer.
     """
     layout = plan.layout
+    # Of what a node has, what each of its processes may take.
+    local = min(layout.devices, question.gpus_per_node)
+    given = {
+        name: value // local if name in ("host_memory", "disk_memory") else value
+        for name, value in _given(arguments, base).items()
+    }
     settings: dict[str, Any] = {
-        **_given(arguments, base),
+        **given,
         **_cut(plan.bounds),
         "planned_for": planned_for(question.cost.shape, question.total_tokens),
         "recompute": RECOMPUTE_BY_SAVED[layout.saved],
@@ -180,12 +182,17 @@ def launch_of_layout(
     if pipeline:
         settings |= {
             "pp_size": layout.stages,
-            "pp_schedule": layout.schedule,
             "pp_virtual_stages": layout.virtual,
             "pp_layers": [len(held) for held in plan.layers],
         }
+        shares = layout.schedule == MSP
+        settings |= {"pp_msp": "on"} if shares else {"pp_schedule": layout.schedule}
     if layout.sp > 1:
         settings["sp_size"] = layout.sp
+    if layout.frame_tier != HOST:
+        settings["offload_tier"] = layout.frame_tier
+    elif layout.offload != "none" and base.offload_dir is not None:
+        settings["offload_tier"] = HOST
     processes = layout.stages * layout.replicas * layout.sp
     rows = question.rows // layout.replicas
     return Launch(
@@ -217,21 +224,19 @@ def actions_of_layout(
     layout = plan.layout
     if layout.stages == 1:
         shared = layout.sp > 1
-        made = make_plan(
+        config = launch.config
+        request = replace(
+            single,
             # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
-            launch.config.replace(order="by_chunk") if shared else launch.config,
-            replace(single.shape, sp=layout.sp),
-            device=single.device,
-            backend_name="",
-            backend_reason="",
-            batch_rows=1,
+            config=config.replace(order="by_chunk") if shared else config,
+            shape=replace(single.shape, sp=layout.sp),
             total_tokens=question.total_tokens,
-            training=True,
-            dtype_name=single.dtype_name,
+            batch_rows=1,
             accumulates=launch.accumulated > 1,
             # Of several processes none has its weights on the host by itself.
             on_host=False,
         )
+        made = make_plan(request)
         return [[str(action) for action in made.program().actions] for _ in range(layout.sp)]
     rows = question.rows // layout.replicas
     if _KINDS * rows * layout.num_chunks * layout.stages * layout.virtual > _MOST_ACTIONS:
@@ -245,10 +250,15 @@ def actions_of_layout(
         plan.bounds,
         saved=layout.saved,
         offload=layout.offload,
+        frame_tier=layout.frame_tier,
         kv_tier=layout.kv_tier,
     )
     listed = lower(
-        schedule, leaves=costs.leaves, streams=costs.streams, reduce=layout.replicas > 1
+        schedule,
+        leaves=costs.leaves,
+        stores=costs.stores,
+        streams=costs.streams,
+        reduce=layout.replicas > 1,
     ).texts()
     return [texts for texts in listed for _ in range(layout.sp)]
 
@@ -261,6 +271,13 @@ def _given(arguments: PlanningArguments, config: SPPOConfig) -> Mapping[str, Any
         "host_memory": None if arguments.host_memory is None else config.host_memory,
         "hardware": arguments.hardware,
     }
+    if config.offload_dir is not None:
+        if arguments.offload_dir is None:
+            raise ConfigError(
+                "--write was given with --disk-memory, but without a folder on that disk. "
+                "Allowed: with --offload-dir, or without a disk. Remedy: add --offload-dir DIR."
+            )
+        given |= {"offload_dir": config.offload_dir, "disk_memory": config.disk_memory}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -41,6 +41,9 @@ DEFAULT_HARDWARE = "h100-80gb"
 ASSUMED_HOST_MEMORY = "128GiB"
 """Of each device of a profile that does not say: about what small GPU servers have."""
 
+UNNAMED_FOLDER = "--disk-memory"
+"""Stands for `offload_dir` where only its size is known."""
+
 MOST_TOKENS = 2**31 - 1
 """Longest row that is planned for."""
 
@@ -122,6 +125,10 @@ Disk = Annotated[
     str | None,
     typer.Option("--disk-memory", help="Budget on a fast disk, 1TiB; no disk is used by default."),
 ]
+OffloadDir = Annotated[
+    str | None,
+    typer.Option(help="Folder on that disk, for --write; naming it allows the disk, too."),
+]
 Hardware = Annotated[
     str | None,
     typer.Option(
@@ -185,6 +192,7 @@ class PlanningArguments:
     weights: Place
     optimizer: Place
     policy: str = "auto"
+    offload_dir: str | None = None
     devices_of_host: int = 1
     """Devices that share what is assumed of a host."""
 
@@ -265,8 +273,8 @@ class PlanningArguments:
             device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),
             host_memory=host_bytes,
             disk_memory=_budget("--disk-memory", self.disk, profile.disk_bytes),
-            # Nothing is written: planning asks only whether there is a disk.
-            offload_dir=None if self.disk is None else "--disk-memory",
+            # Nothing is written now: planning asks only whether there is a disk.
+            offload_dir=self.offload_dir or (None if self.disk is None else UNNAMED_FOLDER),
         )
 
 

@@ -37,7 +37,7 @@ from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.rules import format_bytes
 
@@ -328,9 +328,9 @@ class PlanCache:
         config = self._config.replace(return_logits=return_logits)
         if layer_tile_tokens is not None:
             config = config.replace(layer_tile_tokens=layer_tile_tokens)
-        plan = make_plan(
-            config,
-            shape,
+        request = PlanRequest(
+            config=config,
+            shape=shape,
             device=device_facts(device, self._config),
             backend_name=name,
             backend_reason=reason,
@@ -344,6 +344,7 @@ class PlanCache:
             in_tiles=self._untiled_reason or True,
             **learned,
         )
+        plan = make_plan(request)
         return replace(plan, warnings=(*plan.warnings, *others))
 
     def need_for_logits(

@@ -38,7 +38,6 @@ fewer chunks than stages run without shared units.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -59,13 +58,14 @@ from sppo_hf.engine.sequence_group import (
 )
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
+from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.exchange import Exchange, SequenceRanks
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.transport import Transport
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_profile import LayerProfile
+from sppo_hf.planning.shared_units import head_granules, unsharable_reason
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -191,40 +191,6 @@ def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
     return found
 
 
-def head_granules(layers: Iterable[LayerProfile], pp_size: int, name: str) -> int | None:
-    """How ranks of sets of every size up to `pp_size` divide the attention heads of a model.
-
-    Where all sizes divide the query heads, evenly. Else by key/value heads, as evenly as these can
-    be divided: with 8 of them, three ranks have 2, 3 and 3, and the largest share sets the pace.
-
-    Args:
-        layers: Those that attend.
-        pp_size: P.
-        name: Of the model.
-
-    Returns:
-        See `own_heads`; one for all layers.
-
-    Raises:
-        ConfigError: Some size does neither.
-    """
-    heads = {(layer.num_heads, layer.num_kv_heads) for layer in layers}
-    queries = math.gcd(*(queries for queries, _ in heads))
-    keys = math.gcd(*(keys for _, keys in heads))
-    if all(queries % size == 0 for size in range(2, pp_size + 1)):
-        return None
-    if keys >= pp_size:
-        return keys
-    least = next(size for size in range(2, pp_size + 1) if queries % size)
-    allowed = range(2, max(keys + 1, least))
-    raise ConfigError(
-        f"pp_msp='on' with pp_size={pp_size} lets 2 to {pp_size} ranks share units of {name}, and "
-        f"{least} ranks cannot divide its {queries} attention heads, nor {pp_size} its {keys} "
-        f"key/value heads. Allowed: pp_size={' or '.join(map(str, allowed)) or 'none'} with this "
-        "model. Remedy: one of these, or pp_msp='off'."
-    )
-
-
 def refuse_unsharable_units(
     parts: ModelParts, layers: Iterable[LayerProfile], pp_size: int
 ) -> None:
@@ -232,18 +198,11 @@ def refuse_unsharable_units(
 
     Raises:
         ConfigError: Heads cannot be divided among the ranks of every set.
-        UnsupportedModelError: Layers carry a state along the tokens, read other layers' keys or
-            have inputs of their own, or there are encoders.
+        UnsupportedModelError: See `unsharable_reason`.
     """
-    reason = None
-    if parts.has_states:
-        reason = "it has recurrent or convolutional layers, whose states go from token to token"
-    elif getattr(parts.text_config, "num_kv_shared_layers", 0):
-        reason = "it has layers that read the keys of other layers (num_kv_shared_layers)"
-    elif getattr(parts.text_config, "hidden_size_per_layer_input", 0):
-        reason = "its layers have inputs of their own, which is not proven exact with shared units"
-    elif parts.is_multimodal:
-        reason = "it is multimodal, which is not proven exact with shared units"
+    reason = unsharable_reason(
+        parts.text_config, has_states=parts.has_states, is_multimodal=parts.is_multimodal
+    )
     if reason is not None:
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained with pp_msp='on': {reason}. Allowed: text models in "

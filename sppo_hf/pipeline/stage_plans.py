@@ -35,7 +35,7 @@ from sppo_hf.planning.pipeline_choice import (
     rule_choice,
     stage_seconds,
 )
-from sppo_hf.planning.plan import PipelineStep, Plan, make_plan
+from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.generate import MSP
@@ -318,12 +318,13 @@ class StagePlanCache:
             return step
         known = one.prediction is not None
         mine = {s: stage_seconds(plan) for s, plan in plans.by_stage.items()} if known else None
-        everyone = all_say(mesh, (mine, plans.leaves, plans.stores))
+        everyone = all_say(mesh, (mine, plans.leaves, plans.stores, plans.streams))
         if any(seconds is None for seconds, *_ in everyone):
             return step
         stages = {s: table for seconds, *_ in everyone for s, table in (seconds or {}).items()}
-        leaves = frozenset(left for _, leaving, _ in everyone for left in leaving)
-        stores = frozenset(stored for *_, storing in everyone for stored in storing)
+        leaves = frozenset(left for _, leaving, *_ in everyone for left in leaving)
+        stores = frozenset(stored for *_, storing, _ in everyone for stored in storing)
+        streams = frozenset(stream for *_, streaming in everyone for stream in streaming)
         chunks = len(plans.bounds)
         size = torch.empty((), dtype=plans.dtype).element_size()
         row_bytes = one.batch_rows * one.shape.hidden_size * size
@@ -338,6 +339,7 @@ class StagePlanCache:
                     reduce=reduces,
                     leaves=leaves,
                     stores=stores,
+                    streams=streams,
                 ).schedule
             ),
             stages,
@@ -396,10 +398,9 @@ class StagePlanCache:
             shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
             if engine.group is not None:
                 shape = replace(shape, sp=engine.group.size)
-            make = functools.partial(
-                make_plan,
-                config,
-                shape,
+            request = PlanRequest(
+                config=config,
+                shape=shape,
                 device=facts,
                 backend_name=backend,
                 backend_reason=reason,
@@ -413,8 +414,8 @@ class StagePlanCache:
                 accumulates=training and self._accumulates,
             )
             try:
-                correction = learned.get(stage)
-                planned = functools.partial(make, correction=correction)
+                corrected = replace(request, correction=learned.get(stage))
+                planned = functools.partial(make_plan, corrected)
                 plans[stage] = shared_plan(planned, engine.group)
             except (BudgetError, PipelineError) as error:
                 if stage not in learned and isinstance(error, PipelineError):
@@ -427,7 +428,8 @@ class StagePlanCache:
                         "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
                     ) from error
                 # What ran so far still fits.
-                plans[stage] = shared_plan(make, engine.group)
+                planned = functools.partial(make_plan, request)
+                plans[stage] = shared_plan(planned, engine.group)
             others = other_plan_warnings(config, whole, total_tokens, training=training)
             for warning in (*plans[stage].warnings, *others):
                 if warning not in self._warned:

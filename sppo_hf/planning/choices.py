@@ -84,12 +84,12 @@ def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
     if config.compile:
         # What sees products is a dispatch mode, beside which compiled code does not run.
         saved = tuple(one for one in saved if one != "matmuls")
-    away = away_tiers(config, facts)
-    tiers: tuple[Tier, ...] = (DEVICE, *away)
+    away, frames_away = away_tiers(config, facts), frame_tiers(config, facts)
+    tiers: tuple[Tier, ...] = (DEVICE, *frames_away)
     if config.offload == "none":
         tiers = (DEVICE,)
     elif config.offload == "full":
-        tiers = away or (HOST,)
+        tiers = frames_away or (HOST,)
     kv_tiers: tuple[Tier, ...] = (DEVICE, *away)
     if config.offload_kv == "none":
         kv_tiers = (DEVICE,)
@@ -170,9 +170,17 @@ def read_places(
 def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
     """Whether nothing is left to search: modes are fixed, and what leaves has one place to go."""
     # Where two tiers are away, something has to say what goes to which.
-    one_place = config.offload == "none" or len(away_tiers(config, facts)) < 2
+    one_place = config.offload == "none" or len(frame_tiers(config, facts)) < 2
     fixed = config.offload != "auto" and config.recompute != "auto" and one_place
     return fixed or config.offload_chooses
+
+
+def frame_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
+    """Returns those of `away_tiers` that saved activations may leave for."""
+    away = away_tiers(config, facts)
+    if config.offload_tier == "auto":
+        return away
+    return tuple(tier for tier in away if tier == config.offload_tier)
 
 
 def away_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:

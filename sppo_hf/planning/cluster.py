@@ -14,9 +14,11 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
@@ -27,9 +29,11 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Cut, Layout, SearchSpace, bounds_of
 from sppo_hf.planning.memory import ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.pipeline_cost import KVTier, PipelineCost
+from sppo_hf.planning.pipeline_cost import KVTier, PipelineCost, granules_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
+from sppo_hf.planning.shared_units import head_granules
 from sppo_hf.planning.stage_split import StageWeights
+from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
@@ -52,23 +56,6 @@ __all__ = [
 _UNDER_WAY_CHUNKS = 3
 
 
-class _Streams(NamedTuple):
-    """Bytes of K/V and gradient sums that a layer's units of one chunk stream."""
-
-    forward_out: int
-    backward_out: int
-    forward_in: int
-    backward_in: int
-
-    def out(self, both: bool) -> int:
-        """Beside a frame's copy to the host; see the note on K/V in `pipeline_cost`."""
-        return self.forward_out + (self.backward_out if both else 0)
-
-    def back(self, both: bool) -> int:
-        """Beside its copy back."""
-        return self.backward_in + (self.forward_in if both else 0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Work:
     """Seconds of each of a sequence's chunks in the whole model."""
@@ -79,8 +66,8 @@ class _Work:
     """The part of backward that is weight gradients."""
     least_layer: float
     """Of the cheapest layer, forward and backward over all chunks."""
-    streams: tuple[_Streams, ...]
-    """K/V of each chunk's units, in the layer that has least."""
+    streamed: tuple[int, int]
+    """K/V and gradient sums of all chunks that leave and that come, in the layer that has least."""
 
 
 class _Room(NamedTuple):
@@ -131,6 +118,7 @@ class LowerBounds:
         self._bounds: dict[tuple[Cut, int], Bounds] = {}
         self._work: dict[_Batch, _Work] = {}
         self._rooms: dict[_Batch, list[_Room]] = {}
+        self._shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._states: int | None = None
 
     def cost(self, layout: Layout) -> ModelCost:
@@ -164,8 +152,8 @@ class LowerBounds:
         whole = sum(work.forward) + sum(work.backward)
         most_layers = -(-self._cost.shape.num_layers // (ranks * layout.virtual))
         if layout.schedule in SHARING:
-            # All ranks fill and drain together; shares of a unit take its share at least.
-            return rows * whole / ranks
+            # All ranks fill and drain together.
+            return rows * max(whole, self._shared_seconds(layout)) / ranks
         share = max(1 / ranks, most_layers * work.least_layer / whole)
         passing = max(work.forward) + max(work.backward)
         if layout.schedule == "zb_seq1f1b":
@@ -179,28 +167,28 @@ class LowerBounds:
         return rows * share * whole + idle / layout.virtual
 
     def _copy_seconds(self, layout: Layout) -> float:
-        """Copies of frames out and back, with the K/V that PipelineCost has share their links."""
-        if layout.offload == "none":
-            return 0.0
-        bounds, work = self.bounds(layout), self._worked(layout)
+        """Copies of frames out and back, and K/V on the same lanes."""
+        bounds, ratios = self.bounds(layout), self._ratios(layout)
         rows = self._rows // layout.replicas
-        out = back = 0.0
-        ratios = self._ratios(layout)
         # A frame whose backward follows its forward at once stays.
-        for chunk in range(len(bounds) - 1):
-            if not ratios[chunk]:
-                continue
-            start, end = bounds[chunk]
-            size = ratios[chunk] * self._frame_bytes(layout, end - start)
-            both = rows > 1
-            out += size + work.streams[chunk].out(both)
-            back += size + work.streams[chunk].back(both)
+        frames = sum(
+            ratio * self._frame_bytes(layout, end - start)
+            for ratio, (start, end) in zip(ratios[:-1], bounds, strict=False)
+        )
+        out, back = (frames + size for size in self._worked(layout).streamed)
         layers = rows * self._layer_counts(layout)[0]
         if layout.schedule in SHARING:
+            # K/V of shared units are no copies of their own.
+            out = back = frames
             layers = rows * self._cost.shape.num_layers / layout.stages
-        return layers * max(
-            self._cost.d2h_seconds(out, both=True), self._cost.h2d_seconds(back, both=True)
-        )
+        seconds = [
+            self._cost.d2h_seconds(out, both=True),
+            self._cost.h2d_seconds(back, both=True),
+        ]
+        if frames and TIERS[layout.frame_tier].behind_host:
+            seconds.append(self._cost.store_seconds(layout.frame_tier, frames))
+            seconds.append(self._cost.load_seconds(layout.frame_tier, frames))
+        return layers * max(seconds)
 
     def device_bytes(self, layout: Layout) -> int:
         """Returns less than the fullest rank's device holds.
@@ -238,7 +226,8 @@ class LowerBounds:
         away = self._sum_bytes(layout) if layout.kv_tier != "device" else 0
         bounds = self.bounds(layout)
         # The paper's rule sends whole layers, and no more than K/V and the last stage leave room.
-        ratios = (0.0,) * len(bounds) if layout.offload == "sppo" else self._ratios(layout)
+        elsewhere = layout.offload == "sppo" or layout.frame_tier != HOST
+        ratios = (0.0,) * len(bounds) if elsewhere else self._ratios(layout)
 
         sizes: dict[tuple[int, int], int] = {}
         for ratio, (start, end) in zip(ratios, bounds, strict=True):
@@ -293,23 +282,51 @@ class LowerBounds:
         cost, bounds, saved = self.cost(layout), self.bounds(layout), layout.saved
         tables, work = self._tables(layout), cost.unit_seconds(bounds)
         counts = np.array(list(self._kinds.values()))
-        ahead = np.maximum(work.forward, cost.h2d_seconds(1.0, both=True) * tables.kv_in_forward)
-        back = np.maximum(
-            work.backward + work.recompute[:, SAVED.index(saved)],
-            cost.h2d_seconds(1.0, both=True) * tables.kv_in_backward,
-        )
-        sides = (
-            *(tables.kv_out_forward, tables.kv_out_backward),
-            *(tables.kv_in_forward, tables.kv_in_backward),
-        )
-        least = zip(*(side.min(axis=0).tolist() for side in sides), strict=True)
+        # A rank's next unit waits for compute and K/V of all layers of this one, which run beside
+        # each other.
+        ahead, back = work.forward, work.backward + work.recompute[:, SAVED.index(saved)]
+        come = cost.h2d_seconds(1.0, both=True)
+        came, came_back = come * tables.kv_in_forward, come * tables.kv_in_backward
+        layers = (ahead + back).sum(axis=1).min(), (came + came_back).sum(axis=1).min()
+        out = tables.kv_out_forward + tables.kv_out_backward
+        into = tables.kv_in_forward + tables.kv_in_backward
+        out_bytes, in_bytes = (int(side.sum(axis=1).min()) for side in (out, into))
         return _Work(
-            forward=tuple((work.head + counts @ ahead).tolist()),
-            backward=tuple((counts @ back).tolist()),
+            forward=tuple(np.maximum(work.head + counts @ ahead, counts @ came).tolist()),
+            backward=tuple(np.maximum(counts @ back, counts @ came_back).tolist()),
             weight=tuple((counts @ work.weight).tolist()),
-            least_layer=float((ahead + back).sum(axis=1).min()),
-            streams=tuple(_Streams(*sizes) for sizes in least),
+            least_layer=float(max(layers)),
+            streamed=(out_bytes, in_bytes),
         )
+
+    def _shared_seconds(self, layout: Layout) -> float:
+        """Compute of all ranks for one row, of whose units they share those of `generate.msp`.
+
+        As if all layers were in the stage whose shares take least.
+        """
+        ranks, count = layout.stages, layout.num_chunks
+        each = [self._shares(layout, size) for size in range(1, ranks + 1)]
+        found: list[NDArray[np.float64]] = []
+        for stage in range(ranks):
+            left, right = ranks - 1 - stage, count - stage
+            seconds = each[left][:, :left].sum(axis=1) + each[0][:, left:right].sum(axis=1)
+            found.append(seconds + each[stage][:, right:].sum(axis=1))
+        counts = np.array(list(self._kinds.values()))
+        head = self.cost(layout).unit_seconds(self.bounds(layout)).head.sum()
+        return float(counts @ np.min(found, axis=0) + head)
+
+    def _shares(self, layout: Layout, size: int) -> NDArray[np.float64]:
+        """[kinds, chunks] Seconds of a layer's units on all ranks of a set of so many together."""
+        granules = granules_of(self.cost(layout), layout.stages)
+        key = (*_batch(layout), size, granules)
+        if key not in self._shared:
+            cost = self.cost(layout)
+            if size > 1:
+                cost = cost.shared_by(layout.sp * size, self._exchange_rate(1), granules)
+            work = cost.unit_seconds(self.bounds(layout))
+            again = work.recompute[:, SAVED.index(layout.saved)]
+            self._shared[key] = size * (work.forward + work.backward + again)
+        return self._shared[key]
 
     def _chunk_rooms(self, layout: Layout) -> list[_Room]:
         key = _batch(layout)
@@ -389,7 +406,8 @@ class LowerBounds:
         return sppo_ratios(sizes, room / len(bounds))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# No slots: a cached property needs the instance's dictionary.
+@dataclass(frozen=True, kw_only=True)
 class ClusterQuestion:
     """Rows of a length, and devices to train them on."""
 
@@ -419,6 +437,10 @@ class ClusterQuestion:
 
     space: SearchSpace = field(default_factory=SearchSpace)
     """What may be chosen."""
+
+    shares_units: bool = True
+    """Whether ranks of a pipeline can share units of this model (`shared_units`), where its heads
+    can be divided among them."""
 
     bounds_of_layout: LowerBounds = field(init=False, repr=False, compare=False)
     """What layouts take at least."""
@@ -457,6 +479,26 @@ class ClusterQuestion:
             )
         )
 
+    def can_run(self, layout: Layout) -> bool:
+        """Returns whether the runtime takes a layout."""
+        if layout.schedule not in SHARING:
+            return True
+        alone = (layout.sp, layout.kv_tier, layout.frame_tier) == (1, "device", HOST)
+        return self.shares_units and alone and layout.stages in self._sharing_stages
+
+    @cached_property
+    def _sharing_stages(self) -> frozenset[int]:
+        """Numbers of stages whose ranks can divide the heads of units that they share."""
+        attending = [layer for layer in self.cost.shape.layers if layer.num_heads]
+        found: list[int] = []
+        for stages in range(2, min(self.gpus, self.cost.shape.num_layers) + 1):
+            try:
+                head_granules(attending, stages, "the model")
+            except ConfigError:
+                break
+            found.append(stages)
+        return frozenset(found)
+
     @property
     def _within_node(self) -> float:
         return self.node_bytes_per_second or self.link_bytes_per_second
@@ -494,7 +536,10 @@ class ClusterPlan:
     """Most bytes on any node's host, if all its ranks hold most at once."""
 
     missing_bytes: int
-    """What budgets lack, over device and host; 0 where it fits."""
+    """What budgets lack, over all tiers; 0 where it fits."""
+
+    disk_bytes: int = 0
+    """Most bytes behind any node's host, likewise."""
 
     @property
     def why(self) -> str:
@@ -739,14 +784,15 @@ def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layo
         across: those whose groups of sequence-parallel devices are larger than a node; otherwise
             all others.
     """
-    per_node = question.gpus_per_node
-    return question.space.layouts(
+    per_node, space = question.gpus_per_node, question.space
+    found = space.layouts(
         gpus=question.gpus,
         rows=question.rows,
         total_tokens=question.total_tokens,
         num_layers=question.cost.shape.num_layers,
         sp=[sp for sp in question.sequence_parallel if (sp > per_node) == across],
     )
+    return (layout for layout in found if space.beyond_runtime or question.can_run(layout))
 
 
 def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
@@ -793,10 +839,15 @@ def _planned(
     cost, bounds = costs.cost, costs.bounds
     step_seconds = timeline.end_seconds + more_seconds
     peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
-    hosts = [timeline.peak(f"{rank}.host").num_bytes for rank in range(layout.stages)]
-    # Neighbouring stages share a node; replicas fill it up.
-    fullest = sorted(hosts * (layout.replicas * layout.sp), reverse=True)
-    host_bytes = sum(fullest[: question.ranks_per_node])
+
+    def node_bytes(tier: Tier) -> int:
+        """Neighbouring stages share a node; replicas fill it up."""
+        held = [timeline.peak(f"{rank}.{tier}").num_bytes for rank in range(layout.stages)]
+        fullest = sorted(held * (layout.replicas * layout.sp), reverse=True)
+        return sum(fullest[: question.ranks_per_node])
+
+    host_bytes = node_bytes(HOST)
+    behind = {tier: node_bytes(tier) for tier in tiers_behind_host()}
     again = sum(
         cost.recompute_seconds(layer, end - start, layout.saved)
         for start, end in bounds
@@ -814,7 +865,10 @@ def _planned(
         recompute_fraction=again / busy,
         peak_bytes=peaks,
         host_bytes=host_bytes,
-        missing_bytes=_over(max(peaks), budgets.device) + _over(host_bytes, budgets.host),
+        disk_bytes=sum(behind.values()),
+        missing_bytes=_over(max(peaks), budgets.device)
+        + _over(host_bytes, budgets.host)
+        + sum(_over(size, budgets.of(tier)) for tier, size in behind.items()),
     )
 
 
@@ -830,6 +884,7 @@ def _simulated(
         question.bounds_of_layout.bounds(layout),
         saved=layout.saved,
         offload=layout.offload,
+        frame_tier=layout.frame_tier,
         kv_tier=layout.kv_tier,
         link_bytes_per_second=question.link_bytes_per_second,
         node_bytes_per_second=question.node_bytes_per_second,
@@ -843,7 +898,13 @@ def _simulated(
     if reduced:
         costs = replace(costs, reduce_seconds=_reduce_seconds(question, costs, layout))
     timeline = simulate_pipeline(
-        lower(schedule, leaves=costs.leaves, reduce=reduced),
+        lower(
+            schedule,
+            leaves=costs.leaves,
+            stores=costs.stores,
+            streams=costs.streams,
+            reduce=reduced,
+        ),
         seconds=costs.seconds,
         changes=costs.changes,
         standing=costs.standing(),
@@ -890,6 +951,8 @@ def _num_actions(layout: Layout, rows: int) -> int:
         return rows * (passed + compute * (1 if layout.offload == "none" else 2))
     computes = 3 if layout.schedule == "zb_seq1f1b" else 2
     copies = 0 if layout.offload == "none" else 2
+    copies *= 2 if TIERS[layout.frame_tier].behind_host else 1
+    copies += 0 if layout.kv_tier == "device" else 4
     passes = 4 * (stages - 1) if layout.stages > 1 else 0
     return rows * layout.num_chunks * (stages * (computes + copies) + passes)
 

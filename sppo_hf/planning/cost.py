@@ -124,11 +124,19 @@ class ModelCost:
         """Sequence-parallel ranks that share each unit."""
         return self.shape.sp
 
-    def shared_by(self, sp: int, exchange_bytes_per_second: float) -> ModelCost:
-        """Returns the costs of one of so many ranks that share each unit, and exchange so fast."""
+    def shared_by(
+        self, sp: int, exchange_bytes_per_second: float, granules: int | None = None
+    ) -> ModelCost:
+        """Returns the costs of one of so many ranks that share each unit, and exchange so fast.
+
+        Args:
+            sp: ranks.
+            exchange_bytes_per_second: between them.
+            granules: as `ModelShape` has it; the seconds are those of the rank with most heads.
+        """
         return replace(
             self,
-            shape=replace(self.shape, sp=sp),
+            shape=replace(self.shape, sp=sp, granules=granules),
             exchange_bytes_per_second=exchange_bytes_per_second,
         )
 
@@ -146,10 +154,11 @@ class ModelCost:
         """
         if self.sp == 1:
             return 0.0
-        work = self.shape.layers[layer]
-        elements = work.heads_of(self.sp) * (work.qk_head_size + work.v_head_size)
+        work, granules = self.shape.layers[layer], self.shape.granules
+        heads = work.heads_of(self.sp, granules)
         if keys and not work.borrows_keys:
-            elements += work.kv_heads_of(self.sp) * (work.qk_head_size + work.v_head_size)
+            heads += work.kv_heads_of(self.sp, granules)
+        elements = heads * (work.qk_head_size + work.v_head_size)
         sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
         return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
 
@@ -359,7 +368,7 @@ class ModelCost:
             return flops
         # Where ranks are more than heads, several take a head, and each a part of its queries.
         each = max(1, self.sp // shape.num_heads)
-        return flops * shape.heads_of(self.sp) / (each * shape.num_heads)
+        return flops * shape.heads_of(self.sp, self.shape.granules) / (each * shape.num_heads)
 
     def _launches(self, tokens: int, tile: int) -> float:
         """How many times as many kernels a layer in tiles has.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from sppo_hf.planning.activation_modes import Saved
@@ -20,7 +20,8 @@ from sppo_hf.planning.chunk_bounds import (
     even_bounds,
 )
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule
-from sppo_hf.schedule.generate import INTERLEAVED, SHARING
+from sppo_hf.planning.tiers import HOST, Tier
+from sppo_hf.schedule.generate import INTERLEAVED, MSP, SHARING
 
 Cut = Literal["even", "flops", "bounded"]
 """How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs as far as no chunk is much longer
@@ -65,6 +66,9 @@ class Layout(NamedTuple):
     """Whether weights, gradients and optimizer states are sharded over all devices of a stage
     (FSDP); only without a pipeline."""
 
+    frame_tier: Tier = HOST
+    """Where what leaves goes."""
+
     @property
     def devices(self) -> int:
         """Devices in use."""
@@ -98,8 +102,12 @@ class Layout(NamedTuple):
 class SearchSpace:
     """What a search may choose from."""
 
-    schedules: tuple[str, ...] = ("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b")
+    schedules: tuple[str, ...] = ("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", MSP)
     """Where there is more than one stage; on a single one they are all the same."""
+
+    beyond_runtime: bool = False
+    """Whether ranks may share units where none can yet run that: groups of sequence-parallel
+    devices, K/V away from the device, heads that cannot be divided."""
 
     virtual: tuple[int, ...] = (2, 4)
     """Stages of a rank, for schedules that put several on one."""
@@ -119,6 +127,9 @@ class SearchSpace:
 
     kv_tiers: tuple[KVTier, ...] = ("device", "host")
     """Where K/V may wait."""
+
+    frame_tiers: tuple[Tier, ...] = (HOST,)
+    """Where what leaves of frames may go."""
 
     sp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     """Sequence-parallel devices of a rank. Groups larger than a node are looked at only where
@@ -189,12 +200,12 @@ class SearchSpace:
                 if stages * virtual > num_layers or (schedule in SHARING and num_chunks < stages):
                     continue
                 for partition in cuts:
-                    for saved, offload in self.frames:
-                        for kv_tier in self.kv_tiers:
-                            for sharded in self.sharded if stages == 1 else (False,):
+                    for (saved, offload), kv_tier in product(self.frames, self.kv_tiers):
+                        for sharded in self.sharded if stages == 1 else (False,):
+                            for tier in (HOST,) if offload == "none" else self.frame_tiers:
                                 yield Layout(
                                     *(schedule, stages, replicas, virtual, num_chunks),
-                                    *(partition, saved, offload, kv_tier, 1, sharded),
+                                    *(partition, saved, offload, kv_tier, 1, sharded, tier),
                                 )
 
 

@@ -168,17 +168,26 @@ class LayerProfile:
             return 0
         return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
 
-    def heads_of(self, ranks: int) -> int:
-        """Query heads of the rank that has most, if that many ranks divide them."""
+    def heads_of(self, ranks: int, granules: int | None = None) -> int:
+        """Query heads of the rank that has most, if that many ranks divide them.
+
+        Args:
+            ranks: how many.
+            granules: runs of heads that are not divided, if there are such (`head_granules`).
+        """
+        if granules and self.num_heads:
+            return -(-granules // ranks) * (self.num_heads // granules)
         return -(-self.num_heads // ranks)
 
-    def kv_heads_of(self, ranks: int) -> int:
+    def kv_heads_of(self, ranks: int, granules: int | None = None) -> int:
         """Key and value heads that the query heads of one of that many ranks read, at most.
 
         Those that several ranks read are on each of them.
         """
         if not self.num_heads or not self.num_kv_heads:
             return 0
+        if granules:
+            return -(-granules // ranks) * (self.num_kv_heads // granules)
         group, heads = self.num_heads // self.num_kv_heads, self.num_heads
         ends = [rank * heads // ranks for rank in range(ranks + 1)]
         return max(

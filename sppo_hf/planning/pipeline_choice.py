@@ -224,7 +224,7 @@ class _Search:
                 link_bytes_per_second=LINK_BYTES_PER_SECOND,
             )
             timeline = simulate_pipeline(
-                lower(schedule, leaves=costs.leaves, stores=costs.stores),
+                lower(schedule, leaves=costs.leaves, stores=costs.stores, streams=costs.streams),
                 seconds=costs.seconds,
                 changes=costs.changes,
                 standing=costs.standing(),
@@ -236,8 +236,14 @@ class _Search:
         return missing, seconds
 
 
-def stage_seconds(plan: Plan) -> dict[Kind, list[float]]:
+StageSeconds = Mapping[tuple[Kind, int | None], list[float]]
+"""Of a stage, how long an action of each kind and part takes, by chunk."""
+
+
+def stage_seconds(plan: Plan) -> StageSeconds:
     """Returns how long each kind of a stage's units takes, by chunk: layers and modes added up.
+
+    Parts are those of K/V streams; of a unit that ranks share the seconds are those of the whole.
 
     Args:
         plan: a stage's, made with costs.
@@ -250,26 +256,18 @@ def stage_seconds(plan: Plan) -> dict[Kind, list[float]]:
     backward = program.seconds[ahead:].reshape(chunks, -1).sum(axis=1)[::-1]
     weight = cost.unit_seconds(plan.bounds).weight[tables.kind_of].sum(axis=0)
     away = program.away_bytes.sum(axis=1)
-    tier, behind = plan.kv_tier, TIERS[plan.kv_tier].behind_host
-
-    def streamed(come: np.ndarray, leave: np.ndarray) -> np.ndarray:
-        moved = tables.of_layers(come).sum(axis=1), tables.of_layers(leave).sum(axis=1)
-        seconds = [
-            [
-                cost.h2d_seconds(one, both=True),
-                cost.d2h_seconds(other, both=True),
-                *(
-                    (cost.load_seconds(tier, one), cost.store_seconds(tier, other))
-                    if behind
-                    else ()
-                ),
-            ]
-            for one, other in zip(*(side.tolist() for side in moved), strict=True)
-        ]
-        return np.array(seconds).max(axis=1)
-
-    forward = np.maximum(forward, streamed(tables.kv_in_forward, tables.kv_out_forward))
-    backward = np.maximum(backward, streamed(tables.kv_in_backward, tables.kv_out_backward))
+    tier = plan.kv_tier
+    found: dict[tuple[Kind, int | None], list[float]] = {}
+    for part, come, leave in (
+        (0, tables.kv_in_forward, tables.kv_out_forward),
+        (1, tables.kv_in_backward, tables.kv_out_backward),
+    ):
+        into, out = (tables.of_layers(side).sum(axis=1).tolist() for side in (come, leave))
+        found["K", part] = [cost.h2d_seconds(size, both=True) for size in into]
+        found["O", part] = [cost.d2h_seconds(size, both=True) for size in out]
+        if TIERS[tier].behind_host:
+            found["L", part + 1] = [cost.load_seconds(tier, size) for size in into]
+            found["S", part + 1] = [cost.store_seconds(tier, size) for size in out]
     copies = away.tolist()
     names = list(TIERS)
     stored = {
@@ -283,7 +281,7 @@ def stage_seconds(plan: Plan) -> dict[Kind, list[float]]:
             for chunk in range(chunks)
         ]
 
-    return {
+    whole: dict[Kind, list[float]] = {
         "S": passed(cost.store_seconds),
         "L": passed(cost.load_seconds),
         "F": forward.tolist(),
@@ -293,11 +291,12 @@ def stage_seconds(plan: Plan) -> dict[Kind, list[float]]:
         "D": [cost.d2h_seconds(size, both=True) for size in copies],
         "H": [cost.h2d_seconds(size, both=True) for size in copies],
     }
+    return found | {(kind, None): seconds for kind, seconds in whole.items()}
 
 
 def pipeline_step(
     make: Callable[[int], Schedule],
-    stages: Mapping[int, Mapping[Kind, list[float]]],
+    stages: Mapping[int, StageSeconds],
     *,
     micro_batches: int,
     ranks: int,
@@ -329,7 +328,11 @@ def pipeline_step(
                 return message_seconds[chunk]
             if action.kind == "REDUCE_GRAD":
                 return reduce_seconds
-            of_kind = stages[action.stage].get(action.kind)
+            table = stages[action.stage]
+            of_part = table.get((action.kind, action.part))
+            if of_part is not None:
+                return of_part[chunk]
+            of_kind = table.get((action.kind, None))
             return 0.0 if of_kind is None else of_kind[chunk] * float(schedule.share(action))
 
         timeline = simulate_pipeline(schedule, seconds=seconds)

@@ -4,18 +4,19 @@
 the memory estimate, so a pipeline of one rank and the planner agree. Knows nothing of how a
 schedule was made.
 
-[Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for,
-so a unit takes as long as its compute or as what it streams each way, whichever is longest. Frames
-share these links. Their copies are charged with what units stream in the same direction, so that no
-more passes over a link than it carries: of its own forward for a copy out and of its own backward
-for a copy back, and of both where forwards and backwards take turns.
+[Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
+actions of their own (K, O; L and S behind the host) on the lanes that frames are copied on. Units
+that ranks share have none, and take as long as their compute or as what they stream each way,
+whichever is longest.
 
 [Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
 parallelism (`ModelCost.sp`); seconds and bytes are those of one of them, and messages go from each
 to its like on the other rank. Where ranks share a unit, all their devices are one larger group.
 
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
-several have the same head and divide its queries; then each holds that head's K/V whole.
+several have the same head and divide its queries; then each holds that head's K/V whole. Where
+they cannot divide heads evenly (`shared_units.head_granules`), the one with most sets the pace; its
+K/V are counted as if they were even shares.
 
 [Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
 Frozen ones (adapters train) are on every rank. Others come from the stage's rank for a run of
@@ -35,6 +36,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -45,10 +47,11 @@ from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
 from sppo_hf.planning.pipeline_bounds import streams_of
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
+from sppo_hf.planning.shared_units import head_granules
 from sppo_hf.planning.stage_split import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
-from sppo_hf.schedule.actions import STREAM_KINDS, Action, Kind
+from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.lower import Stream
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -94,9 +97,6 @@ class PipelineCost:
     kv_tier: KVTier = "device"
     """Where K/V wait."""
 
-    takes_turns: bool = False
-    """Whether a rank's forwards and backwards take turns, as they do with several micro-batches."""
-
     link_bytes_per_second: float = float("inf")
     """Between ranks of different nodes, each way."""
 
@@ -120,6 +120,9 @@ class PipelineCost:
         default_factory=dict[tuple[int, int], tuple[int, ...]]
     )
     """Ranks that share (stage, chunk), by part."""
+
+    granules: int | None = None
+    """How the ranks of these units divide heads, as `shared_units.head_granules` says."""
 
     messages: Mapping[Action, Message] = field(default_factory=dict[Action, Message], repr=False)
     """By send and by receive, where units are shared: what it is an end of."""
@@ -162,6 +165,7 @@ class PipelineCost:
         found = messages(schedule).values() if shared else ()
         made = cls(
             shared_units={u: r for u, r in shared.items() if u[1] < len(bounds)},
+            granules=granules_of(cost, schedule.num_ranks) if shared else None,
             messages={end: m for m in found for end in (m.send, m.receive)},
             cost=cost,
             bounds=bounds,
@@ -170,7 +174,6 @@ class PipelineCost:
             saved=saved,
             frame_tier=frame_tier,
             kv_tier=kv_tier,
-            takes_turns=schedule.num_units > schedule.num_chunks,
             link_bytes_per_second=link_bytes_per_second,
             node_bytes_per_second=node_bytes_per_second,
             rank_nodes=rank_nodes,
@@ -190,7 +193,7 @@ class PipelineCost:
 
     @property
     def streams(self) -> frozenset[Stream]:
-        """What K/V do beside units; they take no time but their units'."""
+        """What K/V do beside units."""
         if self.kv_tier == "device":
             return frozenset()
         return streams_of(self._tables, self.kv_tier, list(self._counts))
@@ -301,34 +304,46 @@ class PipelineCost:
             )
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
-        if kind in STREAM_KINDS or (part is not None and kind in ("S", "L")):
-            return 0.0
+        if part is not None and kind in ("K", "O", "S", "L"):
+            return self._streaming_seconds(kind, stage, chunk, part)
         if kind in ("S", "L"):
             size = self._leaving_bytes(stage, chunk)
             passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
             return passed(self.frame_tier, size) * self._share(stage, chunk)
         if kind == "D":
-            size = self._leaving_bytes(stage, chunk) + self._beside("D", stage, chunk)
+            size = self._leaving_bytes(stage, chunk)
             return self.cost.d2h_seconds(size, both=True) * self._share(stage, chunk)
         if kind == "H":
-            size = self._leaving_bytes(stage, chunk) + self._beside("H", stage, chunk)
+            size = self._leaving_bytes(stage, chunk)
             return self.cost.h2d_seconds(size, both=True) * self._share(stage, chunk)
         if kind not in self._compute:
             return 0.0
         seconds = self._computing_seconds(kind, stage, chunk)
         if kind in ("F", "B", "I"):
-            come, leave = self._streamed_bytes("F" if kind == "F" else "B", stage, chunk)
-            # How long the links are busy with K/V and their gradient sums of a unit.
-            come_seconds = self.cost.h2d_seconds(come, both=True)
-            streamed_seconds = max(come_seconds, self.cost.d2h_seconds(leave, both=True))
-            if TIERS[self.kv_tier].behind_host:
-                loaded = self.cost.load_seconds(self.kv_tier, come)
-                stored = self.cost.store_seconds(self.kv_tier, leave)
-                streamed_seconds = max(streamed_seconds, loaded, stored)
-            seconds = max(seconds, streamed_seconds * self._share(stage, chunk))
+            if (stage, chunk) in self.shared_units and self.kv_tier != "device":
+                kinds: tuple[Kind, ...] = ("K", "O")
+                if TIERS[self.kv_tier].behind_host:
+                    kinds = ("K", "O", "L", "S")
+                streamed = (
+                    self._streaming_seconds(one, stage, chunk, (kind != "F") + (one in ("L", "S")))
+                    for one in kinds
+                )
+                seconds = max(seconds, max(streamed) * self._share(stage, chunk))
             if self.shards > 1:
                 seconds = max(seconds, self._gathered_seconds(kind, stage))
         return seconds
+
+    def _streaming_seconds(self, kind: Kind, stage: int, chunk: int, part: int) -> float:
+        """How long a lane is busy with K/V and their gradient sums of a unit."""
+        forward = part == (0 if kind in ("K", "O") else 1)
+        come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
+        if kind == "K":
+            return self.cost.h2d_seconds(come, both=True)
+        if kind == "O":
+            return self.cost.d2h_seconds(leave, both=True)
+        if kind == "L":
+            return self.cost.load_seconds(self.kv_tier, come)
+        return self.cost.store_seconds(self.kv_tier, leave)
 
     def _share(self, stage: int, chunk: int) -> float:
         """Which share of a unit one of its ranks has."""
@@ -376,7 +391,7 @@ class PipelineCost:
     def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
         """The same of units that so many ranks share, which exchange at that rate."""
         if (ranks, rate) not in self._of_ranks:
-            cost = self.cost.shared_by(self.cost.sp * ranks, rate)
+            cost = self.cost.shared_by(self.cost.sp * ranks, rate, self.granules)
             self._of_ranks[ranks, rate] = self._added_up(cost)
         return self._of_ranks[ranks, rate]
 
@@ -404,14 +419,6 @@ class PipelineCost:
             "F": (counts @ tables.kv_in_forward, counts @ tables.kv_out_forward),
             "B": (counts @ tables.kv_in_backward, counts @ tables.kv_out_backward),
         }
-
-    def _beside(self, kind: Kind, stage: int, chunk: int) -> int:
-        """Bytes of K/V that a frame's copy shares its link with; see the note on K/V."""
-        out = kind == "D"
-        forward, backward = (self._streamed_bytes(unit, stage, chunk)[out] for unit in ("F", "B"))
-        if self.takes_turns:
-            return forward + backward
-        return forward if out else backward
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -619,6 +626,20 @@ class PipelineCost:
     @cached_property
     def _tables(self) -> ByteTables:
         return byte_tables(self.cost.shape, self._decisions, self.cost.profile.kind)
+
+
+def granules_of(cost: ModelCost, num_ranks: int) -> int | None:
+    """Returns `head_granules` of a pipeline of so many ranks that share units.
+
+    None, as if heads could be divided evenly, where the runtime refuses to share them.
+    """
+    attending = [layer for layer in cost.shape.layers if layer.num_heads]
+    if cost.sp > 1 or not attending:
+        return None
+    try:
+        return head_granules(attending, num_ranks, "the model")
+    except ConfigError:
+        return None
 
 
 def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:

@@ -1,9 +1,9 @@
 """The Plan: every decision about one batch shape, made before it runs, with its reasons.
 
-`make_plan` turns settings, a model's shape and a device's facts into chunk bounds, a mode per
-(layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit, saying which
-budget breaks, by how many bytes, and what helps. It knows nothing of torch or of how anything is
-carried out. A Plan is a value: the engine, the tables and the tests read the same.
+`make_plan` turns a request (settings, a model's shape, a device's facts) into chunk bounds, a mode
+per (layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit, saying
+which budget breaks, by how many bytes, and what helps. It knows nothing of torch or of how anything
+is carried out. A Plan is a value: the engine, the tables and the tests read the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sppo_hf.planning.choices import (
     HOLES,
     DeviceFacts,
     Places,
-    away_tiers,
+    frame_tiers,
     leaves_holes,
     named_budgets,
     read_budgets,
@@ -66,6 +66,7 @@ from sppo_hf.rules import format_bytes
 __all__ = [
     "DeviceFacts",
     "Plan",
+    "PlanRequest",
     "check_named_budgets",
     "check_standing_bytes",
     "estimate_warnings",
@@ -319,80 +320,86 @@ class _Task:
     bounds: Bounds | None
 
 
-def make_plan(
-    config: SPPOConfig,
-    shape: ModelShape,
-    *,
-    device: DeviceFacts,
-    backend_name: str,
-    backend_reason: str,
-    batch_rows: int,
-    total_tokens: int,
-    training: bool,
-    dtype_name: str = "bfloat16",
-    accumulates: bool = False,
-    correction: Correction | None = None,
-    bounds: Bounds | None = None,
-    alive: float | None = None,
-    by_layer: bool | str = True,
-    on_host: bool | str = True,
-    in_tiles: bool | str = True,
-) -> Plan:
-    """Decides how a batch of `batch_rows` rows of `total_tokens` tokens is run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A batch of a model on a machine, and settings: all that a plan follows from."""
 
-    Args:
-        config: the settings.
-        shape: the model.
-        device: the machine; with a profile, "auto" is solved for time.
-        backend_name: attention backend.
-        backend_reason: why this one.
-        batch_rows: rows that go through together.
-        total_tokens: tokens of each row.
-        training: whether a backward follows.
-        dtype_name: dtype of the compute.
-        accumulates: whether gradients of earlier batches are there when this one runs.
-        correction: what the first steps taught about the profile.
-        bounds: chunks that must stay as they are; by default they are decided here too.
-        alive: of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None
-            for a device of its own.
-        by_layer: whether the model's layers can be called on parts of a sequence; a part of a
-            sentence says why not, and is passed on as a warning.
-        on_host: whether weights and optimizer may rest on the host where the settings leave that
-            open; likewise.
-        in_tiles: the same of whether token-wise modules of layers can run in tiles.
+    shape: ModelShape
+    """The model."""
+
+    config: SPPOConfig
+    """Settings; budgets it names count, what it leaves open comes from the device."""
+
+    device: DeviceFacts
+    """The machine; with a profile, "auto" is solved for time."""
+
+    total_tokens: int
+    """Length of each row."""
+
+    batch_rows: int = 1
+    """Rows that go through together."""
+
+    training: bool = True
+    """Whether a backward follows."""
+
+    accumulates: bool = False
+    """Whether gradients of earlier batches are there, as with gradient accumulation."""
+
+    dtype_name: str = "bfloat16"
+    """Dtype of the compute."""
+
+    backend_name: str = "auto"
+    """Attention backend."""
+
+    backend_reason: str = "chosen once the model is loaded; as fast as the profile says"
+    """Why this one."""
+
+    correction: Correction | None = None
+    """What the first steps taught about the profile."""
+
+    bounds: Bounds | None = None
+    """Chunks that must stay as they are; None where they are decided too."""
+
+    alive: float | None = None
+    """Of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None for a
+    device of its own."""
+
+    by_layer: bool | str = True
+    """Whether the model's layers can be called on parts of a sequence; a part of a sentence says
+    why not, and is passed on as a warning."""
+
+    on_host: bool | str = True
+    """Whether weights and optimizer may rest on the host where the settings leave that open;
+    likewise."""
+
+    in_tiles: bool | str = True
+    """The same of whether token-wise modules of layers can run in tiles."""
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Decides how a batch is run.
 
     Raises:
         ConfigError: the settings do not fit this length.
         BudgetError: a budget that the user named cannot hold what it must.
     """
+    config, shape, on_host = request.config, request.shape, request.on_host
 
     def made_with(places: Places) -> Plan:
-        return _make_plan(
-            places.set_in(config),
-            shape.resting_on_host(weights=places.weights, optimizer=places.optimizer),
-            device=device,
-            backend_name=backend_name,
-            backend_reason=backend_reason,
-            batch_rows=batch_rows,
-            total_tokens=total_tokens,
-            training=training,
-            dtype_name=dtype_name,
-            accumulates=accumulates,
-            correction=correction,
-            bounds=bounds,
-            alive=alive,
-            by_layer=by_layer,
-            in_tiles=in_tiles,
-        )
+        resting = shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+        return _make_plan(replace(request, config=places.set_in(config), shape=resting))
 
     possible = read_places(
-        config, device, adapters=shape.lora is not None, by_layer=by_layer is True
+        config,
+        request.device,
+        adapters=shape.lora is not None,
+        by_layer=request.by_layer is True,
     )
     first, *others = possible
-    if others and training and on_host is True:
+    if others and request.training and on_host is True:
         return _first_that_fits(possible, made_with)
     plan = made_with(first)
-    if training and isinstance(on_host, str) and others and _lacking(plan):
+    if request.training and isinstance(on_host, str) and others and _lacking(plan):
         said = f"weights and optimizer: on the device, because {on_host}"
         plan = replace(plan, warnings=(*plan.warnings, said))
     return plan
@@ -446,25 +453,11 @@ def _step_seconds(plan: Plan) -> float:
     return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
-def _make_plan(
-    config: SPPOConfig,
-    shape: ModelShape,
-    *,
-    device: DeviceFacts,
-    backend_name: str,
-    backend_reason: str,
-    batch_rows: int,
-    total_tokens: int,
-    training: bool,
-    dtype_name: str,
-    accumulates: bool,
-    correction: Correction | None,
-    bounds: Bounds | None,
-    alive: float | None,
-    by_layer: bool | str,
-    in_tiles: bool | str,
-) -> Plan:
-    """Decides with weights and optimizer where `config` and `shape` have them."""
+def _make_plan(request: PlanRequest) -> Plan:
+    """Decides with weights and optimizer where the request's settings and shape have them."""
+    config, shape, device = request.config, request.shape, request.device
+    total_tokens, training, alive = request.total_tokens, request.training, request.alive
+    by_layer, in_tiles = request.by_layer, request.in_tiles
     tile = config.loss_tile_tokens
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     layer_tile_tokens = 0 if config.layer_tile_tokens == "auto" else config.layer_tile_tokens
@@ -481,11 +474,11 @@ def _make_plan(
         shape=shape,
         device=device,
         batch=Batch(
-            batch_rows=batch_rows,
+            batch_rows=request.batch_rows,
             tile_tokens=tile_tokens,
             layer_tile_tokens=layer_tile_tokens,
             training=training,
-            accumulates=accumulates,
+            accumulates=request.accumulates,
             return_logits=config.return_logits,
             staging_bytes=_staging_bytes(device, budgets),
         ),
@@ -493,19 +486,21 @@ def _make_plan(
         budgets=budgets,
         choices=read_choices(config, device),
         orders=read_orders(config, by_layer=by_layer is True),
-        tiles=() if bounds is not None or in_tiles is not True else read_tiles(config, device),
+        tiles=()
+        if request.bounds is not None or in_tiles is not True
+        else read_tiles(config, device),
         cost=None
         if device.profile is None
         else ModelCost(
             shape=shape,
             profile=device.profile,
-            dtype_name=dtype_name,
-            batch_rows=batch_rows,
+            dtype_name=request.dtype_name,
+            batch_rows=request.batch_rows,
             # Ranks that share sequences are neighbours, of one node where they can be.
             exchange_bytes_per_second=device.profile.node_bytes_per_second or UNKNOWN_LINK,
-            correction=correction or Correction(),
+            correction=request.correction or Correction(),
         ),
-        bounds=bounds,
+        bounds=request.bounds,
     )
     check_standing_bytes(config, shape, budgets, training=training)
     decided = _decide(task) if alive is None else _decide_by_unit(task)
@@ -516,8 +511,8 @@ def _make_plan(
         **shared,
         shape=shape,
         device=device,
-        backend_name=backend_name,
-        backend_reason=backend_reason,
+        backend_name=request.backend_name,
+        backend_reason=request.backend_reason,
         recompute_reason=decided.recompute_reason,
         offload_reason=decided.offload_reason,
         order_reason=_order_reason(task, decided),
@@ -660,7 +655,7 @@ def _by_rule(task: _Task) -> _Decided:
     recompute_reason = "auto: least memory, and attention is never run again"
     if config.recompute != "auto":
         saved, recompute_reason = SAVED_BY_RECOMPUTE[config.recompute], "set by the user"
-    away = away_tiers(config, device)
+    away = frame_tiers(config, device)
     offload, offload_reason = bool(away), "auto: copies overlap with compute on their own streams"
     if config.offload != "auto":
         offload, offload_reason = config.offload == "full", "set by the user"

@@ -39,7 +39,7 @@ from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_profile import Tracer, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.plan import Plan, make_plan
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.refusals import check_config
 from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks, tiled_layers
 from sppo_hf.planning.solve import (
@@ -65,32 +65,6 @@ _MOST_SOLVED_CHUNKS = 512
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that can be asked for, and the bytes of one element."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """A model, a length, a machine and settings."""
-
-    shape: ModelShape
-    """The model."""
-
-    config: SPPOConfig
-    """Settings; budgets it names count, what it leaves open comes from the device."""
-
-    device: DeviceFacts
-    """The machine; its profile must be known."""
-
-    total_tokens: int
-    """Length of each row."""
-
-    batch_rows: int = 1
-    """Rows of the batch."""
-
-    accumulates: bool = False
-    """Whether gradients of earlier batches are there, as with gradient accumulation."""
-
-    dtype_name: str = "bfloat16"
-    """Dtype of the compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,21 +284,11 @@ def _check_units(question: PlanRequest) -> None:
 
 def _make_plan(question: PlanRequest, config: SPPOConfig) -> Plan:
     budgets = read_budgets(question.config, question.device)
-    return make_plan(
-        config,
-        question.shape,
-        device=replace(
-            question.device,
-            **{tier.fact: budgets.of(name) for name, tier in TIERS.items() if tier.fact},
-        ),
-        backend_name="auto",
-        backend_reason="chosen once the model is loaded; as fast as the profile says",
-        batch_rows=question.batch_rows,
-        accumulates=question.accumulates,
-        total_tokens=question.total_tokens,
-        training=True,
-        dtype_name=question.dtype_name,
+    device = replace(
+        question.device,
+        **{tier.fact: budgets.of(name) for name, tier in TIERS.items() if tier.fact},
     )
+    return make_plan(replace(question, config=config, device=device))
 
 
 def timeline_of(plan: Plan) -> Timeline:

@@ -13,6 +13,7 @@ it on lanes of the tier's own, while the next ones are copied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sppo_hf.config import SPPOConfig, parse_bytes
@@ -100,6 +101,10 @@ class TierModel:
     def load_rate(self, profile: HardwareProfile) -> float:
         """Bytes per second from it to host memory."""
         raise NotImplementedError
+
+    def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:
+        """Returns the profile with what one of so many devices of a machine has of its rates."""
+        return profile
 
 
 def register_tier(name: Tier) -> Callable[[type[TierModel]], type[TierModel]]:
@@ -190,3 +195,11 @@ class Disk(TierModel):
     def load_rate(self, profile: HardwareProfile) -> float:
         """As measured, else guessed."""
         return profile.disk_read_bytes_per_second or _UNKNOWN_DISK
+
+    def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:
+        """All devices write to one disk."""
+        return replace(
+            profile,
+            disk_write_bytes_per_second=self.store_rate(profile) / devices,
+            disk_read_bytes_per_second=self.load_rate(profile) / devices,
+        )

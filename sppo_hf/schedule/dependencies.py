@@ -15,6 +15,9 @@ a copy out needs that all but the last one before it were stored;
 a weight gradient needs its input gradient; a receive needs its send, and a send that the receiver
 has come to the receive, so that buffers are taken no earlier than listed;
 and one frame is on its way out while a unit computes, no more: the unit after next waits for it.
+Keys and values that wait elsewhere pass beside the unit whose attention reads them, block by block,
+on the lanes of copies: what is listed for it (K, O; L, S behind the host) may begin when the unit
+may, and the rank's next compute, and what the unit sends, wait for all of it.
 Ranks that share a unit exchange tokens and heads in each layer, so their shares begin together,
 once all of them are free and all that any of them needs is there.
 """
@@ -25,13 +28,13 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, STREAM_KINDS, Action, Kind
+from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
 from sppo_hf.schedule.messages import TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import COMPUTE
 
 _BESIDE: dict[Kind, str] = {
-    **{"D": "d2h", "H": "h2d", "S": "store", "L": "load", "K": "K/V in", "O": "K/V out"},
+    **{"D": "d2h", "H": "h2d", "S": "store", "L": "load", "K": "h2d", "O": "d2h"},
     "REDUCE_GRAD": "reduce",
 }
 _PLAIN: frozenset[Kind] = frozenset({"K", "O", "S", "L"})
@@ -87,6 +90,10 @@ class DependencyGraph:
         self._places: dict[str, list[int]] = {}
         """By lane, for each of its actions, a place on another lane of its rank: for compute, of
         the copy out that must have ended; for what runs beside, of the compute listed before."""
+        self._streams: dict[Action, list[Action]] = {}
+        """By compute, what keys and values do beside it."""
+        self._awaited: dict[Action, list[Action]] = {}
+        """By compute, the streams of the one before it on its rank."""
         self._room: dict[Action, Action] = {}
         """By copy out, what must have been stored for there to be room in host memory."""
         for rank, actions in enumerate(schedule.ranks):
@@ -98,17 +105,8 @@ class DependencyGraph:
         self._groups: dict[tuple[Kind, int], list[int]] = {}
         """Positions of all shares or pieces of what is there in several."""
         self._alone: dict[Action, int] = {}
-        """Positions of shares and pieces."""
-        for position, action in enumerate(self.actions):
-            kind, stage, unit, _, part = action
-            if kind not in self._at:
-                self._at[kind] = self._nothing(kind)
-            here = stage * self._num_units + unit
-            if part is None or kind not in _PLAIN:
-                self._at[kind][here] = position
-            if part is not None and kind not in _PLAIN:
-                self._groups.setdefault((kind, here), []).append(position)
-                self._alone[action] = position
+        """Positions of shares, pieces and streams."""
+        self._number_actions()
         # Whole or split, it is a backward's first part that others wait for.
         self._at_backward = list(map(max, self._of("B"), self._of("I")))
         self._waited = self._positions()
@@ -116,10 +114,28 @@ class DependencyGraph:
             self._needs(position, action) for position, action in enumerate(self.actions)
         ]
         """By position: the positions of what must be done before."""
+        for action, streams in self._awaited.items():
+            self.needs[self._position(action)] += map(self._position, streams)
+        for action, streams in self._streams.items():
+            for stream in streams:
+                self.needs[self._position(stream)] += self.needs[self._position(action)]
         if self._groups:
             self._share()
         if complete and any(needed and min(needed) < 0 for needed in self.needs):
             raise ScheduleError(self._missing())
+
+    def _number_actions(self) -> None:
+        for position, action in enumerate(self.actions):
+            kind, stage, unit, _, part = action
+            if kind not in self._at:
+                self._at[kind] = self._nothing(kind)
+            here = stage * self._num_units + unit
+            if part is None or kind not in _PLAIN:
+                self._at[kind][here] = position
+            if part is not None:
+                self._alone[action] = position
+                if kind not in _PLAIN:
+                    self._groups.setdefault((kind, here), []).append(position)
 
     def needed(self, found: int) -> Action:
         """Returns an entry of `needs` as an action; one that no rank has, if it is negative."""
@@ -156,11 +172,16 @@ class DependencyGraph:
     def _sort(self, rank: int, actions: Sequence[Action]) -> None:
         compute, computed = self._lane_of(f"{rank}{COMPUTE}")
         lanes: dict[tuple[Kind, int], tuple[list[Action], list[int]]] = {}
-        copies, left, newly_left = 0, _NOWHERE, _NOWHERE
+        left, newly_left = _NOWHERE, _NOWHERE
         stored: list[Action] = []
+        coming: list[Action] = []
         for action in actions:
             kind = action.kind
             if kind in COMPUTE_KINDS:
+                if compute and compute[-1] in self._streams:
+                    self._awaited[action] = self._streams[compute[-1]]
+                if coming:
+                    self._streams[action], coming = coming, []
                 compute.append(action)
                 computed.append(left)
                 left = newly_left
@@ -173,10 +194,16 @@ class DependencyGraph:
                     lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
                 lane, places = lanes[key]
             lane.append(action)
+            if kind in ("O", "S") and action.part is not None and compute:
+                # Beside the unit that it is listed behind, so after the one before that.
+                self._streams.setdefault(compute[-1], []).append(action)
+                places.append(len(compute) - 2)
+                continue
             places.append(len(compute) - 1)
-            if kind == "D":
-                newly_left = copies
-                copies += 1
+            if kind in ("K", "L") and action.part is not None:
+                coming.append(action)
+            elif kind == "D":
+                newly_left = len(lane) - 1
                 if len(stored) > 1:
                     self._room[action] = stored[-2]
             elif kind == "S" and action.part is None:
@@ -229,15 +256,15 @@ class DependencyGraph:
         num_units, at = self._num_units, self._at
         here = stage * num_units + unit
         waited = self._waited[position]
+        needed: list[int] = []
         if kind == "F":
-            needed: list[int] = []
             if stage:
                 received = at["RECV_F"][here] if "RECV_F" in at else _NOWHERE
                 needed.append(at["F"][here - num_units] if received < 0 else received)
             if not self._first[unit]:
                 needed.append(at["F"][here - 1])
         elif kind == "B" or kind == "I":
-            needed = [self._of("F")[here]]
+            needed.append(self._of("F")[here])
             if stage + 1 < len(self._stage_ranks):
                 received = at["RECV_B"][here] if "RECV_B" in at else _NOWHERE
                 needed.append(self._at_backward[here + num_units] if received < 0 else received)
@@ -246,16 +273,12 @@ class DependencyGraph:
             if "D" in at and at["D"][here] >= 0:
                 needed.append(self._of("H")[here])
         else:
-            needed = [] if waited < 0 else [waited]
-            if kind in STREAM_KINDS or (part is not None and kind in _PLAIN):
-                return needed  # attention's own affair, in its unit's time
             if part is None:
                 self._add_others(needed, kind, here)
                 if kind == "D" and action in self._room:
                     needed.append(self._position(self._room[action]))
-            else:
+            elif kind not in _PLAIN:
                 self._add_parts(needed, action)
-            return needed
         if waited >= 0:
             needed.append(waited)
         return needed
@@ -281,10 +304,17 @@ class DependencyGraph:
         elif kind == "SEND_B":
             needed.append(self._at_backward[here])
         if kind in ("SEND_F", "SEND_B"):
-            step = _PEERS[kind][1] * self._num_units
-            receive = self._of("RECV_F" if kind == "SEND_F" else "RECV_B")[here + step]
-            if receive >= 0 and self._waited[receive] >= 0:
-                needed.append(self._waited[receive])
+            self._add_link(needed, kind, here)
+
+    def _add_link(self, needed: list[int], kind: Kind, here: int) -> None:
+        """What a send needs besides what is sent: its unit's keys and values, and the receiver."""
+        made = self._of("F")[here] if kind == "SEND_F" else self._at_backward[here]
+        if self._streams and made >= 0:
+            needed += map(self._position, self._streams.get(self.actions[made], ()))
+        step = _PEERS[kind][1] * self._num_units
+        receive = self._of("RECV_F" if kind == "SEND_F" else "RECV_B")[here + step]
+        if receive >= 0 and self._waited[receive] >= 0:
+            needed.append(self._waited[receive])
 
     def _add_parts(self, needed: list[int], action: Action) -> None:
         """The same of one rank's share of a unit, or of a piece of what passes between them."""

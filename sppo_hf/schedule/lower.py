@@ -107,10 +107,10 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
-    """Adds what keys and values do beside their units: in before it, out behind its own copies.
+    """Adds what keys and values do beside their units: in before it, out behind it.
 
-    A unit whose attention reads them takes as long as they need, so they take no time of their own.
-    What passes between ranks that share a unit is a message, so those have none.
+    When they run, and what waits for them: `dependencies`. What passes between ranks that share a
+    unit is a message, so those have none.
 
     Args:
         schedule: with the copies of its frames, without transfers.
@@ -121,11 +121,7 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
     ranks: list[tuple[Action, ...]] = []
     for actions in schedule.ranks:
         longer: list[Action] = []
-        out: list[Action] = []
         for action in actions:
-            if action.kind not in ("D", "S"):
-                longer += out
-                out = []
             beside = action.part is None and action.kind in ("F", *_BACKWARDS)
             if not beside:
                 longer.append(action)
@@ -143,8 +139,8 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
                 ]
 
             longer += [*listed(("L", part + 1), ("K", part)), action]
-            out = listed(("O", part), ("S", part + 1))
-        ranks.append((*longer, *out))
+            longer += listed(("O", part), ("S", part + 1))
+        ranks.append(tuple(longer))
     return Schedule(tuple(ranks), schedule.chunks)
 
 

@@ -1,6 +1,7 @@
 """Layouts over devices: the fastest that fit, none missed, and what is said where none does."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,9 @@ from sppo_hf.planning.cluster import (
 )
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.pipeline_cost import granules_of
+from sppo_hf.planning.shared_units import unsharable_reason
+from sppo_hf.schedule.generate import MSP
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 
@@ -56,6 +60,7 @@ EVERYTHING = SearchSpace(
     schedules=("1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
     partitions=("even", "flops", "bounded"),
     sharded=(False, True),
+    beyond_runtime=True,
 )
 
 
@@ -70,6 +75,51 @@ def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
         assert bounds_of_layout.device_bytes(layout) <= max(plan.peak_bytes), layout
         assert bounds_of_layout.host_bytes(layout, 4) <= plan.host_bytes, layout
         assert bounds_of_layout.seconds(layout) <= plan.step_seconds * (1 + 1e-9), layout
+
+
+def test_units_are_shared_where_the_runtime_takes_them() -> None:
+    def sharing(question: ClusterQuestion) -> set[tuple[int, int, str, str]]:
+        looked_at = (x for x in layouts(question) if x.schedule == MSP)
+        return {(x.stages, x.sp, x.kv_tier, x.frame_tier) for x in looked_at}
+
+    space = SearchSpace(frame_tiers=("host", "disk"))
+    question = replace(QUESTION, space=space)
+    assert sharing(question) == {(stages, 1, "device", "host") for stages in (2, 4)}
+    assert sharing(replace(question, shares_units=False)) == set()
+    # Three ranks cannot divide 8 query heads, nor 2 key/value heads; so neither can four.
+    few = tuple(replace(layer, num_heads=8, num_kv_heads=2) for layer in SHAPE.layers)
+    cost = replace(QUESTION.cost, shape=replace(SHAPE, layers=few))
+    assert {stages for stages, *_ in sharing(replace(question, cost=cost))} == {2}
+
+
+@pytest.mark.parametrize(
+    ("text", "facts", "reason"),
+    [
+        ({}, {"has_states": True}, "recurrent or convolutional"),
+        ({"num_kv_shared_layers": 10}, {}, "keys of other layers"),
+        ({"hidden_size_per_layer_input": 256}, {}, "inputs of their own"),
+        ({}, {"is_multimodal": True}, "multimodal"),
+        ({"num_kv_shared_layers": 0}, {}, None),
+    ],
+)
+def test_models_whose_units_are_not_shared(
+    text: dict[str, int], facts: dict[str, bool], reason: str | None
+) -> None:
+    said = unsharable_reason(
+        SimpleNamespace(**text), **{"has_states": False, "is_multimodal": False, **facts}
+    )
+    assert said is None if reason is None else reason in (said or "")
+
+
+def test_uneven_heads_set_the_pace_of_shared_units() -> None:
+    """Of 8 key/value heads three ranks have 2, 3 and 3: attention takes 9/8 of a third."""
+    cost, far = QUESTION.cost, 2**24
+    granules = granules_of(cost, 4)
+    assert granules == 8
+    whole, share = (
+        c.forward_seconds(1, far, far + 3 * 4096) for c in (cost, cost.shared_by(3, 1e18, granules))
+    )
+    assert share / whole == pytest.approx(3 / 8, rel=0.02)
 
 
 def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:

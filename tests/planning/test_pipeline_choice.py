@@ -20,7 +20,7 @@ from sppo_hf.planning.pipeline_choice import (
     stage_seconds,
 )
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.plan import make_plan
+from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
@@ -122,7 +122,8 @@ def test_memory_decides_before_speed() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["seq1f1b", "zb_seq1f1b"])
-def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> None:
+@pytest.mark.parametrize("kv_tier", ["device", "host"])
+def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_tier: str) -> None:
     """What ranks say of their own stages gives the step that the search over layouts predicts."""
     ranks, rows, profile = 4, 3, H100.profile
     saved = {"none": "whole", "selective": "matmuls", "full": "inputs"}[recompute]
@@ -136,35 +137,41 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> 
         bounds,
         saved=saved,  # type: ignore[arg-type]
         offload="full",
+        kv_tier=kv_tier,
         link_bytes_per_second=LINK_BYTES_PER_SECOND,
     )
-    lowered = lower(schedule, leaves=costs.leaves)
+    lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
     expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
     config = SPPOConfig(
         pp_size=ranks,
         recompute=recompute,
         offload="full",
+        offload_kv="none" if kv_tier == "device" else "full",
         chunk_lengths=[4096] * 4,  # type: ignore[arg-type]
     )
     plans = [
         make_plan(
-            config,
-            stage_shape(SHAPE, layers, last=stage == ranks - 1),
-            device=H100,
-            backend_name="",
-            backend_reason="",
-            batch_rows=1,
-            total_tokens=bounds[-1][1],
-            training=True,
-            bounds=bounds,
-            alive=1.0,
+            PlanRequest(
+                config=config,
+                shape=stage_shape(SHAPE, layers, last=stage == ranks - 1),
+                device=H100,
+                backend_name="",
+                backend_reason="",
+                batch_rows=1,
+                total_tokens=bounds[-1][1],
+                training=True,
+                bounds=bounds,
+                alive=1.0,
+            )
         )
         for stage, layers in enumerate(costs.stages)
     ]
     message = costs.message_bytes(0) / LINK_BYTES_PER_SECOND
     seconds, idle = pipeline_step(
         lambda count: lower(
-            generate(name, Size(ranks, count, len(bounds))), leaves=lambda stage, unit: True
+            generate(name, Size(ranks, count, len(bounds))),
+            leaves=lambda stage, unit: True,
+            streams=costs.streams,
         ),
         {stage: stage_seconds(plan) for stage, plan in enumerate(plans)},
         micro_batches=rows,
@@ -176,7 +183,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str) -> 
 
 
 def test_many_micro_batches_follow_from_few() -> None:
-    table = {"F": [1.0, 1.0], "B": [2.0, 2.0]}
+    table = {("F", None): [1.0, 1.0], ("B", None): [2.0, 2.0]}
     said = {
         count: pipeline_step(
             lambda count: lower(generate("seq1f1b", Size(4, count, 2))),

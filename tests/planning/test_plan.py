@@ -9,7 +9,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
 from sppo_hf.planning.choices import HOLES
-from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
+from sppo_hf.planning.plan import DeviceFacts, Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from tests.planning.shapes import llama_config, shape_of
 
@@ -33,16 +33,18 @@ def plan(
     trained: dict[str, int] = {} if trains_all else {"trainable_parameters": 42_000_000}
     shape = shape_of(llama_config(), dtype_bytes=2, **trained)
     return make_plan(
-        SPPOConfig.from_dict(settings),
-        shape,
-        device=device,
-        backend_name="reference",
-        backend_reason="asked for",
-        batch_rows=1,
-        total_tokens=total_tokens,
-        training=training,
-        by_layer=by_layer,
-        on_host=on_host,
+        PlanRequest(
+            config=SPPOConfig.from_dict(settings),
+            shape=shape,
+            device=device,
+            backend_name="reference",
+            backend_reason="asked for",
+            batch_rows=1,
+            total_tokens=total_tokens,
+            training=training,
+            by_layer=by_layer,
+            on_host=on_host,
+        )
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.plan import DeviceFacts, Plan, make_plan
+from sppo_hf.planning.plan import DeviceFacts, Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.reporting.plan_tables import (
     format_lengths,
@@ -32,14 +32,16 @@ def plan(
     config: SPPOConfig | None = None,
 ) -> Plan:
     return make_plan(
-        config or SPPOConfig(),
-        shape_of(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000),
-        device=device,
-        backend_name="cudnn",
-        backend_reason="fastest here for bf16 and heads of 128",
-        batch_rows=1,
-        total_tokens=total_tokens,
-        training=training,
+        PlanRequest(
+            config=config or SPPOConfig(),
+            shape=shape_of(llama_config(), dtype_bytes=2, trainable_parameters=42_000_000),
+            device=device,
+            backend_name="cudnn",
+            backend_reason="fastest here for bf16 and heads of 128",
+            batch_rows=1,
+            total_tokens=total_tokens,
+            training=training,
+        )
     )
 
 
@@ -188,14 +190,16 @@ def test_adapters_wider_than_the_model_are_named(adapter_bytes: int, said: bool)
     shape = shape_of(llama_config(), dtype_bytes=2, lora=lora)
     for device, speaks in ((SOLVED, said), (replace(SOLVED, kind="cpu"), False)):
         made = make_plan(
-            SPPOConfig(num_chunks=2, offload="none", recompute="full"),
-            shape,
-            device=device,
-            backend_name="cudnn",
-            backend_reason="",
-            batch_rows=1,
-            total_tokens=8192,
-            training=True,
+            PlanRequest(
+                config=SPPOConfig(num_chunks=2, offload="none", recompute="full"),
+                shape=shape,
+                device=device,
+                backend_name="cudnn",
+                backend_reason="",
+                batch_rows=1,
+                total_tokens=8192,
+                training=True,
+            )
         )
         text = " ".join(render_plan(made, "m").split())
         assert ("adapters 32 bits" in text) is speaks

@@ -16,7 +16,7 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.plan import DeviceFacts, make_plan
+from sppo_hf.planning.plan import DeviceFacts, PlanRequest, make_plan
 from sppo_hf.planning.stage_split import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
@@ -103,19 +103,21 @@ def test_a_runs_plan_is_what_the_search_over_layouts_simulates(saved: Saved) -> 
     layout = Layout("gpipe", 1, 1, 1, 8, "flops", saved, "none", sp=2)
     found = simulate_layout(question, layout)
     plan = make_plan(
-        SPPOConfig(
-            chunk_lengths=[end - start for start, end in found.bounds],
-            recompute=RECOMPUTE_BY_SAVED[saved],
-            **{"offload": "none", "offload_kv": "none", "sp_size": 2},
-            order="by_chunk",
-        ),
-        replace(SHAPE, sp=2),
-        device=DeviceFacts(kind="cuda", name="a GPU", profile=question.cost.profile),
-        backend_name="",
-        backend_reason="",
-        batch_rows=1,
-        total_tokens=question.total_tokens,
-        training=True,
+        PlanRequest(
+            config=SPPOConfig(
+                chunk_lengths=[end - start for start, end in found.bounds],
+                recompute=RECOMPUTE_BY_SAVED[saved],
+                **{"offload": "none", "offload_kv": "none", "sp_size": 2},
+                order="by_chunk",
+            ),
+            shape=replace(SHAPE, sp=2),
+            device=DeviceFacts(kind="cuda", name="a GPU", profile=question.cost.profile),
+            backend_name="",
+            backend_reason="",
+            batch_rows=1,
+            total_tokens=question.total_tokens,
+            training=True,
+        )
     )
     assert plan.cost is not None
     assert plan.prediction is not None
@@ -153,7 +155,7 @@ def test_windows_see_as_many_tokens_shared_or_not() -> None:
     for cost in (COST, shared(2)):
         cost = replace(cost, shape=replace(windowed, sp=cost.sp), profile=slow)
         costs, _ = run("seq1f1b", Size(1, 1, 16), cost, kv_tier="host")
-        seconds.append([costs.seconds(Action("F", 0, chunk)) for chunk in range(1, 16)])
+        seconds.append([costs.seconds(Action("K", 0, chunk, None, 0)) for chunk in range(1, 16)])
     assert seconds[0] == pytest.approx([2 * half for half in seconds[1]])
     # No more than the window and a chunk.
     assert len(set(seconds[0])) == 1

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from sppo_hf.cli import app
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterQuestion, Layout, simulate_layout
 from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import MSP
 from tests.cli.configs import TINY, write_config
 from tests.integrations.launch import run_ranks
 
@@ -68,6 +69,11 @@ _PIPELINES = {
     "interleaved, bounded": (
         *("interleaved_seq1f1b", 2, 1, 2, 4, "bounded", "inputs", "full", "device"),
     ),
+    "units shared between stages": (MSP, 2, 1, 1, 4, "flops", "matmuls", "full", "device"),
+    "shared units, the paper's rule": (MSP, 2, 1, 1, 5, "even", "whole", "sppo", "device"),
+    "on the disk": (
+        *("seq1f1b", 2, 1, 1, 4, "flops", "inputs", "full", "device", 1, False, "disk"),
+    ),
 }
 
 
@@ -85,7 +91,12 @@ def test_whatever_may_be_answered(
 
     command = importlib.import_module("sppo_hf.cli.plan")
     monkeypatch.setattr(command, "answer_cluster", answer_with)
-    model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2")
+    disk = ("--disk-memory", "1GiB", "--offload-dir", str(tmp_path / "disk"))
+    asked = disk if layout.frame_tier == "disk" else ()
+    model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2", *asked)
+    kinds = {Action.parse(text).kind for text in answer["actions"][0]}
+    assert ("S" in kinds) == (layout.frame_tier == "disk")
+    assert ("SEND_KV" in kinds) == (layout.schedule == MSP)
     assert any("D" in Action.parse(a).kind for a in answer["actions"][0])
     assert _launch(tmp_path, model, answer) == answer["actions"]
 

@@ -90,6 +90,25 @@ def test_copies_run_beside_compute_and_hold_up_the_unit_after_next() -> None:
     assert [start(timeline, text) for text in ("0D2", "0B3", "0H2", "0B2")] == [4, 5.5, 5.5, 7]
 
 
+def test_keys_and_values_pass_beside_their_unit_and_hold_up_what_follows() -> None:
+    streams = {("K", 0, 1, 0), ("O", 0, 0, 0), ("K", 0, 0, 1), ("O", 0, 1, 1), ("L", 0, 0, 2)}
+    schedule = lower(generate("seq1f1b", Size(2, 1, 2)), streams=streams)
+    assert list(map(str, schedule.ranks[0][:6])) == "0F0 0SEND_F0 0O0#0 0K1#0 0F1 0SEND_F1".split()
+    seconds = {"K": 2.5, "O": 1.5, "L": 3.0}
+    fixed = fixed_seconds(1, 1, send=0.25)
+    timeline = simulate_pipeline(schedule, seconds=lambda a: seconds.get(a.kind) or fixed(a))
+    # Out beside the first forward, until 1.5; in beside the second, which waited for that.
+    assert [start(timeline, text) for text in ("0O0#0", "0F1", "0K1#0")] == [0, 1.5, 1.5]
+    # What is sent of a unit has seen all its keys.
+    assert [start(timeline, text) for text in ("0SEND_F0", "0SEND_F1")] == [1.5, 4]
+    # The other rank's two forwards and a backward later, and no earlier though lanes are free.
+    assert [start(timeline, text) for text in ("0B1", "0O1#1")] == [6.5, 6.5]
+    # Sums of the last chunk's backward leave until 8; only then the other one begins, and what is
+    # on the disk comes beside it.
+    assert [start(timeline, text) for text in ("0L0#2", "0B0", "0K0#1")] == [8, 8, 8]
+    assert timeline.end_seconds == 11
+
+
 def test_the_papers_worked_example_of_offloading() -> None:
     # SPPO's figure: A = (4, 3, 2, 1), alpha = (1/2, 2/3, 1, none): memory 4, 5, 5, 4.
     held, away = (4, 3, 2, 1), (2, 2, 2, 0)
