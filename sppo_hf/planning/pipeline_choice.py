@@ -164,6 +164,13 @@ def choose_pipeline(
             search.look_at(MSP, bounds)
     missing, seconds, _, name, bounds = min(search.found)
     reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
+    others = [
+        f"{other} {min(found)[1]:,.3g} s"
+        for other in dict.fromkeys((ruled.schedule, *AUTO, MSP))
+        if other != name and (found := [one for one in search.found if one[3] == other])
+    ]
+    if others:
+        reason += f" ({', '.join(others)})"
     if missing:
         reason = f"auto: of {len(search.found)} simulated the one that lacks least memory"
     return PipelineChoice(schedule=name, bounds=bounds, reason=reason)
@@ -196,8 +203,6 @@ class _Search:
             return
         ways: list[tuple[int, float]] = []
         for saved, offload, kv_tier in self._ways:
-            if name == MSP and kv_tier != "device":
-                continue
             ways.append(self._simulate(name, bounds, saved, offload, kv_tier))
             if not ways[-1][0]:
                 break

@@ -16,7 +16,14 @@ from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import KIND_NAMES, STREAM_KINDS, Action, Kind
+from sppo_hf.schedule.actions import (
+    KIND_NAMES,
+    STREAM_KINDS,
+    Action,
+    Kind,
+    stream_share,
+    stream_way,
+)
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.grid import show_marked
 from sppo_hf.schedule.messages import SENDS, TRANSFERS, Message, messages
@@ -129,9 +136,10 @@ class _Check:
         """Checks that shares are of units that are shared as they are, and others of whole ones."""
         shared = self._schedule.shared_units.get(action[1:3])
         if _streams(action):
-            if shared or self._ranks[action.stage] != place[0]:
-                wrong = "is not of a whole unit of this rank"
-                self._fail(action, place, wrong, "K/V beside units that one rank computes")
+            share, ranks = stream_share(action), shared or (self._ranks[action.stage],)
+            if share >= len(ranks) or ranks[share] != place[0]:
+                wrong = "is not of a unit of this rank, or not of its share"
+                self._fail(action, place, wrong, "K/V beside what the rank computes")
         elif action.part is None or action.kind in TRANSFERS:
             if action.part is None and shared and action.kind != "REDUCE_GRAD":
                 self._fail(action, place, "is of a shared unit", "one action for each #part")
@@ -261,10 +269,12 @@ class _Check:
         if not _streams(action):
             yield from self._needs(action)
             return
-        part = -1 if action.part is None else action.part - (action.kind in ("S", "L"))
-        kinds: tuple[Kind, ...] = ("F",) if part == 0 else ("B", "I")
-        units = [Action(kind, action.stage, action.unit) for kind in kinds]
-        if part not in (0, 1) or not any(unit in self._where for unit in units):
+        way = -1 if action.part is None else stream_way(action) - (action.kind in ("S", "L"))
+        kinds: tuple[Kind, ...] = ("F",) if way == 0 else ("B", "I")
+        units = [
+            self._schedule.unit_action(kind, *action[1:3], stream_share(action)) for kind in kinds
+        ]
+        if way not in (0, 1) or not any(unit in self._where for unit in units):
             yield _Fault("is beside no unit", "part 0 of a forward and 1 of a backward")
         comes, ran = action.kind in ("K", "L"), any(unit in self._done for unit in units)
         if comes == ran:
