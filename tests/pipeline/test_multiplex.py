@@ -356,6 +356,7 @@ MORE_OF_FOUR = [
         overrides=TWELVE,
         settings={"chunk_lengths": UNEVEN, "recompute": "selective", **KEYS_AWAY},
     ),
+    case_of("packed", layers=4, overrides=TWELVE, packed=[9, 6, 8]),
     case_of("a key for all", layers=4, overrides={**TWELVE, "num_key_value_heads": 1}),
     case_of("tails", layers=4, overrides=TWELVE, settings={"chunk_lengths": [20, 1, 1, 1]}),
     case_of(
