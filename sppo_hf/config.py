@@ -531,11 +531,6 @@ def _check_multiplexing(config: SPPOConfig) -> None:
     against = {
         "pp_schedule": (config.pp_schedule != "auto", "'auto'", "it is an order of its own"),
         "sp_size": (config.sp_size > 1, "1", "it divides sequences by itself"),
-        "offload_kv": (
-            config.offload_kv == "full",
-            "'auto' or 'none'",
-            "keys and values pass from rank to rank, and stay on the device",
-        ),
     }
     for name, (refused, allowed, reason) in against.items():
         if refused:

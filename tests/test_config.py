@@ -166,7 +166,6 @@ def test_layers_of_stages_must_fit(settings: dict[str, Any], parts: list[str]) -
         ({"pp_size": 1}, ["pp_msp='on'", "pp_size=1 makes none"]),
         ({"pp_size": 2, "pp_schedule": "seq1f1b"}, ["pp_schedule='seq1f1b'", "order of its own"]),
         ({"pp_size": 2, "sp_size": 2}, ["sp_size=2", "sp_size=1 with pp_msp='on'"]),
-        ({"pp_size": 2, "offload_kv": "full"}, ["offload_kv='full'", "'auto' or 'none'"]),
         ({"pp_size": 4, "num_chunks": 3}, ["num_chunks=3", "fewer than pp_size=4"]),
         ({"pp_size": 3, "chunk_lengths": [5, 5]}, ["chunk_lengths=(5, 5)", "2 are fewer"]),
     ],

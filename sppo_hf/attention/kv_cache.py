@@ -88,6 +88,27 @@ class KVStore(Protocol):
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
         ...
 
+    # Where units of a pipeline change ranks, a later store takes over what earlier ones have:
+
+    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """Take keys and values of a `chunk` that has attended, with another store."""
+        ...
+
+    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `chunk`, each BKCH, which stay here too."""
+        ...
+
+    def take_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return the sums of dK and dV of `chunk` as they were summed, and free its entry.
+
+        What these chunks give an earlier one, whose own backward runs with another store.
+        """
+        ...
+
+    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
+        """Add what another store's `take_sums` has returned, for some heads; one may come twice."""
+        ...
+
 
 class LayerKV:
     """Keys and values of one layer on the device, chunk by chunk, with their gradient sums."""
@@ -211,29 +232,26 @@ class LayerKV:
             return torch.zeros_like(k), torch.zeros_like(v)
         return sums[0].to(k.dtype), sums[1].to(v.dtype)
 
+    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """See `KVStore.put_earlier`."""
+        self.put(chunk, k_BKCH, v_BKCH)
+
     def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `chunk`, each BKCH, which stay here."""
+        """See `KVStore.keys_and_values`."""
         return self._keys[chunk]
 
     def take_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of dK and dV of `chunk` as they were summed, and free its entry.
-
-        Where units change ranks: what these chunks give an earlier one, whose own backward runs
-        with another store.
-        """
+        """See `KVStore.take_sums`."""
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         return self._grads.pop(chunk, None) or (sum_zeros(k), sum_zeros(v))
 
     def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
-        """Add what another store's `take_sums` has returned, for some heads; one may come twice."""
+        """See `KVStore.add_sums`."""
         if chunk not in self._grads:
             k, v = self._keys[chunk]
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)
-        for total, more in zip(self._grads[chunk], (dk_BKCH, dv_BKCH), strict=True):
-            # Not by an index, whose copy to the device the host would wait for.
-            for place, head in enumerate(heads):
-                total[:, head] += more[:, place]
+        add_heads(self._grads[chunk], (dk_BKCH, dv_BKCH), heads)
 
     @property
     def kv_bytes(self) -> int:
@@ -323,6 +341,14 @@ def sum_copy(x: Tensor) -> Tensor:
 def sum_zeros(x: Tensor) -> Tensor:
     """Zeros like `x` that gradients can be summed in."""
     return torch.zeros_like(x, dtype=sum_dtype(x))
+
+
+def add_heads(sums: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], heads: list[int]) -> None:
+    """Add to sums of dK and dV, in place, what came for some of their heads."""
+    for total, part in zip(sums, more, strict=True):
+        # Not by an index, whose copy to the device the host would wait for.
+        for place, head in enumerate(heads):
+            total[:, head] += part[:, place]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

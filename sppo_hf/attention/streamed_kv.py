@@ -32,6 +32,7 @@ from torch import Tensor
 from sppo_hf.attention.kv_cache import (
     Keep,
     Keys,
+    add_heads,
     dense,
     gone,
     join_tokens,
@@ -202,6 +203,11 @@ class _Like:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of the sums of their gradients."""
+        return torch.promote_types(self.dtype, torch.float32)
+
 
 class _BlockKeys:
     """One block on the device; see `Keys`."""
@@ -326,6 +332,48 @@ class StreamedKV:
                 for handle in entries.pop(done):
                     self._stream.release(handle)
         return gradient
+
+    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """See `KVStore.put_earlier`."""
+        self.put(chunk, k_BKCH, v_BKCH)
+        self._own = None
+
+    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.keys_and_values`; copies, for what was brought is given up at once."""
+        return self._copies(self._keys[chunk])
+
+    def take_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.take_sums`."""
+        sums, like = self._sums.pop(chunk, None), self._like[chunk]
+        for handle in self._keys.pop(chunk, ()):
+            self._stream.release(handle)
+        if sums is None:
+            zeros = functools.partial(torch.zeros, dtype=like.sum_dtype, device=like.device)
+            return zeros(like.k_shape), zeros(like.v_shape)
+        copies = self._copies(sums)
+        for handle in sums:
+            self._stream.release(handle)
+        return copies
+
+    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
+        """See `KVStore.add_sums`."""
+        before, like = self._sums.pop(chunk, None), self._like[chunk]
+        if before is None:
+            zeros = functools.partial(torch.zeros, dtype=like.sum_dtype, device=like.device)
+            sums = zeros(like.k_shape), zeros(like.v_shape)
+        else:
+            sums = self._copies(before)
+            for handle in before:
+                self._stream.release(handle)
+        add_heads(sums, (dk_BKCH, dv_BKCH), heads)
+        sum_k, sum_v = sums
+        self._sums[chunk] = (self._stream.mover.send(sum_k), self._stream.mover.send(sum_v))
+
+    def _copies(self, pair: Pair) -> tuple[Tensor, Tensor]:
+        k, v = (self._stream.fetch(handle).clone() for handle in pair)
+        for handle in pair:
+            self._stream.mover.evict(handle)
+        return k, v
 
     def first_of_walk(self, chunk: int) -> list[Handle]:
         """What forward of `chunk` will read first, as far as it can be known before it comes."""

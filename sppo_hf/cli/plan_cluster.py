@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.cli.planning_arguments import PlanningArguments, read_model
+from sppo_hf.cli.planning_arguments import PlanningArguments
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
@@ -26,8 +26,6 @@ from sppo_hf.planning.cluster import (
 )
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
-from sppo_hf.planning.reader import text_config
-from sppo_hf.planning.shared_units import unsharable_reason
 from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.generate import MSP
@@ -70,11 +68,6 @@ def cluster_question(
     question = dataclasses.replace(arguments, devices_of_host=devices_of_host).question()
     profile = question.device.profile
     assert profile is not None, "a question from the command line has a profile"
-    config = read_model(arguments.model)
-    text = text_config(config)
-    shared = unsharable_reason(
-        text, has_states=question.shape.has_states, is_multimodal=text is not config
-    )
     rate = profile.network_bytes_per_second or UNKNOWN_LINK
     if link is not None:
         rate = parse_bytes(link, field="--link", total_bytes=None)
@@ -92,7 +85,7 @@ def cluster_question(
         link_bytes_per_second=rate,
         node_bytes_per_second=profile.node_bytes_per_second,
         space=SearchSpace(frame_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
-        shares_units=shared is None,
+        shares_units=not question.shape.has_states,
     )
 
 

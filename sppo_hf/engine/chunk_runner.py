@@ -27,7 +27,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -273,9 +273,10 @@ class ChunkRunner:
                 self._log.end_head()  # the loss is done when the next chunk is asked for
         self.end_forward()
 
-    def key_stores(self) -> list[LayerKV]:
-        """Keys and values of each layer that has its own, first to last, where all stay here."""
-        return [one.kv for one in self._between_chunks if isinstance(one.kv, LayerKV)]
+    def key_stores(self, layers: Sequence[int]) -> list[KVStore]:
+        """Keys and values of some of the layers that run here, which have some of their own."""
+        found = (self._between_chunks[layer - self._layers.start].kv for layer in layers)
+        return [store for store in found if store is not None]
 
     def part(self, chunk: int) -> tuple[int, int]:
         """The tokens of a chunk that are this rank's: all, or its part of them."""

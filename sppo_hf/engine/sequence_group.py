@@ -15,9 +15,13 @@ n times as large. So nothing else in backward knows that a sequence is shared.
 
 [Note: what an exchange hides behind]
 Queries, keys and values are sent together before any of them is waited for, and in backward their
-gradients: while one travels, others are made ready to be sent, or put where they belong. Nothing
-else that a layer computes can run meanwhile: attention needs all three, and what follows needs its
-output. Where a layer is recomputed, more can: attention's output, which was kept, is sent before
+gradients: while one travels, others are made ready to be sent, or put where they belong. Within an
+untouched layer nothing else is left to compute meanwhile: attention is called when all three are
+there, and what follows needs its output. Attention to earlier chunks needs the queries alone, so
+keys and values could travel beside it; but they are the few bytes of the three (grouped queries),
+and attending twice, with the results merged, costs more than it would hide. Cut into groups of
+heads, attention could hide the exchanges of another group; that is not done.
+Where a layer is recomputed, more can hide: attention's output, which was kept, is sent before
 the layer runs again, so that it travels beside norm and projections; the queries, which nothing but
 attention's own backward reads, travel beside the rest of the layer and its backward.
 

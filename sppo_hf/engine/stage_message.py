@@ -9,7 +9,7 @@ token (AltUp, arXiv 2301.13310), `[S, B, C, D]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ class _SharedKeys:
     name: str
     """What the model calls them: the type of these layers."""
     owner: int
-    last_reader: int
+    readers: tuple[int, ...]
+    """The layers that read them, all behind it."""
     num_heads: int
     sizes: tuple[int, int]
     """Of a key and of a value head."""
@@ -77,7 +78,7 @@ class MessageLayout:
             owner = max(i for i in range(borrowers[0]) if text.layer_types[i] == name)
             layer = layers[owner]
             sizes = (layer.qk_head_size, layer.v_head_size)
-            shared.append(_SharedKeys(name, owner, readers[-1], layer.num_kv_heads, sizes))
+            shared.append(_SharedKeys(name, owner, tuple(readers), layer.num_kv_heads, sizes))
         size = getattr(text, "hidden_size_per_layer_input", 0) or 0
         streams = getattr(text, "altup_num_inputs", 0) or 1
         return cls(len(layers), text.hidden_size, streams, size, tuple(shared))
@@ -143,9 +144,32 @@ class MessageLayout:
             shared |= dict.fromkeys((keys.name, keys.owner), (key, value))
         return Received(hidden.contiguous(), arguments, shared)
 
+    def key_holders(self, layers: range, attending: Collection[int]) -> list[int]:
+        """The layers of a stage that hold keys and values.
+
+        Args:
+            layers: Those of the stage.
+            attending: Those of the model that attend.
+
+        Returns:
+            Those that attend to keys of their own, and the first of those that read keys of the
+            same layer of an earlier stage: what came with the message is held there for all.
+        """
+        readers = {index: keys for keys in self.shared for index in layers if index in keys.readers}
+        first = {keys.name: index for index, keys in reversed(readers.items())}
+        return [
+            index
+            for index in layers
+            if index in attending
+            and (
+                index not in readers
+                or (readers[index].owner < layers.start and first[readers[index].name] == index)
+            )
+        ]
+
     def _shared(self, start: int) -> list[_SharedKeys]:
         """Those that a layer before `start` has and one from there on reads."""
-        return [keys for keys in self.shared if keys.owner < start <= keys.last_reader]
+        return [keys for keys in self.shared if keys.owner < start <= keys.readers[-1]]
 
 
 def _heads(keys: _SharedKeys, states: Iterator[Tensor]) -> Iterator[Tensor]:

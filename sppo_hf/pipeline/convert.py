@@ -442,8 +442,7 @@ def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> 
         )
     if loaded is not None or config.pp_msp != "auto":
         return config.pp_msp != "off" and (loaded is None or loaded.helps)
-    alone = config.pp_schedule == "auto" and config.offload_kv != "full"
-    if not alone or config.sp_size > 1 or config.pp_size == 1:
+    if config.pp_schedule != "auto" or config.sp_size > 1 or config.pp_size == 1:
         return False
     possible = device_facts(mesh.device, config).profile is not None
     try:

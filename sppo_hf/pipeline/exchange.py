@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.recurrent_state import mixers_of
-from sppo_hf.engine.sequence_group import check_heads, part_lengths
+from sppo_hf.engine.sequence_group import check_heads, own_heads, part_lengths
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.mesh import PipelineMesh
@@ -39,28 +39,52 @@ ValueT = TypeVar("ValueT")
 
 
 class SequenceRanks:
-    """The ranks of this process's sequence; see `SequenceGroup` for what they do."""
+    """Ranks that share a sequence, or some of its chunks; see `SequenceGroup` for what they do."""
 
-    granules: int | None = None
+    def __init__(
+        self, group: Any, rank: int, size: int, *, granules: int | None = None, control: Any = None
+    ) -> None:
+        """Wrap the group of `size` ranks, of which this is number `rank`.
 
-    def __init__(self, mesh: PipelineMesh) -> None:
-        """Wrap the groups of a mesh whose `sp_size` is above 1."""
+        Args:
+            group: Exchanges tensors.
+            rank: This rank's number.
+            size: Ranks.
+            granules: How they divide heads, see `own_heads`.
+            control: A group for decisions, on processors; None where nothing is decided.
+        """
+        self.size = size
+        self.rank = rank
+        self.granules = granules
+        self._group = group
+        self._control = control
+
+    @classmethod
+    def of_mesh(cls, mesh: PipelineMesh) -> SequenceRanks:
+        """The ranks of this process's sequence, in a mesh whose `sp_size` is above 1."""
         assert mesh.sequence is not None, "ranks share a sequence only where sp_size is above 1"
-        self.size = mesh.sp_size
-        self.rank = mesh.sp_rank
-        self._group = mesh.sequence
-        self._control = mesh.sequence_control
+        return cls(mesh.sequence, mesh.sp_rank, mesh.sp_size, control=mesh.sequence_control)
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
-        """`[B, N, c, H]` to `[B, N / n, C, H]`."""
+        """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
         lengths = part_lengths(chunk_tokens, self.size)
         assert x_BNcH.shape[2] == lengths[self.rank], "every rank has its part of the chunk"
-        return Exchange(x_BNcH, _ToHeads(self, lengths), _ToTokens(self, lengths))
+        return self._exchange(x_BNcH, lengths, x_BNcH.shape[1], to_heads=True)
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
-        """`[B, N / n, C, H]` to `[B, N, c, H]`."""
-        lengths = part_lengths(x_BNCH.shape[2], self.size)
-        return Exchange(x_BNCH, _ToTokens(self, lengths), _ToHeads(self, lengths))
+        """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`."""
+        _, own, chunk_tokens, _ = x_BNCH.shape
+        runs = self.size if self.granules is None else self.granules
+        heads = own // len(own_heads(runs, self.rank, self.size, self.granules)) * runs
+        return self._exchange(x_BNCH, part_lengths(chunk_tokens, self.size), heads, to_heads=False)
+
+    def _exchange(
+        self, x: Tensor, lengths: list[int], num_heads: int, *, to_heads: bool
+    ) -> Exchange:
+        every = range(self.size)
+        counts = [len(own_heads(num_heads, r, self.size, self.granules)) for r in every]
+        heads, tokens = _ToHeads(self, lengths, counts), _ToTokens(self, lengths, counts)
+        return Exchange(x, heads, tokens) if to_heads else Exchange(x, tokens, heads)
 
     def wait_for(self, x: Tensor) -> Tensor:
         """`x`, once what an exchange brings is in it; at once where nothing is missing."""
@@ -143,42 +167,64 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _ToHeads:
-    """`[B, N, c, H]` to `[B, N / n, C, H]`."""
+    """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads; in memory `[C, n, B, H]`."""
 
     ranks: SequenceRanks
     lengths: list[int]
     """Tokens of each rank."""
+    counts: list[int]
+    """Heads of each rank."""
 
     def start(self, x_BNcH: Tensor) -> Tensor:
-        rows, num_heads, tokens, head_size = x_BNcH.shape
-        size = self.ranks.size
-        own = num_heads // size
-        x_cnBNH = x_BNcH.permute(2, 1, 0, 3).reshape(tokens, size, own, rows, head_size)
-        sent = x_cnBNH.permute(1, 0, 3, 2, 4).reshape(size * tokens, rows, own, head_size)
-        return self.ranks.start(sent, [tokens] * size, self.lengths)
+        rows, _, tokens, head_size = x_BNcH.shape
+        x_cNBH = x_BNcH.permute(2, 1, 0, 3)
+        if len(set(self.counts)) == 1:  # one copy
+            split = x_cNBH.unflatten(1, (len(self.counts), self.counts[0])).transpose(0, 1)
+            sent = split.reshape(-1, rows, head_size)
+        else:
+            parts = x_cNBH.split(self.counts, dim=1)
+            sent = torch.cat([part.reshape(-1, rows, head_size) for part in parts])
+        own = self.counts[self.ranks.rank]
+        gone = [tokens * count for count in self.counts]
+        return self.ranks.start(sent, gone, [own * c for c in self.lengths])
 
-    def unpack(self, got_CBNH: Tensor) -> Tensor:
-        return got_CBNH.permute(1, 2, 0, 3)
+    def unpack(self, got: Tensor) -> Tensor:
+        own = self.counts[self.ranks.rank]
+        return got.view(sum(self.lengths), own, *got.shape[1:]).permute(2, 1, 0, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class _ToTokens:
-    """`[B, N / n, C, H]` to `[B, N, c, H]`, in memory `[B, c, N, H]`."""
+    """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`, in memory `[B, c, N, H]`."""
 
     ranks: SequenceRanks
     lengths: list[int]
-    """Tokens of each rank."""
+    counts: list[int]
 
     def start(self, x_BNCH: Tensor) -> Tensor:
-        sent_CBNH = x_BNCH.permute(2, 0, 1, 3).contiguous()
+        rows, own, _, head_size = x_BNCH.shape
+        sent = x_BNCH.permute(2, 1, 0, 3).reshape(-1, rows, head_size)
         tokens = self.lengths[self.ranks.rank]
-        return self.ranks.start(sent_CBNH, self.lengths, [tokens] * self.ranks.size)
+        came = [tokens * count for count in self.counts]
+        return self.ranks.start(sent, [own * c for c in self.lengths], came)
 
     def unpack(self, got: Tensor) -> Tensor:
-        size, tokens = self.ranks.size, self.lengths[self.ranks.rank]
-        _, rows, own, head_size = got.shape
-        x_ncBNH = got.view(size, tokens, rows, own, head_size)
-        x_BcNH = x_ncBNH.permute(2, 1, 0, 3, 4).reshape(rows, tokens, size * own, head_size)
+        rows, head_size = got.shape[1:]
+        tokens = self.lengths[self.ranks.rank]
+        if len(set(self.counts)) == 1:  # one copy
+            x_ncNBH = got.view(len(self.counts), tokens, self.counts[0], rows, head_size)
+            x_BcNH = x_ncNBH.permute(3, 1, 0, 2, 4).reshape(
+                rows, tokens, sum(self.counts), head_size
+            )
+        else:
+            parts = got.split([tokens * count for count in self.counts])
+            x_BcNH = torch.cat(
+                [
+                    part.view(tokens, count, rows, head_size).permute(2, 0, 1, 3)
+                    for part, count in zip(parts, self.counts, strict=True)
+                ],
+                dim=2,
+            )
         return x_BcNH.transpose(1, 2)
 
 

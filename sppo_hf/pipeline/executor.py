@@ -19,7 +19,7 @@ from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.stage_runner import StageRunner
 from sppo_hf.pipeline.transport import Transport
-from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
+from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind, stream_way
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.schedule.messages import SENDS
 from sppo_hf.schedule.schedule import Schedule
@@ -92,7 +92,7 @@ class Executor:
             "S": self._store,
             "L": self._load,
             "K": lambda action: self._units.begin_stream(
-                *self._place(action), backward=action.part == 1
+                *self._place(action), backward=stream_way(action) == 1
             ),
             "O": lambda action: self._units.end_stream(*self._place(action)),
             "SEND_F": lambda action: self._send(action, action.stage + 1),
@@ -147,6 +147,7 @@ class Executor:
         return action.stage, self._schedule.micro_batch(action), self._schedule.chunk(action)
 
     def _forward(self, action: Action) -> None:
+        self._start(action)
         received = self._take("RECV_F", action) if action.stage > 0 else None
         self._begin(action)
         given = self._units.forward(*self._place(action), received)
@@ -161,6 +162,7 @@ class Executor:
             self._shared.end(action)
 
     def _backward(self, action: Action) -> None:
+        self._start(action)
         self._units.before_backward()
         grad = self._take("RECV_B", action) if action.stage < self._last_stage else None
         self._begin(action)
@@ -172,6 +174,11 @@ class Executor:
 
     def _weights(self, action: Action) -> None:
         self._units.weights(*self._place(action))
+
+    def _start(self, action: Action) -> None:
+        """A unit comes next, whatever it still waits for."""
+        if self._shared is not None:
+            self._shared.start(action)
 
     def _begin(self, action: Action) -> None:
         """What a unit needs besides what neighbours give it is here, where units are shared."""
@@ -189,7 +196,7 @@ class Executor:
         if action.part is None:
             self._units.load(*self._place(action))
         else:
-            self._units.begin_stream(*self._place(action), backward=action.part == 2)
+            self._units.begin_stream(*self._place(action), backward=stream_way(action) == 2)
 
     def _take(self, kind: Kind, action: Action) -> Tensor:
         if self._shared is not None:

@@ -8,15 +8,17 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
 
 [Note: what the paper leaves open]
 - *Weights.* Every rank runs units of all stages. What is frozen is on every rank for good: that is
-  what LoRA and QLoRA have most of. What trains comes from its owner when a run of shared units
-  begins, forward and again backward, by a broadcast in the set, and its memory is given back when
-  the run ends. By stage and not by layer: each rank goes through shared units stage by stage, so a
-  stage's weights come twice a step and no more than one other stage's are there at once, while
-  layer by layer they would come twice for each unit.
+  what LoRA and QLoRA have most of. What trains comes from its owner for a run of shared units,
+  forward and again backward, by a broadcast in the set that is started a unit ahead, and its memory
+  is given back when the run ends. By stage and not by layer: each rank goes through shared units
+  stage by stage, so a stage's weights come twice a step and those of no more than two other stages
+  are there at once, while layer by layer they would come twice for each unit. Where a stage's units
+  follow each other (the last stage's backward its forward, the next row's forward the first stage's
+  backward) they stay.
 - *Gradients of weights.* Each rank of a set sums those of its tokens; with the last backward of a
-  run they are reduced to the owner, stage by stage too. Helpers have no optimizer states, and to
-  the model's `parameters()` a helped stage is not there. With replicas of the pipeline, owners
-  average theirs at the end of the step.
+  run they start on their way to the owner, stage by stage too, and are waited for a unit later.
+  Helpers have no optimizer states, and to the model's `parameters()` a helped stage is not there.
+  With replicas of the pipeline, owners average theirs at the end of the step.
 - *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
   heads cannot be divided evenly, ranks divide key/value heads as evenly as can be
   (`head_granules`).
@@ -26,14 +28,17 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   of its own, so the old set's stay where they are for backward.
 - *Their gradients.* What later sets add to the gradients of a chunk's keys comes back the same way,
   in the precision in which it was summed, before that chunk's own backward.
+- *Keys and values elsewhere.* Where a plan has them wait on the host or a disk, each rank's heads
+  of a shared unit do, too, and stream in and out beside its share. What comes from another set is
+  on the device from its arrival until the set's first unit begins, which sends it away.
+- *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the
+  message, like keys of its own.
 - *Tokens.* Parts are cut as in sequence parallelism (`part_of`), of any length; what passes between
   stages is cut where the parts of both sets overlap, and what stays on its rank is not sent.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
-Not covered: `sp_size` above 1 besides, keys and values away from the device (`offload_kv`), layers
-that read other layers' keys, recurrent layers, layers with inputs of their own, multimodal models.
-Evaluation, losses of a caller's own, and batches of
-fewer chunks than stages run without shared units.
+Not covered: `sp_size` above 1 besides, and recurrent layers. Evaluation, losses of a caller's own,
+and batches of fewer chunks than stages run without shared units.
 """
 
 from __future__ import annotations
@@ -41,129 +46,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.sequence_group import (
     held_keys,
     key_positions,
-    own_heads,
-    part_lengths,
     part_of,
 )
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.exchange import Exchange, SequenceRanks
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.transport import Transport
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_profile import LayerProfile
-from sppo_hf.planning.shared_units import head_granules, unsharable_reason
-from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.planning.shared_units import head_granules
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
 
 # B batch rows, C tokens of a chunk, c tokens of a part of it, W width of a message, N query heads,
 # K key/value heads, H head size. P is the number of ranks.
-
-
-class SetRanks(SequenceRanks):
-    """The ranks of one set, which are ranks of one pipeline."""
-
-    def __init__(
-        self, group: Any, ranks: tuple[int, ...], pp_rank: int, granules: int | None
-    ) -> None:
-        """Wrap the group of `ranks`, one of them `pp_rank`, that divide heads by `granules`."""
-        self.size = len(ranks)
-        self.rank = ranks.index(pp_rank)
-        self.granules = granules
-        self._group = group
-
-    def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
-        """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
-        if self.granules is None:
-            return super().start_tokens_to_heads(x_BNcH, chunk_tokens)
-        lengths, counts = part_lengths(chunk_tokens, self.size), self._counts(x_BNcH.shape[1])
-        return Exchange(
-            x_BNcH, _ToUnequalHeads(self, lengths, counts), _FromUnequalHeads(self, lengths, counts)
-        )
-
-    def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
-        """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`."""
-        if self.granules is None:
-            return super().start_heads_to_tokens(x_BNCH)
-        _, own, chunk_tokens, _ = x_BNCH.shape
-        per_granule = own // len(own_heads(self.granules, self.rank, self.size, self.granules))
-        counts = self._counts(per_granule * self.granules)
-        lengths = part_lengths(chunk_tokens, self.size)
-        return Exchange(
-            x_BNCH, _FromUnequalHeads(self, lengths, counts), _ToUnequalHeads(self, lengths, counts)
-        )
-
-    def _counts(self, num_heads: int) -> list[int]:
-        ranks = range(self.size)
-        return [len(own_heads(num_heads, rank, self.size, self.granules)) for rank in ranks]
-
-
-@dataclass(frozen=True, slots=True)
-class _ToUnequalHeads:
-    """`[B, N, c, H]` to `[B, n, C, H]` where ranks have different numbers of heads."""
-
-    ranks: SetRanks
-    lengths: list[int]
-    """Tokens of each rank."""
-    counts: list[int]
-    """Heads of each rank."""
-
-    def start(self, x_BNcH: Tensor) -> Tensor:
-        rows, _, tokens, head_size = x_BNcH.shape
-        x_NcBH = x_BNcH.permute(1, 2, 0, 3)
-        # By rank and token, of each all heads that go there.
-        sent = [x.transpose(0, 1).reshape(-1, rows, head_size) for x in x_NcBH.split(self.counts)]
-        own = self.counts[self.ranks.rank]
-        gone = [tokens * count for count in self.counts]
-        return self.ranks.start(torch.cat(sent), gone, [own * c for c in self.lengths])
-
-    def unpack(self, got: Tensor) -> Tensor:
-        rows, head_size = got.shape[1:]
-        own = self.counts[self.ranks.rank]
-        return got.view(sum(self.lengths), own, rows, head_size).permute(2, 1, 0, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class _FromUnequalHeads:
-    """`[B, n, C, H]` to `[B, N, c, H]`, in memory `[B, c, N, H]`, likewise."""
-
-    ranks: SetRanks
-    lengths: list[int]
-    counts: list[int]
-
-    def start(self, x_BNCH: Tensor) -> Tensor:
-        rows, own, chunk_tokens, head_size = x_BNCH.shape
-        sent = x_BNCH.permute(2, 1, 0, 3).reshape(chunk_tokens * own, rows, head_size)
-        tokens = self.lengths[self.ranks.rank]
-        came = [tokens * count for count in self.counts]
-        return self.ranks.start(sent, [own * c for c in self.lengths], came)
-
-    def unpack(self, got: Tensor) -> Tensor:
-        rows, head_size = got.shape[1:]
-        tokens = self.lengths[self.ranks.rank]
-        parts = got.split([tokens * count for count in self.counts])
-        x_cNBH = torch.cat(
-            [
-                x.view(tokens, count, rows, head_size)
-                for x, count in zip(parts, self.counts, strict=True)
-            ],
-            dim=1,
-        )
-        return x_cNBH.permute(2, 0, 1, 3).contiguous().transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +87,33 @@ class Run:
     def is_shared(self) -> bool:
         """Whether there are several ranks."""
         return len(self.ranks) > 1
+
+
+class Visit(NamedTuple):
+    """Shared units of one stage that a rank runs one after the other, on its weights."""
+
+    stage: int
+    run: Run
+    ahead: Action
+    """The compute before them, beside which the weights come; their own first if there is none."""
+    first: Action
+    last: Action
+
+
+def visits_of(schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]) -> list[Visit]:
+    """What a rank needs the weights of helped or shared stages for, in order."""
+    found: list[Visit] = []
+    before: tuple[int, tuple[int, ...]] | None = None
+    computes = [action for action in schedule.ranks[rank] if action.kind in COMPUTE_KINDS]
+    for ahead, action in pairwise([computes[0], *computes]):
+        run = runs[action.stage, schedule.chunk(action)]
+        here = action.stage, run.ranks
+        if here == before:
+            found[-1:] = [found[-1]._replace(last=action)] if run.is_shared else found[-1:]
+        elif run.is_shared:
+            found.append(Visit(action.stage, run, ahead, action, action))
+        before = here
+    return found
 
 
 def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
@@ -198,15 +135,13 @@ def refuse_unsharable_units(
 
     Raises:
         ConfigError: Heads cannot be divided among the ranks of every set.
-        UnsupportedModelError: See `unsharable_reason`.
+        UnsupportedModelError: Layers carry a state along the tokens.
     """
-    reason = unsharable_reason(
-        parts.text_config, has_states=parts.has_states, is_multimodal=parts.is_multimodal
-    )
-    if reason is not None:
+    if parts.has_states:
         raise UnsupportedModelError(
-            f"{parts.name} cannot be trained with pp_msp='on': {reason}. Allowed: text models in "
-            "which every layer attends to keys of its own. Remedy: pp_msp='off'."
+            f"{parts.name} cannot be trained with pp_msp='on': it has recurrent or convolutional "
+            "layers, whose states go from token to token. Allowed: models in which every layer "
+            "attends. Remedy: pp_msp='off'."
         )
     head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
 
@@ -226,7 +161,11 @@ class HelpedWeights:
         self._there: set[int] = set()
         """Which weights had a gradient here when it was handed over."""
         self._aside: dict[nn.Parameter, Tensor] = {}
-        """What others gave of the gradients of own weights that had none here."""
+        """Of own weights, what was summed over sets, until it joins what this rank sums alone."""
+        self._coming: dict[int, list[tuple[Any, Tensor, list[nn.Parameter]]]] = {}
+        """By stage, weights on their way: what to wait for, and whose they are if not in place."""
+        self._leaving: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        """Gradients on their way, and whose sums they will be here."""
         for parameters in self._trained.values():
             for parameter in self._foreign(parameters):
                 # In a storage of its own: what was loaded may be a part of a file.
@@ -246,11 +185,15 @@ class HelpedWeights:
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of what trains in the largest of other ranks' stages: those that come and go."""
-        return max(
+        """Bytes of what trains in the largest two of other ranks' stages.
+
+        While one is in use, weights of the next are on their way, or gradients of the last.
+        """
+        sizes = sorted(
             sum(p.numel() * p.element_size() for p in self._foreign(parameters))
             for parameters in self._trained.values()
         )
+        return sum(sizes[-2:])
 
     def begin_step(self, device: torch.device) -> None:
         """Let helped stages be as the model is: on its device, and training or not."""
@@ -268,68 +211,98 @@ class HelpedWeights:
 
     def drop_gradients(self) -> None:
         """Drop gradients that were not handed over, as after an error."""
-        self._there.clear()
-        self._aside.clear()
+        for held in (self._there, self._aside, self._coming, self._leaving):
+            held.clear()
         for parameters in self._trained.values():
             for parameter in self._foreign(parameters):
                 parameter.grad = None
 
     @torch.no_grad()
-    def fetch(self, stage: int, run: Run) -> None:
-        """Bring what trains in a stage from its owner to all ranks of a run's set."""
-        owner = self._mesh.world_rank(stage)
+    def start_fetch(self, stage: int, run: Run) -> None:
+        """Start bringing what trains in a stage from its owner to all ranks of a run's set.
+
+        On the owner, and where a tensor travels alone, it is sent and received where it lies.
+        """
         is_owner = self._mesh.pp_rank == stage
+        coming = self._coming[stage] = []
         for bucket in buckets_of(self._trained[stage]):
-            if is_owner:
-                flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+            for parameter in self._foreign(bucket):
+                storage = parameter.untyped_storage()
+                storage.resize_(parameter.numel() * parameter.element_size())
+            # Not a change that backward should see: the same values as in forward.
+            flats = [parameter.data.reshape(-1) for parameter in bucket]
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            if not is_owner:
+                alone = alone and id(bucket[0]) not in self._own
+            if alone:
+                flat = flats[0]
+            elif is_owner:
+                flat = torch.cat(flats)
             else:
                 numbers = sum(p.numel() for p in bucket)
                 flat = torch.empty(numbers, dtype=bucket[0].dtype, device=self._mesh.device)
-            dist.broadcast(flat, owner, group=self._mesh.sets[run.ranks])
-            parts = flat.split([p.numel() for p in bucket])
+            work = dist.broadcast(
+                flat,
+                self._mesh.world_rank(stage),
+                group=self._mesh.sets[run.ranks],
+                async_op=True,
+            )
+            coming.append((work, flat, [] if alone else bucket))
+
+    @torch.no_grad()
+    def wait_for_fetch(self, stage: int) -> None:
+        """What trains in the stage is here, once its fetch has ended."""
+        for work, flat, bucket in self._coming.pop(stage):
+            work.wait()
+            parts = flat.split([p.numel() for p in bucket]) if bucket else ()
             for parameter, part in zip(bucket, parts, strict=True):
                 if id(parameter) not in self._own:
-                    # The same values as in forward: not a change that backward should see.
-                    with torch.autograd._unsafe_preserve_version_counter(parameter):
-                        storage = parameter.untyped_storage()
-                        storage.resize_(parameter.numel() * parameter.element_size())
-                        parameter.copy_(part.view_as(parameter))
+                    parameter.data.copy_(part.view_as(parameter))
 
     def drop(self, stage: int) -> None:
-        """A run of the stage's units has ended: give memory back."""
+        """Units of the stage have run: give memory back."""
         if stage != self._mesh.pp_rank:
             self._free(stage)
 
     @torch.no_grad()
-    def reduce(self, stage: int, run: Run) -> None:
-        """Sum the gradients of a stage's weights over a run's set, at the owner."""
+    def start_reduce(self, stage: int, run: Run) -> None:
+        """Start summing the gradients of a stage's weights over a run's set, at the owner."""
+        self.wait_for_reduce()
         is_owner = self._mesh.pp_rank == stage
-        if is_owner:
-            self._join(p for p in self._trained[stage] if p.grad is not None)
         for bucket in buckets_of(self._trained[stage]):
             self._there |= {id(p) for p in bucket if p.grad is not None}
             flat = torch.cat([self._given(p, is_owner).reshape(-1) for p in bucket])
-            dist.reduce(flat, self._mesh.world_rank(stage), group=self._mesh.sets[run.ranks])
-            totals = flat.split([p.numel() for p in bucket]) if is_owner else ()
-            for parameter, total in zip(bucket, totals, strict=False):
-                if parameter.grad is None:
-                    self._aside[parameter] = total.view_as(parameter)
-                else:
-                    parameter.grad = total.view_as(parameter)
-            for parameter in self._foreign(bucket):
+            for parameter in bucket if is_owner else self._foreign(bucket):
                 parameter.grad = None
+            work = dist.reduce(
+                flat,
+                self._mesh.world_rank(stage),
+                group=self._mesh.sets[run.ranks],
+                async_op=True,
+            )
+            self._leaving.append((work, flat, bucket if is_owner else []))
+
+    @torch.no_grad()
+    def wait_for_reduce(self) -> None:
+        """Gradients that were on their way are at their owner, beside what it sums itself."""
+        for work, flat, bucket in self._leaving:
+            work.wait()
+            totals = flat.split([p.numel() for p in bucket]) if bucket else ()
+            for parameter, total in zip(bucket, totals, strict=True):
+                before = self._aside.get(parameter)
+                total = total.view_as(parameter)
+                self._aside[parameter] = total if before is None else before + total
+        self._leaving.clear()
 
     def _given(self, parameter: nn.Parameter, is_owner: bool) -> Tensor:
         """What this rank adds to the gradient of a weight."""
         grad = parameter.grad
-        if is_owner and grad is None:
-            grad = self._aside.pop(parameter, None)
-        elif not is_owner and id(parameter) in self._own:
+        if not is_owner and id(parameter) in self._own:
             grad = None  # both ends of the pipeline hold it, and sum it in the end
         return torch.zeros_like(parameter) if grad is None else grad.to(parameter.dtype)
 
     def _join(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add to gradients what others gave when there was none here."""
+        """Add to gradients what was summed over sets."""
         for parameter in parameters:
             total = self._aside.pop(parameter, None)
             if total is not None:
@@ -337,10 +310,12 @@ class HelpedWeights:
 
     def settle(self, stage: int) -> None:
         """A stage of this rank has its whole gradient, which replicas are about to average."""
+        self.wait_for_reduce()
         self._join(self._trained[stage])
 
     def end_step(self) -> None:
         """All units have run. What no rank has a gradient of, as without us, has none."""
+        self.wait_for_reduce()
         every = [p for parameters in self._trained.values() for p in parameters]
         there = torch.tensor([id(p) in self._there for p in every], dtype=torch.int32)
         dist.all_reduce(there, group=self._mesh.control)
@@ -382,7 +357,7 @@ class SharedUnits:
         bounds: Bounds,
         rows: list[tuple[int, int]],
         widths: Callable[[int], int],
-        layers: Callable[[int], list[LayerProfile]],
+        layers: Callable[[int], Mapping[int, LayerProfile]],
         granules: int | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         stores: Stores,
@@ -398,7 +373,7 @@ class SharedUnits:
             bounds: Of the chunks.
             rows: Half-open rows of each micro-batch.
             widths: W of the messages to a stage.
-            layers: The attending layers of a stage.
+            layers: The layers of a stage that hold keys and values, by number.
             granules: How sets divide heads, see `head_granules`.
             dtypes: Of hidden states between stages, and of keys and values.
             stores: Gives a run's keys and values.
@@ -435,8 +410,12 @@ class SharedUnits:
         """What units gave on that is to be taken: its first token in the chunk, `[B, c, W]`."""
         self._sums: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
         """Sums of dK and dV, by layer, that are to go back."""
-        self._ending: list[LayerKV] = []
+        self._ending: list[KVStore] = []
         """Keys of the run whose last backward runs."""
+        visits = visits_of(schedule, rank, runs)
+        self._fetched_in = {visit.ahead: visit for visit in visits}
+        self._first = {visit.first: visit for visit in visits}
+        self._last = {visit.last: visit for visit in visits}
 
     # -- hidden states and their gradients -----------------------------------------------------
 
@@ -464,9 +443,10 @@ class SharedUnits:
                 pieces.append((low, made[:, low - first : high - first]))
             self._release(key)
         if not pieces:  # see [Note: a rank without tokens] in sequence_group
-            return torch.zeros(
-                *self._shape(action, stage, 1), dtype=self._dtype, device=self._transport.device
-            )
+            # Layers that divide by what they are given (Gemma 3n) cannot be given zeros.
+            number = 1.0 if kind == "SEND_F" else 0.0
+            shape, device = self._shape(action, stage, 1), self._transport.device
+            return torch.full(shape, number, dtype=self._dtype, device=device)
         pieces.sort(key=lambda piece: piece[0])
         found = [piece for _, piece in pieces]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
@@ -509,7 +489,7 @@ class SharedUnits:
         """By layer, the heads that pass from the ranks of one unit to those of a later one."""
         return [
             (layer, *key_positions(self._held(layer, forward), self._held(layer, late)))
-            for layer in self._layers(forward.stage)
+            for layer in self._layers(forward.stage).values()
         ]
 
     def _held(self, layer: LayerProfile, action: Action) -> list[range]:
@@ -532,11 +512,11 @@ class SharedUnits:
 
     def _packed_keys(self, message: Message) -> Tensor:
         """Keys and values of one chunk, for a rank of the set after: all layers, one dim."""
-        store = self._sequence(message.made)
+        stores = self._key_stores(message.made)
         chunk = self._schedule.chunk(message.send)
         flat: list[Tensor] = []
         places = self._keys_of(message.made, message.used)
-        for (layer, source, _), keys in zip(places, store.key_stores(), strict=True):
+        for (layer, source, _), keys in zip(places, stores, strict=True):
             for x_BKCH, size in zip(
                 keys.keys_and_values(chunk), (layer.qk_head_size, layer.v_head_size), strict=True
             ):
@@ -553,8 +533,11 @@ class SharedUnits:
                 f"{self._key_dtype}. Train this model with pp_msp='off'."
             )
 
-    def _sequence(self, action: Action) -> ChunkRunner:
-        return self._stores(action.stage, self._schedule.micro_batch(action), self._run(action))
+    def _key_stores(self, action: Action) -> list[KVStore]:
+        """Keys and values of the run of a compute, by layer."""
+        stage = action.stage
+        runner = self._stores(stage, self._schedule.micro_batch(action), self._run(action))
+        return runner.key_stores(list(self._layers(stage)))
 
     def _import_keys(self, action: Action) -> None:
         """Before the first unit of a run: keys and values of all chunks before it."""
@@ -568,7 +551,7 @@ class SharedUnits:
         for message in self._used.get(action, ()):
             if message.send.kind == "SEND_KV":
                 coming.setdefault(message.send.unit - unit, []).append(message)
-        stores = self._sequence(action).key_stores()
+        stores = self._key_stores(action)
         for chunk in range(first):
             made: list[list[Tensor] | None] = [None] * len(stores)
             for message in coming.get(chunk, ()):
@@ -577,12 +560,12 @@ class SharedUnits:
                     self._place_keys(made, message.made, action, chunk, flat)
             if self._rank in before.ranks:
                 there = self._ahead(action, before, max(chunk, before.chunks.start))
-                own = self._sequence(there).key_stores()
+                own = self._key_stores(there)
                 kept = [keys.keys_and_values(chunk) for keys in own]
                 self._place_keys(made, there, action, chunk, kept)
             for keys, tensors in zip(stores, made, strict=True):
                 assert tensors is not None, "somebody has each layer's keys"
-                keys.put(chunk, *tensors)
+                keys.put_earlier(chunk, *tensors)
 
     def _ahead(self, action: Action, before: Run, chunk: int) -> Action:
         """This rank's forward of an earlier chunk of the same stage and micro-batch."""
@@ -631,7 +614,7 @@ class SharedUnits:
         run, chunk = self._run(action), self._schedule.chunk(action)
         if run.chunks.stop == len(self._bounds):
             return
-        stores = self._sequence(action).key_stores()
+        stores = self._key_stores(action)
         forward = action._replace(kind="F")
         for message in self._used.get(action, ()):
             if message.send.kind == "SEND_DKV" and self._key_numbers(message):
@@ -655,7 +638,7 @@ class SharedUnits:
 
     def _add_sums(
         self,
-        stores: list[LayerKV],
+        stores: list[KVStore],
         forward: Action,
         late: Action,
         chunk: int,
@@ -691,39 +674,40 @@ class SharedUnits:
 
     # -- around units --------------------------------------------------------------------------
 
+    def start(self, action: Action) -> None:
+        """A compute comes next: what the one after it needs is on its way from now on."""
+        first = self._first.get(action)
+        if first is not None and first.ahead == action:
+            self._weights.start_fetch(first.stage, first.run)
+        ahead = self._fetched_in.get(action)
+        if ahead is not None and ahead is not first:
+            self._weights.start_fetch(ahead.stage, ahead.run)
+
     def begin(self, action: Action) -> None:
         """A compute is about to run: weights, keys and gradients of keys are there from now on."""
+        visit = self._first.get(action)
+        if visit is not None:
+            self._weights.wait_for_fetch(visit.stage)
         run, chunk = self._run(action), self._schedule.chunk(action)
         if action.kind == "F":
             if chunk == run.chunks.start:
-                if run.is_shared:
-                    self._weights.fetch(action.stage, run)
                 self._import_keys(action)
             return
-        if chunk == run.chunks[-1] and run.is_shared and not self._stays(action.stage, run):
-            self._weights.fetch(action.stage, run)
         self._import_sums(action)
         if chunk == run.chunks.start:
-            self._ending = self._sequence(action).key_stores()
+            self._ending = self._key_stores(action)
 
     def end(self, action: Action) -> None:
         """A compute has run."""
         run, chunk = self._run(action), self._schedule.chunk(action)
-        if action.kind == "F":
-            ends = chunk == run.chunks[-1] and run.is_shared
-            if ends and not self._stays(action.stage, run):
-                self._weights.drop(action.stage)
-            return
-        if chunk != run.chunks.start:
-            return
-        self._keep_sums(action, run)
-        if run.is_shared:
-            self._weights.reduce(action.stage, run)
-            self._weights.drop(action.stage)
-
-    def _stays(self, stage: int, run: Run) -> bool:
-        """Whether a run's backward follows its forward at once, on all of its ranks."""
-        return stage == self._schedule.num_stages - 1 and run.chunks.stop == len(self._bounds)
+        self._weights.wait_for_reduce()
+        if action.kind != "F" and chunk == run.chunks.start:
+            self._keep_sums(action, run)
+            if run.is_shared:
+                self._weights.start_reduce(action.stage, run)
+        visit = self._last.get(action)
+        if visit is not None:
+            self._weights.drop(visit.stage)
 
     def _keep_sums(self, action: Action, run: Run) -> None:
         first = run.chunks.start

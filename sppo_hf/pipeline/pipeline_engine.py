@@ -53,7 +53,6 @@ from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.multiplex import (
     HelpedWeights,
     Run,
-    SetRanks,
     SharedUnits,
     head_granules,
     runs_of,
@@ -276,7 +275,7 @@ class PipelineEngine(Engine):
             mesh: Its place among the ranks.
             watchdog: Is told what this rank does.
         """
-        group = SequenceRanks(mesh) if mesh.sp_size > 1 else None
+        group = SequenceRanks.of_mesh(mesh) if mesh.sp_size > 1 else None
         super().__init__(parts, config, observer, original_forward, group=group)
         self.staged = staged
         self.mesh = mesh
@@ -450,10 +449,9 @@ class PipelineEngine(Engine):
                 training=training,
                 planned_seconds=None if step is None else step.step_seconds,
             )
-            # Of shared units a rank has seen a share alone.
-            whole = prepared.bounds == prepared.plans.bounds and prepared.plans.schedule != MSP
-            if training and whole:
-                self._stage_plans.step_done(prepared.plans, prepared.units, stats)
+            plans, done = prepared.plans, prepared.step
+            if training and prepared.bounds == plans.bounds and done.name == plans.schedule:
+                self._stage_plans.step_done(plans, done.schedule, prepared.units, stats)
         return gradients, units
 
     def _prepare(
@@ -615,9 +613,10 @@ class PipelineEngine(Engine):
         self._units = units
         return units
 
-    def _set_ranks(self, ranks: tuple[int, ...]) -> SetRanks:
-        group = self.mesh.sets[ranks]
-        return SetRanks(group, ranks, self.mesh.pp_rank, self._head_granules())
+    def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
+        number = ranks.index(self.mesh.pp_rank)
+        group, granules = self.mesh.sets[ranks], self._head_granules()
+        return SequenceRanks(group, number, len(ranks), granules=granules)
 
     def _head_granules(self) -> int | None:
         layers = (layer for layer in self.shape().layers if layer.num_heads)
@@ -707,7 +706,10 @@ class PipelineEngine(Engine):
             bounds=prepared.bounds,
             rows=prepared.rows,
             widths=lambda stage: messages.width(stages[stage].start),
-            layers=lambda stage: [shape.layers[i] for i in stages[stage] if i in attending],
+            layers=lambda stage: {
+                index: shape.layers[index]
+                for index in messages.key_holders(stages[stage], attending)
+            },
             granules=self._head_granules(),
             dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
             stores=lambda stage, micro_batch, run: units.sequence(

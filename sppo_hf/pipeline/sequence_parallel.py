@@ -58,7 +58,8 @@ class SequenceParallelEngine(Engine):
             mesh: This rank's place among the ranks.
             watchdog: Is told what this rank does.
         """
-        super().__init__(parts, config, observer, original_forward, group=SequenceRanks(mesh))
+        group = SequenceRanks.of_mesh(mesh)
+        super().__init__(parts, config, observer, original_forward, group=group)
         self.mesh = mesh
         self.watchdog = watchdog
         self._calls = 0

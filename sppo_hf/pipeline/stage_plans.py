@@ -40,6 +40,7 @@ from sppo_hf.planning.tiers import TIERS
 from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.generate import MSP
 from sppo_hf.schedule.lower import Stream
+from sppo_hf.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from sppo_hf.pipeline.executor import UnitMarks
@@ -111,21 +112,27 @@ class _Measured:
 
     shape: tuple[Any, ...]
     plans: BatchPlans
+    schedule: Schedule
     units: list[UnitMarks]
     stats: OffloadStats
+    own: tuple[int, ...]
+    """This rank's stages."""
 
     def measured(self, stage: int) -> MeasuredStep:
         """A micro-batch on a stage of this rank, on average; the device has come that far.
 
-        What was copied and waited for is known of the rank as a whole, and shared out evenly.
+        Of a unit that n ranks share a rank measures its share, which stands for the n-th of it:
+        what they exchange is in that. What was copied and waited for is known of the rank as a
+        whole, and shared out evenly.
         """
         chunks, count = len(self.plans.bounds), self.plans.micro_batches
         forward, backward = [0.0] * chunks, [0.0] * chunks
         for action, begin, end in self.units:
             if action.stage == stage:
                 seconds = forward if action.kind == "F" else backward
-                seconds[action.unit % chunks] += begin.seconds_until(end) / count
-        share = count * len(self.plans.by_stage)
+                whole = begin.seconds_until(end) / float(self.schedule.share(action))
+                seconds[action.unit % chunks] += whole / count
+        share = count * len(self.own)
         return MeasuredStep(
             forward_seconds=tuple(forward),
             backward_seconds=tuple(backward),
@@ -244,15 +251,17 @@ class StagePlanCache:
         self._made[key] = done = self._with_step(plans, self._steps[shape])
         corrected = self._corrected.pop(shape, None)
         if corrected is not None:
-            for stage, plan in done.by_stage.items():
-                before = corrected.plans.by_stage[stage]
+            for stage in corrected.own:
+                before, plan = corrected.plans.by_stage[stage], done.by_stage[stage]
                 engine = self._engine
                 engine.observer.on_correction(before, plan, corrected.measured(stage))
         return done
 
     # -- what was measured ---------------------------------------------------------------------
 
-    def step_done(self, plans: BatchPlans, units: list[UnitMarks], stats: OffloadStats) -> None:
+    def step_done(
+        self, plans: BatchPlans, schedule: Schedule, units: list[UnitMarks], stats: OffloadStats
+    ) -> None:
         """A training step of all chunks has ended on the host; the device may be behind."""
         key = next((key for key, made in self._made.items() if made is plans), None)
         known = plans.step is not None and plans.step.step_seconds is not None
@@ -261,7 +270,8 @@ class StagePlanCache:
         shape = key[:-1]
         self._seen[shape] = self._seen.get(shape, 0) + 1
         if self._seen[shape] == STEP_MEASURED:
-            self._waiting.append(_Measured(shape, plans, units, stats))
+            own = self._engine.staged.cut.own
+            self._waiting.append(_Measured(shape, plans, schedule, units, stats, own))
 
     def correct(self) -> None:
         """Plan anew, once for each shape, what the first steps have shown to run at other speeds.
@@ -276,7 +286,8 @@ class StagePlanCache:
         if waiting.units[-1].end.passed():
             learned = {
                 stage: learn(plan.prediction, waiting.measured(stage), before)
-                for stage, plan in waiting.plans.by_stage.items()
+                for stage in waiting.own
+                for plan in [waiting.plans.by_stage[stage]]
                 if plan.prediction is not None
             }
         everyone = [one for one in all_say(self._engine.mesh, learned) if one is not None]
@@ -380,8 +391,7 @@ class StagePlanCache:
         engine = self._engine
         config, cut, bounds = engine.config, engine.staged.cut, choice.bounds
         whole = engine.shape()
-        if choice.schedule == MSP:  # keys and values move between ranks, not between tiers
-            config = config.replace(offload_kv="none")
+        if choice.schedule == MSP:
             helped = engine.helped_weights()
             whole = replace(
                 whole,

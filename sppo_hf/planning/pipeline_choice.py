@@ -24,7 +24,7 @@ from sppo_hf.planning.pipeline_bounds import LEAST_TOKENS, cut_number, pipeline_
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, tiers_behind_host
-from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
@@ -164,6 +164,13 @@ def choose_pipeline(
             search.look_at(MSP, bounds)
     missing, seconds, _, name, bounds = min(search.found)
     reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
+    others = [
+        f"{other} {min(found)[1]:,.3g} s"
+        for other in dict.fromkeys((ruled.schedule, *AUTO, MSP))
+        if other != name and (found := [one for one in search.found if one[3] == other])
+    ]
+    if others:
+        reason += f" ({', '.join(others)})"
     if missing:
         reason = f"auto: of {len(search.found)} simulated the one that lacks least memory"
     return PipelineChoice(schedule=name, bounds=bounds, reason=reason)
@@ -196,8 +203,6 @@ class _Search:
             return
         ways: list[tuple[int, float]] = []
         for saved, offload, kv_tier in self._ways:
-            if name == MSP and kv_tier != "device":
-                continue
             ways.append(self._simulate(name, bounds, saved, offload, kv_tier))
             if not ways[-1][0]:
                 break
@@ -328,11 +333,8 @@ def pipeline_step(
                 return message_seconds[chunk]
             if action.kind == "REDUCE_GRAD":
                 return reduce_seconds
-            table = stages[action.stage]
-            of_part = table.get((action.kind, action.part))
-            if of_part is not None:
-                return of_part[chunk]
-            of_kind = table.get((action.kind, None))
+            way = stream_way(action) if is_stream(action) else None
+            of_kind = stages[action.stage].get((action.kind, way))
             return 0.0 if of_kind is None else of_kind[chunk] * float(schedule.share(action))
 
         timeline = simulate_pipeline(schedule, seconds=seconds)

@@ -51,7 +51,7 @@ from sppo_hf.planning.shared_units import head_granules
 from sppo_hf.planning.stage_split import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
-from sppo_hf.schedule.actions import Action, Kind
+from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
 from sppo_hf.schedule.lower import Stream
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -304,8 +304,10 @@ class PipelineCost:
             )
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
-        if part is not None and kind in ("K", "O", "S", "L"):
-            return self._streaming_seconds(kind, stage, chunk, part)
+        action = Action(kind, stage, chunk, None, part)
+        if is_stream(action):
+            streamed = self._streaming_seconds(kind, stage, chunk, stream_way(action))
+            return streamed * self._share(stage, chunk)
         if kind in ("S", "L"):
             size = self._leaving_bytes(stage, chunk)
             passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
@@ -319,23 +321,13 @@ class PipelineCost:
         if kind not in self._compute:
             return 0.0
         seconds = self._computing_seconds(kind, stage, chunk)
-        if kind in ("F", "B", "I"):
-            if (stage, chunk) in self.shared_units and self.kv_tier != "device":
-                kinds: tuple[Kind, ...] = ("K", "O")
-                if TIERS[self.kv_tier].behind_host:
-                    kinds = ("K", "O", "L", "S")
-                streamed = (
-                    self._streaming_seconds(one, stage, chunk, (kind != "F") + (one in ("L", "S")))
-                    for one in kinds
-                )
-                seconds = max(seconds, max(streamed) * self._share(stage, chunk))
-            if self.shards > 1:
-                seconds = max(seconds, self._gathered_seconds(kind, stage))
+        if kind in ("F", "B", "I") and self.shards > 1:
+            seconds = max(seconds, self._gathered_seconds(kind, stage))
         return seconds
 
-    def _streaming_seconds(self, kind: Kind, stage: int, chunk: int, part: int) -> float:
+    def _streaming_seconds(self, kind: Kind, stage: int, chunk: int, way: int) -> float:
         """How long a lane is busy with K/V and their gradient sums of a unit."""
-        forward = part == (0 if kind in ("K", "O") else 1)
+        forward = way == (0 if kind in ("K", "O") else 1)
         come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
         if kind == "K":
             return self.cost.h2d_seconds(come, both=True)
@@ -447,6 +439,8 @@ class PipelineCost:
 
     def _changed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> Iterator[Change]:
         """What one rank's action changes; of a shared unit its share of what the whole would."""
+        if is_stream(Action(kind, stage, chunk, None, part)):
+            return  # what keys and values hold is their unit's
         ranks = self.shared_units.get((stage, chunk))
         if part is None or ranks is None:
             yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage], part)

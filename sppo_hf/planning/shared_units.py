@@ -13,25 +13,6 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.model_profile import LayerProfile
 
 
-def unsharable_reason(text: object, *, has_states: bool, is_multimodal: bool) -> str | None:
-    """Why ranks cannot share units of a model, whatever their number; None where they can.
-
-    Args:
-        text: the decoder's config: of Transformers, or with the fields of a `config.json`.
-        has_states: whether any layer carries a state from chunk to chunk.
-        is_multimodal: whether there are encoders beside the decoder.
-    """
-    if has_states:
-        return "it has recurrent or convolutional layers, whose states go from token to token"
-    if getattr(text, "num_kv_shared_layers", 0):
-        return "it has layers that read the keys of other layers (num_kv_shared_layers)"
-    if getattr(text, "hidden_size_per_layer_input", 0):
-        return "its layers have inputs of their own, which is not proven exact with shared units"
-    if is_multimodal:
-        return "it is multimodal, which is not proven exact with shared units"
-    return None
-
-
 def head_granules(layers: Iterable[LayerProfile], pp_size: int, name: str) -> int | None:
     """How ranks of sets of every size up to `pp_size` divide the attention heads of a model.
 

@@ -52,16 +52,18 @@ the two halves of one that is split; a send names the stage that sends, a receiv
 receives, but K/V and their gradients pass between ranks of one stage; the unit of "REDUCE_GRAD" is
 the last one whose gradients are in the sum. "S" and "L" are between host memory and a tier behind
 it (a disk). What keys and values do beside a unit has a part: 0 for "K" and "O" of its forward, 1
-of its backward, and one more for "S" and "L" of the same. "P", "G" and "U" are of weights that rest
+of its backward, and one more for "S" and "L" of the same; beside share n of a unit that ranks share
+3 n more. "P", "G" and "U" are of weights that rest
 on the host, where "U" updates them; what is outside of the layers counts as the layer behind the
 last."""
 
 STREAM_KINDS: frozenset[Kind] = frozenset({"K", "O"})
-"""Kinds of keys and values that come and go beside whole units, in attention's own time."""
+"""Kinds of keys and values that come and go beside units."""
 
 COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
 """Kinds that occupy the device's compute."""
 
+_WAYS = 3
 _NUMBER = "(0|[1-9][0-9]*)"
 _FORM = re.compile(
     rf"{_NUMBER}({'|'.join(get_args(Kind))}){_NUMBER}(?:\.{_NUMBER})?(?:#{_NUMBER})?", re.ASCII
@@ -119,3 +121,31 @@ class Action(NamedTuple):
             None if layer is None else int(layer),
             None if part is None else int(part),
         )
+
+
+def is_stream(action: Action) -> bool:
+    """Whether an action is of keys and values beside a unit."""
+    moved_on = action.kind in ("S", "L") and action.part is not None
+    return moved_on or action.kind in STREAM_KINDS
+
+
+def stream_part(way: int, share: int | None) -> int:
+    """The part of what keys and values do beside a unit, or beside a share of it.
+
+    Args:
+        way: 0 of forward and 1 of backward for "K" and "O", one more for "S" and "L".
+        share: The unit's own part.
+    """
+    return _WAYS * (share or 0) + way
+
+
+def stream_way(action: Action) -> int:
+    """`way` of an action of keys and values beside a unit; see `stream_part`."""
+    assert action.part is not None, "what is beside a unit says which way"
+    return action.part % _WAYS
+
+
+def stream_share(action: Action) -> int:
+    """`share` of it, 0 for a whole unit."""
+    assert action.part is not None, "what is beside a unit says which way"
+    return action.part // _WAYS

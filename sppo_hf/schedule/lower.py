@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from itertools import accumulate
 
-from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, stream_part
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
 
@@ -109,8 +109,8 @@ def add_reductions(schedule: Schedule) -> Schedule:
 def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
     """Adds what keys and values do beside their units: in before it, out behind it.
 
-    When they run, and what waits for them: `dependencies`. What passes between ranks that share a
-    unit is a message, so those have none.
+    When they run, and what waits for them: `dependencies`. Each rank that shares a unit has its
+    own, of its heads.
 
     Args:
         schedule: with the copies of its frames, without transfers.
@@ -122,24 +122,22 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
     for actions in schedule.ranks:
         longer: list[Action] = []
         for action in actions:
-            beside = action.part is None and action.kind in ("F", *_BACKWARDS)
-            if not beside:
+            if action.kind not in ("F", *_BACKWARDS):
                 longer.append(action)
                 continue
-            stage, unit, chunk = action.stage, action.unit, schedule.chunk(action)
-            part = 0 if action.kind == "F" else 1
+            chunk, way = schedule.chunk(action), 0 if action.kind == "F" else 1
 
             def listed(
-                *kinds: tuple[Kind, int], stage: int = stage, unit: int = unit, chunk: int = chunk
+                *kinds: tuple[Kind, int], unit: Action = action, chunk: int = chunk
             ) -> list[Action]:
                 return [
-                    Action(kind, stage, unit, None, part)
-                    for kind, part in kinds
-                    if (kind, stage, chunk, part) in streams
+                    Action(kind, unit.stage, unit.unit, None, stream_part(way, unit.part))
+                    for kind, way in kinds
+                    if (kind, unit.stage, chunk, way) in streams
                 ]
 
-            longer += [*listed(("L", part + 1), ("K", part)), action]
-            longer += listed(("O", part), ("S", part + 1))
+            longer += [*listed(("L", way + 1), ("K", way)), action]
+            longer += listed(("O", way), ("S", way + 1))
         ranks.append(tuple(longer))
     return Schedule(tuple(ranks), schedule.chunks)
 

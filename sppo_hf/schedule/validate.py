@@ -16,7 +16,14 @@ from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import KIND_NAMES, STREAM_KINDS, Action, Kind
+from sppo_hf.schedule.actions import (
+    KIND_NAMES,
+    Action,
+    Kind,
+    is_stream,
+    stream_share,
+    stream_way,
+)
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.grid import show_marked
 from sppo_hf.schedule.messages import SENDS, TRANSFERS, Message, messages
@@ -128,10 +135,11 @@ class _Check:
     def _part(self, action: Action, place: tuple[int, int]) -> None:
         """Checks that shares are of units that are shared as they are, and others of whole ones."""
         shared = self._schedule.shared_units.get(action[1:3])
-        if _streams(action):
-            if shared or self._ranks[action.stage] != place[0]:
-                wrong = "is not of a whole unit of this rank"
-                self._fail(action, place, wrong, "K/V beside units that one rank computes")
+        if is_stream(action):
+            share, ranks = stream_share(action), shared or (self._ranks[action.stage],)
+            if share >= len(ranks) or ranks[share] != place[0]:
+                wrong = "is not of a unit of this rank, or not of its share"
+                self._fail(action, place, wrong, "K/V beside what the rank computes")
         elif action.part is None or action.kind in TRANSFERS:
             if action.part is None and shared and action.kind != "REDUCE_GRAD":
                 self._fail(action, place, "is of a shared unit", "one action for each #part")
@@ -258,13 +266,15 @@ class _Check:
 
     def _beside(self, action: Action) -> Iterator[_Fault]:
         """Keys and values come before their unit and leave behind it."""
-        if not _streams(action):
+        if not is_stream(action):
             yield from self._needs(action)
             return
-        part = -1 if action.part is None else action.part - (action.kind in ("S", "L"))
-        kinds: tuple[Kind, ...] = ("F",) if part == 0 else ("B", "I")
-        units = [Action(kind, action.stage, action.unit) for kind in kinds]
-        if part not in (0, 1) or not any(unit in self._where for unit in units):
+        way = -1 if action.part is None else stream_way(action) - (action.kind in ("S", "L"))
+        kinds: tuple[Kind, ...] = ("F",) if way == 0 else ("B", "I")
+        units = [
+            self._schedule.unit_action(kind, *action[1:3], stream_share(action)) for kind in kinds
+        ]
+        if way not in (0, 1) or not any(unit in self._where for unit in units):
             yield _Fault("is beside no unit", "part 0 of a forward and 1 of a backward")
         comes, ran = action.kind in ("K", "L"), any(unit in self._done for unit in units)
         if comes == ran:
@@ -386,9 +396,3 @@ class _Check:
             f"Rank {rank}, step {step}: {action} ({KIND_NAMES[action.kind]}) {wrong}. "
             f"Allowed: {allowed}.\n" + show_marked(self._schedule, marks)
         )
-
-
-def _streams(action: Action) -> bool:
-    """Whether an action is of keys and values beside a unit."""
-    moved_on = action.kind in ("S", "L") and action.part is not None
-    return moved_on or action.kind in STREAM_KINDS

@@ -21,6 +21,7 @@ TIMEOUT_SECONDS = 15
 COMMON = {"num_chunks": 3, "pp_timeout_seconds": TIMEOUT_SECONDS}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stages": (2, {"pp_size": 2}, {}),
+    "stages that share units": (2, {"pp_size": 2, "pp_msp": "on"}, {}),
     "a shared sequence": (2, {"sp_size": 2}, {}),
     "a shared sequence of a sharded model": (2, {"sp_size": 2}, FSDP2),
     "stages that share sequences": (4, {"pp_size": 2, "sp_size": 2}, {}),

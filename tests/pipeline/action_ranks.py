@@ -1,8 +1,8 @@
 """A job for each rank: tiny pipelines whose ranks keep what they did in `trace_dir`.
 
 The job holds `pp_size`, `out` (a folder) and `runs`: mappings of `name`, `settings`, `rows`,
-`steps`, `evaluate` and `overrides` (of the model's config); each run's files lie in the folder of
-its name, and with them what an observer of each rank was told.
+`tokens`, `steps`, `evaluate` and `overrides` (of the model's config); each run's files lie in the
+folder of its name, and with them what an observer of each rank was told.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)
     told = Told()
     convert_to_stages(model, config, observer=told)
-    batch = make_batch(rows=one.get("rows", 3), tokens=TOKENS)
+    batch = make_batch(rows=one.get("rows", 3), tokens=one.get("tokens", TOKENS))
     for _ in range(one.get("steps", 1)):
         model.zero_grad()
         model(**batch).loss.backward()

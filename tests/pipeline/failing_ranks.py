@@ -1,10 +1,10 @@
 """A job of test_failures.py: train by hand until one rank fails.
 
-Training runs through a pipeline, or with `sp_size` on shared sequences. In the third forward, in
-the backward of chunk 1, rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone
-finds no plan for the second batch, with "config" it has another number of chunks from the start.
-What is refused is tried once more and given up, so that a later failure (`then`) must be told in
-its own words.
+Training runs through a pipeline (with `shared`, one whose ranks share units), or with `sp_size` on
+shared sequences. After the third forward of a first chunk, in the backward of chunk 1 (or of
+`unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
+for the second batch, with "config" it has another number of chunks from the start. What is refused
+is tried once more and given up, so that a later failure (`then`) must be told in its own words.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Saboteur(StepObserver):
     def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
         if direction == "forward" and chunk == 0:
             self.forwards += 1
-        if self.forwards == 3 and direction == "backward" and chunk == 1:
+        failing = self.job.get("unit", 1)
+        if self.forwards >= 3 and direction == "backward" and chunk == failing:
             (Path(self.job["folder"]) / "reached").touch()
             if self.job["how"] == "hang":
                 time.sleep(600)
@@ -58,6 +59,7 @@ def main(job: dict[str, Any]) -> None:
         sp_size=sp_size,
         num_chunks=5 if mine and job["how"] == "config" else 4,
         pp_timeout_seconds=job["timeout"],
+        pp_msp="on" if job.get("shared") else "off",
     )
     # A message between ranks that live times out by itself, so much later than a silent rank.
     pipeline.GROUP_MARGIN_SECONDS = 3

@@ -1,7 +1,7 @@
 """A job for each rank: tiny models as pipelines against one unmodified process.
 
-The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size` and `refused` (cases that
-are refused), and `out`; rank 0 writes what was found.
+The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size`, `refused` (cases that
+are refused) and `weights` (whether to note when they pass), and `out`, which rank 0 writes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
+from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.pipeline import total_norm
+from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.schedule.generate import Size, generate
@@ -284,11 +289,19 @@ def traced_once(model: nn.Module) -> nn.Module:
     return model
 
 
+def attending_units(engine: PipelineEngine) -> int:
+    """Layers that attend, of all forwards that this rank has carried out in its last step."""
+    attending, layers = engine.parts.attending_layers(), engine.staged.cut.layers
+    forwards = [done.action.stage for done in engine.executed if done.action.kind == "F"]
+    return sum(layer in attending for stage in forwards for layer in layers[stage])
+
+
 def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     """Run one case on this rank; rank 0 returns what came of it."""
     model = traced_once(build(case))
     config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, **settings_of(case))
-    convert_to_stages(model, config)
+    written = Written()
+    convert_to_stages(model, config, observer=written)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
     ran = run_steps(model, case, engine.mesh.dp_rank, engine.mesh.dp_size)
@@ -302,13 +315,80 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     # What trains in other ranks' stages takes no memory between steps.
     mine["left"] = sum(p.untyped_storage().nbytes() for p in left)
     mine["left"] += sum(p.grad is not None for p in left)
+    mine["written"] = written.left_bytes, written.disk_bytes
+    mine["attended"] = engine.counters.get("attention_forwards", 0), attending_units(engine)
     revert(model)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
     if dist.get_rank() > 0:
         return None
     found = compare(case, everyone, config.sharing_ranks)
-    return found | {name: [one[name] for one in everyone] for name in ("shared", "left")}
+    told = ("shared", "left", "written", "attended")
+    return found | {name: [one[name] for one in everyone] for name in told}
+
+
+class Written(StepObserver):
+    """What went to the disk."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.left_bytes = self.disk_bytes = 0
+
+    def on_record(self, record: StepRecord) -> None:
+        """Add a step's bytes."""
+        self.left_bytes += record.offload.d2h_bytes
+        self.disk_bytes += record.offload.disk_write_bytes
+
+
+class WeightOrder(TorchDispatchMode):
+    """Notes when weights and gradients pass between ranks, and what is multiplied meanwhile.
+
+    Stands for torch.distributed in the module that sends them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and note a run of matrix products as "products"."""
+        if func is torch.ops.aten.mm.default and self.seen[-1:] != ["products"]:
+            self.seen.append("products")
+        return func(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not noted."""
+        return getattr(dist, name)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Note when weights start, and when they are waited for."""
+        return self._noted("weights", dist.broadcast(*args, **kwargs))
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Note when gradients start, and when they are waited for."""
+        return self._noted("gradients", dist.reduce(*args, **kwargs))
+
+    def _noted(self, what: str, work: Any) -> Any:
+        self.seen.append(f"start {what}")
+
+        def wait() -> None:
+            self.seen.append(f"wait {what}")
+            work.wait()
+
+        return SimpleNamespace(wait=wait)
+
+
+def weights_in_order(pp_size: int) -> list[str]:
+    """What passes between this rank and others beside the products of a step of shared units."""
+    model = build({"name": "order", "family": "llama", "layers": pp_size})
+    settings: dict[str, Any] = {"num_chunks": 3, "pp_msp": "on", "show_plan": False}
+    convert_to_stages(model, SPPOConfig(pp_size=pp_size, **settings))
+    batch = make_batch(rows=1, tokens=TOKENS)
+    with WeightOrder() as order, mock.patch.object(multiplex, "dist", order):
+        model(**batch).loss.backward()
+    revert(model)
+    return order.seen
 
 
 def refusal(case: Case, pp_size: int) -> str:
@@ -417,6 +497,8 @@ def main(job: dict[str, Any]) -> None:
         result["order"] = gathered(order_of_actions(job["pp_size"]))
         result["changed"] = gathered(change_between(job["pp_size"]))
         result["places"] = gathered(place(job["pp_size"]))
+    if job.get("weights"):
+        result["weights"] = gathered(weights_in_order(job["pp_size"]))
     result["seconds"] = time.perf_counter() - began
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))

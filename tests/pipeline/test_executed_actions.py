@@ -12,7 +12,7 @@ from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import Stream, lower
 from sppo_hf.schedule.validate import validate
-from tests.integrations.launch import run_ranks
+from tests.integrations.launch import ROOT, run_ranks
 
 pytestmark = pytest.mark.process
 
@@ -71,6 +71,7 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
         {"name": "keys", "settings": keys, "evaluate": True},
         {"name": "disk", "settings": disk},
         {"name": "both", "settings": both},
+        {"name": "shared", "settings": {**both, "pp_schedule": "auto", "pp_msp": "on"}},
     ]
     found = _launch(runs, 2, tmp_path)
 
@@ -92,13 +93,19 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
         "keys": lower(generate("seq1f1b", size), streams=on_host),
         "disk": lower(generate("seq1f1b", size), leaves=every, stores=every),
         "both": lower(generate("zb_seq1f1b", size), leaves=every, stores=every, streams=on_disk),
+        # Each rank brings and sends the heads that it has in a shared unit.
+        "shared": lower(generate(MSP, size), leaves=every, stores=every, streams=on_disk),
     }
     for name, schedule in planned.items():
         validate(schedule)
         assert found[name] == schedule.texts(), name
-    for name, written in (("keys", False), ("disk", True), ("both", True)):
-        told = json.loads((tmp_path / name / "told1.json").read_text())
-        assert (told["written"][0] > 0) is written, name
+    assert "0K0#3" not in found["shared"][1]
+    assert {"1K3#1", "1O3#1", "1L3#2"} <= {*found["shared"][0]}
+    assert {"1K3#4", "1O3#4", "1L3#5"} <= {*found["shared"][1]}
+    for name, written in (("keys", False), ("disk", True), ("both", True), ("shared", True)):
+        for rank in range(2):
+            told = json.loads((tmp_path / name / f"told{rank}.json").read_text())
+            assert (told["written"][0] > 0) is written, name
     # A frame is read a unit before its copy back, and never before it is written.
     (rank, _) = found["disk"]
     assert rank.index("0F0") < rank.index("0D0") < rank.index("0S0") < rank.index("0L0")
@@ -106,28 +113,63 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
     assert sum(Action.parse(text).kind in COMPUTE_KINDS for text in between) == 1
 
 
+def _slow_profile(path: Path) -> str:
+    """A profile on which a tiny model's products take as long as a large one's on an H100."""
+    profile = json.loads((ROOT / "sppo_hf/planning/profiles/h100-80gb.json").read_text())
+    for name in [name for name in profile if name.endswith("_flops")]:
+        profile[name] = {
+            dtype: {tokens: 1e-5 * flops for tokens, flops in curve.items()}
+            for dtype, curve in profile[name].items()
+        }
+    path.write_text(json.dumps(profile))
+    return str(path)
+
+
 def test_what_is_open_is_decided_once_for_all_ranks(tmp_path: Path) -> None:
-    """With speeds: the step of all ranks is predicted, measured, and predicted anew."""
+    """With speeds: the step of all ranks is predicted, measured, and predicted anew.
+
+    One long row is the shared units' case; where other rows fill the idle time, it is not.
+    """
     run = {"name": "open", "settings": {"hardware": "h100"}, "rows": 4, "steps": 4}
+    slow = _slow_profile(tmp_path / "slow.json")
+    long = {"hardware": slow, "num_chunks": CHUNKS}
+    sizes = {"rows": 1, "tokens": 256, "steps": 4}
+    alone = {"name": "long", "settings": long, **sizes}
+    several = {"name": "several", "settings": {**long, "hardware": "h100"}, "rows": 4}
     without = {"name": "no speeds", "settings": {}, "rows": 2}
-    found = _launch([run, without], 2, tmp_path)
-    told = [json.loads((tmp_path / "open" / f"told{rank}.json").read_text()) for rank in range(2)]
-    first = told[0]["plans"][0]
-    assert "simulated" in first["reason"]
-    assert (first["ranks"], first["micro_batches"]) == (2, 4)
-    for one in told:
-        assert all(one["plans"][0][k] == first[k] for k in first if k not in ("name", "text"))
-        seconds = one["planned"]
-        assert seconds == told[0]["planned"]
-        assert seconds[0] == seconds[1] == first["step_seconds"]
-        # A processor is slower than the profile that it was planned with.
-        assert seconds[3] == one["plans"][-1]["step_seconds"] > 1.5 * seconds[0]
-        (correction,) = one["corrections"]
-        assert correction["after"] == pytest.approx(correction["measured"], rel=0.5)
-    assert f"{first['schedule']} over 2 ranks" in first["text"]
-    assert "all stages and 4 micro-batches" in " ".join(first["text"].split())
+    found = _launch([run, alone, several, without], 2, tmp_path)
+    for name, rows in (("open", 4), ("long", 1)):
+        told = [json.loads((tmp_path / name / f"told{r}.json").read_text()) for r in range(2)]
+        first = told[0]["plans"][0]
+        assert "simulated" in first["reason"]
+        assert (first["ranks"], first["micro_batches"]) == (2, rows)
+        text = " ".join(first["text"].split())
+        assert f"{first['schedule']} over 2 ranks" in text
+        shares = [Action.parse(action).part for rank in found[name] for action in rank]
+        if name == "open":
+            assert first["schedule"] != MSP
+            assert f"all stages and {rows} micro-batches" in text
+        else:
+            assert first["schedule"] == MSP
+            assert "(seq1f1b " in first["reason"]
+            assert "the fastest of 3 simulated (seq1f1b" in text
+        assert any(share is not None for share in shares) == (name == "long")
+        for one in told:
+            assert all(one["plans"][0][k] == first[k] for k in first if k not in ("name", "text"))
+            seconds = one["planned"]
+            assert seconds == told[0]["planned"]
+            assert seconds[0] == seconds[1] == first["step_seconds"]
+            # A processor is slower than the one profile, and faster than the other.
+            assert seconds[3] == one["plans"][-1]["step_seconds"]
+            faster, slower = sorted((seconds[0], seconds[3]))
+            assert slower > 1.5 * faster
+            (correction,) = one["corrections"]
+            assert correction["after"] == pytest.approx(correction["measured"], rel=0.5)
     chunks = 1 + max(Action.parse(text).unit for text in found["open"][0]) // 4
     assert len(found["open"][0]) > 4 * chunks
+    (apart, *_) = json.loads((tmp_path / "several" / "told0.json").read_text())["plans"]
+    assert apart["schedule"] != MSP
+    assert f", {MSP} 0." in apart["reason"]
     bare = [json.loads((tmp_path / "no speeds" / f"told{r}.json").read_text()) for r in range(2)]
     for one in bare:
         assert one["plans"][0]["schedule"] == "seq1f1b"

@@ -53,6 +53,21 @@ def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
         assert "rank 1 is in forward pass 3, action" in log or log is ended.logs[1]
 
 
+def test_a_rank_that_leaves_a_shared_unit_is_lost(tmp_path):
+    # In the backward of the first row's last chunk, whose tokens both ranks share.
+    ended = run("leave", 1, tmp_path, pp_size=2, ranks=2, shared=1, unit=3)
+    assert ended.seconds < TIMEOUT_SECONDS
+    assert "RankLostError: lost rank 1, last seen " in ended.logs[0]
+    assert "(1B3#0: backward of stage 1, micro-batch 0, chunk 3)" in ended.logs[0]
+
+
+def test_a_rank_that_hangs_in_a_shared_unit_ends_all_within_the_timeout(tmp_path):
+    ended = run("hang", 1, tmp_path, pp_size=2, ranks=2, shared=1, unit=3)
+    assert ended.seconds < TIMEOUT_SECONDS + 20
+    assert "no rank has reported an error" in ended.logs[0]
+    assert "rank 1 is in forward pass 2, action" in ended.logs[0]
+
+
 def test_ranks_that_disagree_say_so(tmp_path):
     ended = run("config", 1, tmp_path, pp_size=3, ranks=3)
     assert all("about to run different steps" in log for log in ended.logs)

@@ -76,6 +76,7 @@ MODELS = [
     case_of("experts", "qwen3_moe", settings={"num_chunks": 4, "recompute": "full"}),
     case_of("a loss of the routers", "mixtral-router-loss", padding=[0, 9]),
     case_of("shared keys", "gemma3n_text"),
+    case_of("compiled", settings={"num_chunks": 4, "compile": True, "recompute": "full"}),
 ]
 ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
 IN_PIPELINES = [

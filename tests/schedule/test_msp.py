@@ -182,6 +182,32 @@ def test_offload_is_each_ranks_own() -> None:
     ]
 
 
+def test_keys_that_wait_elsewhere_stream_beside_each_share() -> None:
+    kinds = [("K", 0), ("O", 0), ("L", 1), ("S", 1), ("K", 1), ("O", 1), ("L", 2), ("S", 2)]
+    streams = {(kind, stage, 2, way) for kind, way in kinds for stage in range(2)}
+    lowered = lower(msp(2, 3), streams=streams)  # type: ignore[arg-type]
+    validate(lowered)
+    assert Schedule.parse(str(lowered)) == lowered
+    forward, backward = (
+        [f"1L2#{way + 1}", f"1K2#{way}", f"1{kind}2#0", f"1O2#{way}", f"1S2#{way + 1}"]
+        for kind, way in (("F", 0), ("B", 1))
+    )
+    texts = lowered.texts()
+    for rank, more in ((0, 0), (1, 3)):
+        # A rank's own are told apart by its share: three numbers each.
+        shown = [t for t in texts[rank] if t[:3] in ("1L2", "1K2", "1F2", "1B2", "1O2", "1S2")]
+        wanted = [
+            text.replace("#0", f"#{rank}")
+            if text[1] in "FB"
+            else f"{text[:4]}{int(text[4:]) + more}"
+            for text in (*forward, *backward)
+        ]
+        assert shown == wanted
+    text = str(lowered).replace("1K2#0", "1K2#6")
+    with pytest.raises(ScheduleError, match=r"1K2#6 .* is not of a unit of this rank, or not of"):
+        validate(Schedule.parse(text))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from([add_transfers(msp(3, 4)), msp(2, 3)]), st.data())
 def test_what_is_missing_or_elsewhere_is_found(schedule: Schedule, data: st.DataObject) -> None:
