@@ -1,7 +1,6 @@
 """Layouts over devices: the fastest that fit, none missed, and what is said where none does."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +18,6 @@ from sppo_hf.planning.cluster import (
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import granules_of
-from sppo_hf.planning.shared_units import unsharable_reason
 from sppo_hf.schedule.generate import MSP
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
@@ -90,25 +88,6 @@ def test_units_are_shared_where_the_runtime_takes_them() -> None:
     few = tuple(replace(layer, num_heads=8, num_kv_heads=2) for layer in SHAPE.layers)
     cost = replace(QUESTION.cost, shape=replace(SHAPE, layers=few))
     assert {stages for stages, *_ in sharing(replace(question, cost=cost))} == {2}
-
-
-@pytest.mark.parametrize(
-    ("text", "facts", "reason"),
-    [
-        ({}, {"has_states": True}, "recurrent or convolutional"),
-        ({"num_kv_shared_layers": 10}, {}, "keys of other layers"),
-        ({"hidden_size_per_layer_input": 256}, {}, "inputs of their own"),
-        ({}, {"is_multimodal": True}, "multimodal"),
-        ({"num_kv_shared_layers": 0}, {}, None),
-    ],
-)
-def test_models_whose_units_are_not_shared(
-    text: dict[str, int], facts: dict[str, bool], reason: str | None
-) -> None:
-    said = unsharable_reason(
-        SimpleNamespace(**text), **{"has_states": False, "is_multimodal": False, **facts}
-    )
-    assert said is None if reason is None else reason in (said or "")
 
 
 def test_uneven_heads_set_the_pace_of_shared_units() -> None:

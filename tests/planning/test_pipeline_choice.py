@@ -166,7 +166,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
         )
         for stage, layers in enumerate(costs.stages)
     ]
-    message = costs.message_bytes(0) / LINK_BYTES_PER_SECOND
+    message = costs.message_bytes(1, 0) / LINK_BYTES_PER_SECOND
     seconds, idle = pipeline_step(
         lambda count: lower(
             generate(name, Size(ranks, count, len(bounds))),

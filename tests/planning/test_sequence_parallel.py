@@ -144,7 +144,8 @@ def test_a_rank_holds_a_share_of_all_but_weights(stages: int) -> None:
     assert sizes[1][FRAMES] == sizes[0][FRAMES] // 2 + returned
     if stages > 1:
         assert (
-            run("seq1f1b", Size(2, 1, 8), shared(2))[0].message_bytes(3) == TOKENS // 16 * 1024 * 2
+            run("seq1f1b", Size(2, 1, 8), shared(2))[0].message_bytes(1, 3)
+            == TOKENS // 16 * 1024 * 2
         )
 
 
