@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def write_beside(path: Path, text: str) -> Path:
 
 
 @contextmanager
-def one_at_a_time(path: Path, *, most_seconds: float) -> Iterator[None]:
+def one_at_a_time(path: Path, *, most_seconds: float) -> Generator[None]:
     """Lets one process of a machine at a time make a file, so that the others find it made.
 
     The lock is the operating system's, on a file beside `path`, and ends with the process that has
