@@ -363,7 +363,7 @@ class _Check:
     # -- words ---------------------------------------------------------------------------------
 
     def _other_half(self, action: Action) -> Action:
-        return action._replace(kind="I" if action.kind == "B" else "B")
+        return Action("I" if action.kind == "B" else "B", *action[1:])
 
     def _place(self, action: Action) -> str:
         if action not in self._where:
