@@ -37,6 +37,7 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.integrations.training_step import TrainerMethods
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
 from sppo_hf.pipeline.checkpoint_files import read_json, reading, refuse_other_files, writing
 from sppo_hf.pipeline.checkpoint_marks import (
@@ -75,11 +76,6 @@ machine whose memory holds the whole optimizer (8 bytes per trained parameter fo
 
     python -c "from sppo_hf.integrations.checkpoints import export_optimizer; export_optimizer('.')"
 """
-_WRAPPED = (
-    *("train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler"),
-    *("_save_rng_state", "_load_from_checkpoint", "_load_best_model"),
-    *("_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler"),
-)
 
 
 def is_cut(model: nn.Module | None) -> bool:
@@ -121,19 +117,14 @@ def tell_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
         )
 
 
-class TrainerCheckpoints:
+class TrainerCheckpoints(TrainerMethods):
     """What one Trainer does differently about checkpoints."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        """Change nothing yet."""
-        self._kind: Any = type(trainer)
-        # A cycle, and no weak reference: in Trainer(...).train() nothing else holds the Trainer.
-        self._trainer: Any = trainer
-
-    def install(self) -> None:
-        """Put the methods onto the Trainer; again is fine."""
-        for name in _WRAPPED:
-            self._trainer.__dict__[name] = getattr(self, name)
+    replaced = (
+        *("train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler"),
+        *("_save_rng_state", "_load_from_checkpoint", "_load_best_model"),
+        *("_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler"),
+    )
 
     @property
     def _in_pipeline(self) -> bool:

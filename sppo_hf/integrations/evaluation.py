@@ -27,10 +27,10 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
-from sppo_hf.errors import BudgetError, ConfigError, UnsupportedModelError
+from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.integrations.training_step import TrainerMethods
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER
 from sppo_hf.rules import format_bytes
@@ -49,22 +49,17 @@ _ROWS_READ = 256
 """Rows of an evaluation dataset that are read before training, to know how long they are."""
 
 
-class TrainerEvaluation:
+class TrainerEvaluation(TrainerMethods):
     """What one Trainer does differently in evaluation."""
+
+    replaced = ("evaluation_loop", "prediction_step")
 
     def __init__(self, trainer: Trainer) -> None:
         """Change nothing yet."""
-        self._kind: Any = type(trainer)
-        # A cycle, and no weak reference: in Trainer(...).predict() nothing else holds the Trainer.
-        self._trainer: Any = trainer
+        super().__init__(trainer)
         self._function: Any = None
         self._request: LogitsRequest | None = None
         self._verdict: tuple[Any, bool] | None = None
-
-    def install(self) -> None:
-        """Put the methods onto the Trainer; again is fine."""
-        for name in ("evaluation_loop", "prediction_step"):
-            self._trainer.__dict__[name] = getattr(self, name)
 
     # -- before training ---------------------------------------------------------------------
 
@@ -321,14 +316,6 @@ class TrainerEvaluation:
         return map_tensors(extend, request.reduced, column)
 
     # -- room and refusals -------------------------------------------------------------------
-
-    def _engine(self) -> Engine | None:
-        """The engine of the Trainer's model; None where it has none."""
-        try:
-            engine = get_engine(self._trainer.model)
-        except UnsupportedModelError:
-            return None
-        return engine if engine is not None and engine.enabled else None
 
     def _on_all_ranks(self, flag: bool) -> bool:
         """Whether a flag is set on all ranks; all of them ask at the same time."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,7 +23,36 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-class TrainerStep:
+class TrainerMethods:
+    """Methods of one Trainer that are replaced on the *instance*; its class stays.
+
+    Each does what its namesake does, and leaves to the Trainer's own what it can.
+    """
+
+    replaced: ClassVar[tuple[str, ...]]
+    """Their names."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Change nothing yet."""
+        self._kind: Any = type(trainer)
+        # A cycle, and no weak reference: in Trainer(...).train() nothing else holds the Trainer.
+        self._trainer: Any = trainer
+
+    def install(self) -> None:
+        """Put the methods onto the Trainer; again is fine."""
+        for name in self.replaced:
+            self._trainer.__dict__[name] = getattr(self, name)
+
+    def _engine(self) -> Engine | None:
+        """The engine of the Trainer's model; None where it is not converted, or was reverted."""
+        try:
+            engine = get_engine(self._trainer.model)
+        except UnsupportedModelError:
+            return None
+        return engine if engine is not None and engine.enabled else None
+
+
+class TrainerStep(TrainerMethods):
     """The training step of one Trainer.
 
     Not run again, so that the error is the user's: steps of several processes, which would have to
@@ -32,14 +61,7 @@ class TrainerStep:
     counts of a batch in `compute_loss` (TRL's `num_tokens`) it counts twice for that batch.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        """Change nothing yet."""
-        self._kind: Any = type(trainer)
-        self._trainer: Any = trainer
-
-    def install(self) -> None:
-        """Put the method onto the Trainer; again is fine."""
-        self._trainer.__dict__["training_step"] = self.training_step
+    replaced = ("training_step",)
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
@@ -68,10 +90,3 @@ class TrainerStep:
     def _can_begin_again(self, model: torch.nn.Module) -> bool:
         alone = self._trainer.accelerator.num_processes == 1
         return alone and all(parameter.grad is None for parameter in model.parameters())
-
-    def _engine(self) -> Engine | None:
-        try:
-            engine = get_engine(self._trainer.model)
-        except UnsupportedModelError:
-            return None
-        return engine if isinstance(engine, Engine) and engine.enabled else None

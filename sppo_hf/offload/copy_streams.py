@@ -228,19 +228,15 @@ class _CopyStream:
 class StreamTicket:
     """(copy, event) as one object; nobody outside waits on a raw event."""
 
-    __slots__ = ("_copier", "_event", "lane", "number")
+    __slots__ = ("_copier", "event", "lane", "number")
 
     def __init__(self, copier: StreamCopier, lane: _CopyStream, event: StreamEvent) -> None:
         self.number = lane.issued
         """Its place in its lane."""
         self.lane = lane
         self._copier = copier
-        self._event = event
-
-    @property
-    def event(self) -> StreamEvent:
+        self.event = event
         """The point at which the copy has ended."""
-        return self._event
 
     @property
     def is_behind(self) -> bool:
@@ -254,7 +250,7 @@ class StreamTicket:
 
     def done(self) -> bool:
         """Whether the host has seen the copy done."""
-        if self.number > self.lane.seen and self._event.query():
+        if self.number > self.lane.seen and self.event.query():
             self.lane.seen = self.number
         return self.number <= self.lane.seen
 
@@ -266,7 +262,7 @@ class StreamTicket:
 
     def finish(self) -> None:
         """Block the host until the copy has ended."""
-        self._event.synchronize()
+        self.event.synchronize()
         self.lane.seen = max(self.lane.seen, self.number)
 
 

@@ -50,7 +50,8 @@ class OffloadEngine:
         staging: Staging | None = None,
     ) -> None:
         self.pool = pool
-        self._copier = copier
+        self.copier = copier
+        """What moves the bytes."""
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
         self._tiers: tuple[Tier, ...] = (HostTier(pool), *(() if staging is None else (staging,)))
@@ -58,14 +59,9 @@ class OffloadEngine:
         self._last_stats = self.stats()
 
     @property
-    def copier(self) -> Copier:
-        """What moves the bytes."""
-        return self._copier
-
-    @property
     def device(self) -> torch.device:
         """The device whose tensors move."""
-        return self._copier.device
+        return self.copier.device
 
     def new_prefetch_order(
         self,
@@ -116,7 +112,7 @@ class OffloadEngine:
         """Whether `start_offload` would move `tensor` rather than keep it in the handle."""
         return (
             tensor.numel() >= max(self._min_elements, 1)
-            and tensor.device == self._copier.device
+            and tensor.device == self.copier.device
             # Subclasses (DTensor, quantized weights) are more than their bytes.
             and type(tensor) in (Tensor, torch.nn.Parameter)
             and tensor.layout == torch.strided
@@ -304,7 +300,7 @@ class OffloadEngine:
             return OffloadStats(
                 d2h_bytes=self._moves.d2h_bytes,
                 h2d_bytes=self._moves.h2d_bytes,
-                stall_seconds=self._copier.stall_seconds() + disk_stall_seconds,
+                stall_seconds=self.copier.stall_seconds() + disk_stall_seconds,
                 pinned_bytes=reserved_bytes if self.pool.pinned else 0,
                 host_bytes=reserved_bytes,
                 host_used_bytes=sum(pool.used_bytes for pool in pools),

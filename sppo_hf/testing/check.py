@@ -156,8 +156,21 @@ def _check(
     }
     try:
         if direct:
-            return _direct(model, batches[0], config, facts)
-        return _by_drift(model, batches, config, dtype, facts)
+            report = compare(model, batches[0], config)
+            numbers: dict[str, Any] = {
+                "error": report.error,
+                "allowed": report.tolerance,
+                "reference_loss": report.reference_loss,
+                "worst_parameters": tuple((p.name, p.error) for p in report.parameters[:5]),
+                "num_chunks": report.num_chunks,
+            }
+        else:
+            report = compare_drift(model, batches, config, dtype=dtype)
+            numbers = {
+                "error": report.drift,
+                "allowed": report.allowed_drift,
+                "reference_loss": report.unmodified_loss,
+            }
     except UnsupportedModelError as error:
         return CheckResult(status="refused", reason=str(error), **facts)
     except SPPOError:
@@ -166,6 +179,8 @@ def _check(
         _check_runs(model, batches[0])
         reason = f"it fails in chunks, where the unmodified model does not ({first_line(error)})"
         return CheckResult(status="refused", reason=reason, **facts)
+    status = "exact" if report.exact else "not exact"
+    return CheckResult(status=status, loss=report.loss, **numbers, **facts)
 
 
 def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
@@ -203,43 +218,6 @@ def _check_runs(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
             f" {batch['input_ids'].shape[1]} tokens in {model.dtype} itself ({first_line(error)})."
             " Give fewer tokens, or the folder of a model that runs"
         ) from error
-
-
-def _direct(
-    model: PreTrainedModel,
-    batch: dict[str, torch.Tensor],
-    config: SPPOConfig,
-    facts: dict[str, Any],
-) -> CheckResult:
-    report = compare(model, batch, config)
-    return CheckResult(
-        status="exact" if report.exact else "not exact",
-        error=report.error,
-        allowed=report.tolerance,
-        loss=report.loss,
-        reference_loss=report.reference_loss,
-        worst_parameters=tuple((item.name, item.error) for item in report.parameters[:5]),
-        num_chunks=report.num_chunks,
-        **facts,
-    )
-
-
-def _by_drift(
-    model: PreTrainedModel,
-    batches: list[dict[str, torch.Tensor]],
-    config: SPPOConfig,
-    dtype: torch.dtype,
-    facts: dict[str, Any],
-) -> CheckResult:
-    report = compare_drift(model, batches, config, dtype=dtype)
-    return CheckResult(
-        status="exact" if report.exact else "not exact",
-        error=report.drift,
-        allowed=report.allowed_drift,
-        loss=report.loss,
-        reference_loss=report.unmodified_loss,
-        **facts,
-    )
 
 
 def small_model(

@@ -293,7 +293,7 @@ def test_slow_disk_and_small_staging_only_cost_time() -> None:
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "staging regions are free as soon as compute stands behind their copies": lambda patch: (
-        patch.setattr(StreamTicket, "done", lambda self: self.is_behind or self._event.query())
+        patch.setattr(StreamTicket, "done", lambda self: self.is_behind or self.event.query())
     ),
     "staging regions are free under their writes": lambda patch: patch.setattr(
         _Return, "is_over", lambda self: True

@@ -92,28 +92,17 @@ def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
 _ALPHA_PER_RANK = 2
 
 
-def model_fields(job: Job) -> dict[str, Any]:
+def model_config(job: Job) -> Any:
     """Returns the model's configuration, with `layers` decoder layers if the job says so.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    known = read_fields(model_path(job.model))
-    if job.layers is None:
-        return known
-    shrunk = {**known, "num_hidden_layers": job.layers}
-    if known.get("layer_types"):
-        shrunk["layer_types"] = known["layer_types"][: job.layers]
-    return shrunk
-
-
-def model_config(job: Job) -> Any:
-    """Returns the model's configuration as Transformers has it.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    known = model_fields(job)
+    known = dict(read_fields(model_path(job.model)))
+    if job.layers is not None:
+        known["num_hidden_layers"] = job.layers
+        if known.get("layer_types"):
+            known["layer_types"] = known["layer_types"][: job.layers]
     config = AutoConfig.for_model(**known)
     config.use_cache = False
     return config
