@@ -57,7 +57,7 @@ on the host, where "U" updates them; what is outside of the layers counts as the
 last."""
 
 STREAM_KINDS: frozenset[Kind] = frozenset({"K", "O"})
-"""Kinds of keys and values that come and go beside whole units, in attention's own time."""
+"""Kinds of keys and values that come and go beside whole units."""
 
 COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
 """Kinds that occupy the device's compute."""
