@@ -135,7 +135,7 @@ class _Check:
     def _part(self, action: Action, place: tuple[int, int]) -> None:
         """Checks that shares are of units that are shared as they are, and others of whole ones."""
         shared = self._schedule.shared_units.get(action[1:3])
-        if is_stream(action) and action.part is not None:
+        if is_stream(action):
             share, ranks = stream_share(action), shared or (self._ranks[action.stage],)
             if share >= len(ranks) or ranks[share] != place[0]:
                 wrong = "is not of a unit of this rank, or not of its share"

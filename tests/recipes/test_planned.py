@@ -96,7 +96,7 @@ def test_whatever_may_be_answered(
     model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2", *asked)
     kinds = {Action.parse(text).kind for text in answer["actions"][0]}
     assert ("S" in kinds) == (layout.frame_tier == "disk")
-    assert ("SEND_KV" in kinds) == (layout.schedule == MSP)
+    assert ("RECV_KV" in kinds) == (layout.schedule == MSP)
     assert any("D" in Action.parse(a).kind for a in answer["actions"][0])
     assert _launch(tmp_path, model, answer) == answer["actions"]
 
