@@ -147,5 +147,4 @@ def stream_way(action: Action) -> int:
 
 def stream_share(action: Action) -> int:
     """`share` of it, 0 for a whole unit."""
-    assert action.part is not None, "what is beside a unit says which way"
-    return action.part // _WAYS
+    return (action.part or 0) // _WAYS

@@ -87,6 +87,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     mesh = engine.mesh
     ran = run_steps(model, case, mesh.dp_rank, mesh.dp_size)
     grads, uneven = averaged(ran.grads)
+    compiled = sum(module._compiled_call_impl is not None for module in model.modules())
     revert(model)
     mine = {
         "losses": ran.losses,
@@ -106,6 +107,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         **found,
         "wrong_names": sorted({*found["wrong_names"], *uneven}),
         "attention_forwards": [one["attention_forwards"] for one in everyone],
+        "compiled": compiled,
         "attending_layers": len(engine.parts.attending_layers()),
         "corrections": [one["corrections"] for one in everyone],
     }

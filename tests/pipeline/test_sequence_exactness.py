@@ -206,7 +206,10 @@ def test_heads_that_three_ranks_cannot_divide_are_refused(tmp_path: Path) -> Non
 
 
 def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
-    cases = [BATCHES[1], case_of("LoRA", lora=True, steps=[{}, {}]), MODELS[4]]
+    lora = case_of("LoRA", lora=True, steps=[{}, {}])
+    named = {case["name"]: case for case in (*BATCHES, *MODELS)}
+    names = ("uneven, one-token tail", "packed", "soft caps, tied", "MLA, experts")
+    cases = [lora, *(named[name] for name in names)]
     launch(cases, tmp_path, sp_size=2, ranks=4)
 
 
@@ -227,7 +230,9 @@ def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) 
 def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) -> None:
     cases = [*BATCHES, *PLANS, *MODELS]
     rest = [case for case in cases if case["name"] not in FAST]
-    assert_attended_once(launch(rest, tmp_path / "two", sp_size=2, ranks=2), rest)
+    two = launch(rest, tmp_path / "two", sp_size=2, ranks=2)
+    assert_attended_once(two, rest)
+    assert [one["name"] for one in two["cases"] if one["compiled"]] == ["compiled"]
     # Two heads of keys: each is on two of four ranks. What a rank offloads depends on no other.
     four = [*BATCHES, *PLANS[::3], *MODELS]
     assert_attended_once(launch(four, tmp_path / "four", sp_size=4, ranks=4), four)
