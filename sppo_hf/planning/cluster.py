@@ -483,7 +483,7 @@ class ClusterQuestion:
         """Returns whether the runtime takes a layout."""
         if layout.schedule not in SHARING:
             return True
-        alone = (layout.sp, layout.kv_tier, layout.frame_tier) == (1, "device", HOST)
+        alone = (layout.sp, layout.frame_tier) == (1, HOST)
         return self.shares_units and alone and layout.stages in self._sharing_stages
 
     @cached_property

@@ -107,7 +107,7 @@ class SearchSpace:
 
     beyond_runtime: bool = False
     """Whether ranks may share units where none can yet run that: groups of sequence-parallel
-    devices, K/V away from the device, heads that cannot be divided."""
+    devices, frames behind the host, heads that cannot be divided."""
 
     virtual: tuple[int, ...] = (2, 4)
     """Stages of a rank, for schedules that put several on one."""

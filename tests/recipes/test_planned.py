@@ -70,6 +70,7 @@ _PIPELINES = {
         *("interleaved_seq1f1b", 2, 1, 2, 4, "bounded", "inputs", "full", "device"),
     ),
     "units shared between stages": (MSP, 2, 1, 1, 4, "flops", "matmuls", "full", "device"),
+    "shared units, K/V on the host": (MSP, 2, 1, 1, 4, "flops", "matmuls", "full", "host"),
     "shared units, the paper's rule": (MSP, 2, 1, 1, 5, "even", "whole", "sppo", "device"),
     "on the disk": (
         *("seq1f1b", 2, 1, 1, 4, "flops", "inputs", "full", "device", 1, False, "disk"),
