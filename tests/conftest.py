@@ -110,7 +110,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """The same of what tests have imported since; it slows a collection down tenfold."""
+    """The same of what tests have imported since: families, TRL, matplotlib."""
     if len(sys.modules) > _imported + 100:
         _pass_over_imports()
 
