@@ -14,7 +14,7 @@ from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.testing.tiny_families import FAMILIES
 from tests.pipeline.pipeline_cases import UNEVEN, Case
 from tests.pipeline.test_pipeline_exactness import launch
-from tests.sweeps import ALL, KINDS
+from tests.sweeps import ALL, KINDS, sample
 
 pytestmark = pytest.mark.process
 
@@ -217,9 +217,9 @@ def test_a_pipeline_of_stages_that_share_sequences_is_exact(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) -> None:
-    launch(IN_PIPELINES[3:], tmp_path / "four", pp_size=2, sp_size=2, ranks=4)
+    launch(sample(IN_PIPELINES[3:], 2), tmp_path / "four", pp_size=2, sp_size=2, ranks=4)
     # Of four pairs of ranks the second two are a replica.
-    launch(IN_PIPELINES[1:3], tmp_path / "eight", pp_size=2, sp_size=2, ranks=8)
+    launch(sample(IN_PIPELINES[2:0:-1], 2), tmp_path / "eight", pp_size=2, sp_size=2, ranks=8)
 
 
 @pytest.mark.slow
