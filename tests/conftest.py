@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,9 @@ HERE = Path(__file__).parent
 
 LOST_SECONDS = 900.0
 """Of one gpu test; more than any of them may take before a signal interrupts it."""
+
+_imported = 0
+"""Modules that there were when collections of garbage were last told to pass over them."""
 
 _error_output = 2
 """Descriptor that is shown even while a test's output is captured; set by `pytest_configure`."""
@@ -101,7 +105,19 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let collections of garbage pass over what was imported: the Trainer asks for many of them."""
+    """Let collections of garbage pass over what was imported: many tests ask for some."""
+    _pass_over_imports()
+
+
+def pytest_runtest_logfinish() -> None:
+    """The same of what tests have imported since: families, TRL, matplotlib."""
+    if len(sys.modules) > _imported + 100:
+        _pass_over_imports()
+
+
+def _pass_over_imports() -> None:
+    global _imported
+    _imported = len(sys.modules)
     gc.collect()
     gc.freeze()
 

@@ -2,13 +2,15 @@
 # Runs all tests and lints on a fresh machine with Python 3.11 or newer, with or without an NVIDIA
 # GPU. Makes its own virtual environment; safe to run again. Arguments are passed on to pytest:
 #
-#   bash tests/run.sh                      everything
+#   bash tests/run.sh                      everything, of long sweeps over families a sample
+#   bash tests/run.sh --all                everything: before a release, and after a new Transformers
 #   bash tests/run.sh --quick              the most telling tests of each room: 90 seconds on two cores
 #   bash tests/run.sh -m pure              one tier
 #   bash tests/run.sh -m gpu               what needs a GPU (up to 50 GiB of its memory, else skipped)
 #   bash tests/run.sh tests/test_config.py one file
 #
 # SPPO_VENV    where the virtual environment is (default .venv-test in the repository)
+# SPPO_LIKE    another one, whose packages a new one begins with; files are shared until replaced
 # SPPO_PYTHON  the Python that makes it (default: the first of python3.13 … python3 that is >= 3.11)
 # SPPO_LINT    0 leaves the lints out, as --quick does
 # SPPO_WORKERS how many tests run at a time (default: as many as there are cores and three GiB of
@@ -18,7 +20,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 quick=()
-if [[ ${1:-} == --quick ]]; then
+if [[ ${1:-} == --all ]]; then
+    shift
+    export SPPO_TESTS_ALL=1
+elif [[ ${1:-} == --quick ]]; then
     shift
     # Whole files, so that no others are imported; of the largest one a part.
     quick=(
@@ -57,6 +62,11 @@ if [[ ! -x $venv/bin/python ]]; then
     python=$(find_python)
     say "Making the virtual environment $venv with $("$python" --version)"
     "$python" -m venv "$venv"
+    if [[ -n ${SPPO_LIKE:-} ]]; then
+        like=("$SPPO_LIKE"/lib/python3.*/site-packages/.)
+        own=("$venv"/lib/python3.*/site-packages)
+        cp -al "${like[0]}" "${own[0]}" 2>/dev/null || cp -a "${like[0]}" "${own[0]}"
+    fi
 else
     say "Using the virtual environment $venv"
 fi

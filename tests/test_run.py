@@ -115,15 +115,20 @@ def test_an_unchanged_script_trains_the_same_with_the_plugin(script, settings, t
 @pytest.mark.process
 @pytest.mark.slow
 def test_torchrun_starts_it_on_two_ranks(script, settings, tmp_path):
+    """And the script as a module, each with the -m of its own."""
     out = tmp_path / "ours.json"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("-m", "sppo_hf.run", "--config", str(settings)),
+        *("-m", "sppo_hf.run", "--config", str(settings), "-m", script.stem),
     ]
-    done = _run([*command, *_words(script, out)], tmp_path)
+    words = _words(script, out)[1:]
+    done = _run([*command, *words], script.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("SPPO plan") == 1  # from the main process alone
-    entry = json.loads(out.read_text())["history"][0]
+    ours = json.loads(out.read_text())
+    assert ours["argv"] == [str(script), *words[1:]]
+    assert (ours["neighbour"], ours["name"]) == ("beside the script", "__main__")
+    entry = ours["history"][0]
     one = entry["sppo/tokens_per_second_per_device"]
     assert entry["sppo/tokens_per_second"] == pytest.approx(2 * one)
 
@@ -227,20 +232,11 @@ def _seen_by(package: Path, *before: str) -> list:
     return json.loads(out.read_text())
 
 
-@pytest.fixture(scope="module")
-def seen_by_python(package) -> list:
-    return _seen_by(package)
-
-
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "launcher",
-    [[], pytest.param(["torch.distributed.run", "--standalone", "-m"], marks=pytest.mark.slow)],
-)
-def test_a_module_is_run_as_the_interpreter_runs_it(package, seen_by_python, launcher):
+def test_a_module_is_run_as_the_interpreter_runs_it(package):
     """With default settings: there is no --config."""
-    *ours, ours_made = _seen_by(package, *launcher, "sppo_hf.run", "-m")
-    *plain, plain_made = seen_by_python
+    *ours, ours_made = _seen_by(package, "sppo_hf.run", "-m")
+    *plain, plain_made = _seen_by(package)
     assert ours == plain
     assert (ours_made, plain_made) == ("SPPOAccelerator", "Accelerator")
 

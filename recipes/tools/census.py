@@ -24,7 +24,7 @@ from transformers.models.auto import modeling_auto
 
 from recipes.tools.family_table import CENSUS, ROOT, write_page
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import family_guard as guard
+from sppo_hf.engine.family_guard import unchecked
 from sppo_hf.errors import ConfigError
 from sppo_hf.testing.check import check_model
 
@@ -55,13 +55,9 @@ def census(names: Iterable[str] = TYPES) -> dict[str, tuple[str, str]]:
         error, or why.
     """
     # Tried here, and not a second time by the check that conversion makes of unknown families.
-    guard._state.checking = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return {name: _outcome(name) for name in names}
-    finally:
-        guard._state.checking = False
+    with unchecked(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: _outcome(name) for name in names}
 
 
 def _outcome(name: str) -> tuple[str, str]:

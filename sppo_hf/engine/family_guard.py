@@ -8,9 +8,11 @@ what cannot be built so small is let through with a warning that says how to che
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 import warnings
+from collections.abc import Iterator
 
 from transformers import PreTrainedConfig
 
@@ -65,6 +67,17 @@ _verdicts: dict[str, str | None] = {}
 _state = threading.local()
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Lets this thread convert any family: for those who compare it with the unmodified one."""
+    before = getattr(_state, "checking", False)
+    _state.checking = True
+    try:
+        yield
+    finally:
+        _state.checking = before
+
+
 def check_family(parts: ModelParts) -> None:
     """Refuse a model whose family is neither proved nor found exact now.
 
@@ -75,11 +88,8 @@ def check_family(parts: ModelParts) -> None:
         return
     key = str(_own_config(parts).to_diff_dict())
     if key not in _verdicts:
-        _state.checking = True
-        try:
+        with unchecked():
             _verdicts[key] = _verdict(parts)
-        finally:
-            _state.checking = False
     reason = _verdicts[key]
     if reason is not None:
         raise UnsupportedModelError(

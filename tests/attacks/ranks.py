@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.attacks.failing_training import FAULTS, PHASES
 from tests.attacks.outcomes import Case, Outcome
-from tests.pipeline.nursery import Ended, Nursery
+from tests.pipeline.nursery import Ended, Nursery, shared_nursery
 
 TIMEOUT_SECONDS = 8
 LIMIT_SECONDS = {"stop": 30.0}
@@ -41,13 +41,13 @@ def cases(count: int, seed: int) -> Iterator[Case]:
     faults, phases, layouts = list(FAULTS), list(PHASES), list(LAYOUTS)
     for items in (faults, phases, layouts):
         draw.shuffle(items)
-    with Nursery() as nursery:
-        for number in range(count):
-            phase = phases[number % len(phases)]
-            fault = faults[(number + number // len(phases)) % len(faults)]
-            layout = layouts[(number + number // len(phases)) % len(layouts)]
-            rank = draw.randrange(LAYOUTS[layout][1])
-            yield _case(nursery, layout, rank, fault, phase)
+    nursery = shared_nursery()
+    for number in range(count):
+        phase = phases[number % len(phases)]
+        fault = faults[(number + number // len(phases)) % len(faults)]
+        layout = layouts[(number + number // len(phases)) % len(layouts)]
+        rank = draw.randrange(LAYOUTS[layout][1])
+        yield _case(nursery, layout, rank, fault, phase)
 
 
 def _case(nursery: Nursery, layout: str, rank: int, fault: str, phase: str) -> Case:

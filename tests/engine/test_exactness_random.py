@@ -1,4 +1,4 @@
-"""Exactness for batches nobody would think of: 60 drawn by hypothesis.
+"""Exactness for batches nobody would think of: drawn by hypothesis.
 
 Lengths, chunk bounds, padding, rows, label masks, modes and micro-steps are drawn together, on a
 plain model, one with windows and one with windows and soft caps.
@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.sweeps import examples
 
 MAX_TOKENS = 20
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ def _batch(drawn: Draw) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=60)
+@examples(30, whole=60)
 @given(drawn=draws())
 def test_any_batch_is_exact(drawn: Draw) -> None:
     config = SPPOConfig(

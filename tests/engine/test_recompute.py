@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -32,6 +32,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
+from tests.sweeps import examples
 
 TOKENS = 23
 LAYERS = 3
@@ -119,27 +120,15 @@ def draws(draw: st.DrawFn) -> Draw:
     )
 
 
-def _assert_any_plan_is_exact(drawn: Draw) -> None:
+@examples(20, whole=60)
+@given(drawn=draws())
+def test_any_mix_of_modes_is_exact(drawn: Draw) -> None:
     case = _case(drawn.family, drawn.lora, drawn.padding)
     with pytest.MonkeyPatch.context() as monkeypatch:
         force_modes(monkeypatch, lambda chunk, layer: drawn.modes[chunk][layer % LAYERS])
         config = _config(chunk_lengths=drawn.chunk_lengths)
         report = compare(case.model, case.batch, config, reference=case.reference)
     assert report.exact, str(report)
-
-
-@settings(max_examples=20)
-@given(drawn=draws())
-def test_any_mix_of_modes_is_exact(drawn: Draw) -> None:
-    _assert_any_plan_is_exact(drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@settings(max_examples=20)
-@given(drawn=draws())
-def test_any_mix_of_modes_is_exact_many_times(drawn: Draw) -> None:
-    _assert_any_plan_is_exact(drawn)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -28,6 +28,7 @@ from sppo_hf.testing.exactness import Gradients, compare, parameter_errors, run_
 from sppo_hf.testing.float64 import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
+from tests.sweeps import examples
 
 MIXERS = ["qwen3_next", "bamba", "lfm2"]
 TOLERANCE = 1e-9
@@ -316,7 +317,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*MIXERS, "kimi_linear"])
 @given(case=cases())
-@settings(max_examples=12, deadline=None)
+@examples(6, whole=12)
 def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
     lengths, padding, recompute, offload = case
     report = compare(
@@ -330,7 +331,7 @@ def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXERS)
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@examples(4, whole=8)
 def test_any_packed_documents(family: str, data: st.DataObject) -> None:
     row = data.draw(
         st.lists(st.integers(1, 9), min_size=2, max_size=5).filter(lambda x: sum(x) > 3)

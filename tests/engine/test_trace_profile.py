@@ -1,7 +1,7 @@
 """Traced profiles against what really runs: saved bytes, products, FLOPs, by family.
 
 Each family of `tiny_families` is converted and runs a step with small sizes, all of them different.
-Nine families that stand for the rest run always, the long tail in the slow pass.
+Nine families that stand for the rest run always, of the long tail a sample, in the slow pass.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from tests.engine.measuring import (
     to_bfloat16,
 )
 from tests.planning.shapes import by_hand, known_config, llama_config
+from tests.sweeps import ALL, sample
 
 pytestmark = pytest.mark.fake
 
@@ -85,10 +86,10 @@ HALF = Training(dtype_bytes=2, parameter_bytes=2)
 
 
 def families(without: frozenset[str], *, tail: slice = slice(None)) -> list[Any]:
-    """Families as parameters of a test; the long tail, or a part of it, is marked slow."""
+    """Families as parameters of a test; a sample of the long tail, or of a part, is marked slow."""
     names = [name for name in ACCEPTED if name not in without]
-    rest = [name for name in names if name not in ALWAYS]
-    return [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in rest[tail])]
+    rest = sample([name for name in names if name not in ALWAYS][tail], 4)
+    return [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
 
 
 @pytest.mark.parametrize("family", families(MULTIPLY_BESIDE))
@@ -277,16 +278,21 @@ def test_the_rank_of_adapters_is_a_line() -> None:
         _shipped(config, thick)
 
 
+SHIPPED = ("llama-3.1-8b", "qwen3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "llama-3.1-70b")
+SIZES = [(2, 2), (4, 4), (2, 4)]
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "sizes"),
     [
-        "smollm2-135m",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama-3.1-8b", "qwen3-4b")),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt-oss-20b", "qwen3-30b-a3b")),
-        pytest.param("llama-3.1-70b", marks=pytest.mark.slow),
+        *(("smollm2-135m", sizes) for sizes in SIZES),
+        *(
+            pytest.param(name, sizes, marks=pytest.mark.slow)
+            for name in SHIPPED
+            for sizes in (SIZES if ALL else SIZES[:1])
+        ),
     ],
 )
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (2, 4)])
 def test_shipped_profiles_are_what_is_traced_today(name: str, sizes: tuple[int, int]) -> None:
     config = load_config(name)
     training = Training(dtype_bytes=sizes[0], parameter_bytes=sizes[1])

@@ -36,34 +36,41 @@ def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
         assert value == pytest.approx(plain["weights"][name], rel=1e-3), name
 
 
-FIFTY = {
-    "kind": "ddp",
-    "tied": True,
-    # The Trainer weighs evaluation batches by rows, and the ranks of a batch by labels: only with
-    # as many labels in every row is an evaluation loss the same on every layout.
-    "eval_labels": 17,
-    "arguments": {
-        "max_steps": 50,
-        "eval_steps": 10,
-        "save_strategy": "steps",
-        "save_steps": 40,
-    },
-}
+def _job(steps: int) -> dict:
+    """So many steps, evaluated every ten of them, and saved before the last ten."""
+    return {
+        "kind": "ddp",
+        "tied": True,
+        # The Trainer weighs evaluation batches by rows, and the ranks of a batch by labels: only
+        # with as many labels in every row is an evaluation loss the same on every layout.
+        "eval_labels": 17,
+        "arguments": {
+            "max_steps": steps,
+            "eval_steps": 10,
+            "save_strategy": "steps",
+            "save_steps": steps - 10,
+        },
+    }
+
+
+FIFTY, TWENTY = _job(50), _job(20)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Fifty steps on one process without SPPO."""
-    result = run_job({**FIFTY, "rows": 4}, 1, tmp_path_factory.mktemp("fifty") / "one")
-    assert len(_series(result, "loss")) == 50
+    """Twenty steps on one process without SPPO."""
+    result = run_job({**TWENTY, "rows": 4}, 1, tmp_path_factory.mktemp("twenty") / "one")
+    assert len(_series(result, "loss")) == 20
     return result
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_fifty_steps_by_the_trainer_and_ten_of_them_on_another_layout(tmp_path: Path, plain):
+def test_fifty_steps_by_the_trainer_and_ten_of_them_on_another_layout(tmp_path: Path):
     """On two ranks from the start; from its checkpoint at 40 on two replicas of two ranks."""
+    plain = run_job({**FIFTY, "rows": 4}, 1, tmp_path / "one")
+    assert len(_series(plain, "loss")) == 50
     two = run_job({**FIFTY, "settings": PIPELINE, "rows": 4}, 2, tmp_path / "two")
     _assert_same_run(two, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
     job = {**FIFTY, "settings": PIPELINE, "rows": 2}
@@ -75,21 +82,21 @@ def test_fifty_steps_by_the_trainer_and_ten_of_them_on_another_layout(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_fifty_steps_on_two_replicas(tmp_path: Path, plain):
-    four = run_job({**FIFTY, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
+def test_twenty_steps_on_two_replicas(tmp_path: Path, plain):
+    four = run_job({**TWENTY, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
     _assert_same_run(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(360)
-def test_fifty_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_path: Path, plain):
-    """On two ranks; from their checkpoint at 40 on four, in one process and in a pipeline."""
+def test_twenty_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_path: Path, plain):
+    """On two ranks; from their checkpoint at 10 on four, in one process and in a pipeline."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    two = run_job({**FIFTY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
+    two = run_job({**TWENTY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
     assert two["wrapper"] == "DistributedDataParallel"
     _assert_same_run(two, plain, names)
-    job = {**FIFTY, "resume": str(tmp_path / "two" / "checkpoint-40")}
+    job = {**TWENTY, "resume": str(tmp_path / "two" / "checkpoint-10")}
     for name, settings, rows, ranks in (
         ("four", SHARED, 2, 4),
         ("one", {"num_chunks": 3}, 4, 1),
@@ -103,12 +110,12 @@ def test_fifty_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_pa
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(360)
-def test_fifty_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
-    """On two stages of two ranks; from their checkpoint at 40 in one process."""
+def test_twenty_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
+    """On two stages of two ranks; from their checkpoint at 10 in one process."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    four = run_job({**FIFTY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
+    four = run_job({**TWENTY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
     _assert_same_run(four, plain, names)
-    job = {**FIFTY, "resume": str(tmp_path / "four" / "checkpoint-40")}
+    job = {**TWENTY, "resume": str(tmp_path / "four" / "checkpoint-10")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 
@@ -129,11 +136,11 @@ def test_shared_units_by_the_trainer(tmp_path: Path, arguments, lora):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_fifty_steps_on_shared_units_and_ten_of_them_in_one_process(tmp_path: Path, plain):
+def test_twenty_steps_on_shared_units_and_ten_of_them_in_one_process(tmp_path: Path, plain):
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    two = run_job({**FIFTY, "settings": SHARED_UNITS, "rows": 4}, 2, tmp_path / "two")
+    two = run_job({**TWENTY, "settings": SHARED_UNITS, "rows": 4}, 2, tmp_path / "two")
     _assert_same_run(two, plain, names)
-    job = {**FIFTY, "resume": str(tmp_path / "two" / "checkpoint-40")}
+    job = {**TWENTY, "resume": str(tmp_path / "two" / "checkpoint-10")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 

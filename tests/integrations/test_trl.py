@@ -155,7 +155,7 @@ TRAINED = {
         "trainer": "sft",
         "data": "completion",
         "eval": True,
-        "arguments": {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 10},
+        "arguments": {"max_steps": 10, "eval_strategy": "steps", "eval_steps": 5},
     },
     "assistant": {
         "trainer": "sft",

@@ -9,6 +9,7 @@ import pytest
 
 import sppo_hf
 from tests.recipes.tiny import save_tiny_model
+from tests.sweeps import ALL
 
 nbformat = pytest.importorskip("nbformat", reason="needs the extra `test`")
 pytest.importorskip("nbclient", reason="needs the extra `test`")
@@ -67,6 +68,7 @@ def _run(path, tmp_path, monkeypatch, family=None):
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.skipif(not ALL, reason="a second run of a notebook; bash tests/run.sh --all")
 @pytest.mark.timeout(300)
 def test_the_first_notebook_takes_a_hybrid(tmp_path, monkeypatch):
     shown = _run(NOTEBOOKS[0], tmp_path, monkeypatch, family="qwen3_5_text")

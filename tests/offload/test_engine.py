@@ -229,7 +229,7 @@ def test_threads_share_an_engine() -> None:
             if size % 2:
                 engine.release(handle)
             if size % 25 == 0:
-                gc.collect()
+                gc.collect(0)
 
     threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
     for thread in threads:

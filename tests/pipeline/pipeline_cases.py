@@ -15,6 +15,7 @@ from typing import Any
 
 from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.testing.tiny_families import FAMILIES
+from tests.sweeps import ALL, KINDS, sample
 
 Case = dict[str, Any]
 
@@ -193,12 +194,13 @@ def _beside_hidden_states() -> list[Case]:
 
 
 def every_family() -> list[Case]:
-    """One case of each family that is proved exact on one device, but those that cannot be cut."""
+    """A case of each kind of family that is proved exact on one device and can be cut."""
     # They ask for the embedding of an image token, which tiny ones do not have.
     uncut = {"gemma4", "gemma4_unified"}
     uncut |= {"llama4"}
     schedules = ("seq1f1b", "zb_seq1f1b")
     names = [n for n, f in FAMILIES.items() if f.model_type in PROVED and n not in uncut]
+    names = [name for name in names if ALL or name in KINDS]
     return [
         _case(
             name,
@@ -314,8 +316,15 @@ def _named(group: str, cases: list[Case]) -> list[Case]:
     return [{**case, "name": f"{group}: {case['name']}"} for case in cases]
 
 
+def _sampled(cases: list[Case], pp_size: int, replicas: int) -> list[Case]:
+    """Those of the cross, and of the others every second one; or all."""
+    fast = FAST[pp_size, replicas]
+    others = sample([case for case in cases if case["name"] not in fast], 2)
+    return [case for case in cases if case["name"] in fast or case in others]
+
+
 def all_cases(pp_size: int, replicas: int) -> list[Case]:
-    """Everything for pipelines of `pp_size` ranks."""
+    """Everything for pipelines of `pp_size` ranks, or without `--all` a sample of it."""
     layers = max(3, pp_size + 1)
     schedules = _named("schedule", [*_schedules(layers), *_interleaved(pp_size)])
     if replicas > 1:
@@ -323,7 +332,7 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases = [case for case in schedules if case["name"] in _FOLLOWED_BY_REPLICAS]
         own = _named("own loss", _own_losses(layers, {"reduces": False}))
         cases += [case for case in own if case["name"] in _FOLLOWED_BY_REPLICAS]
-        return [*cases, *_named("replicas", _replicas())]
+        return _sampled([*cases, *_named("replicas", _replicas())], pp_size, replicas)
     # Three have a first, a middle and a last stage; `every_family` runs on two.
     families = _named("family", _families(layers))
     steps = _named("step", _micro_steps(layers))
@@ -336,9 +345,10 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases += _named("batch", _batches(layers))
         cases += _named("frames", _frames(layers))
         tied = _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
-        return [*schedules, *cases, *steps, *tied[::3], tied[-1]]
+        rest = _sampled([*cases, *steps, *tied[::3], tied[-1]], pp_size, replicas)
+        return [*schedules, *rest]
     if pp_size == 3:
-        cases = families[::2]
+        cases = families[::2] if ALL else families[::6]
         # Kept and offloaded states, in both kinds of backward.
         mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
         mixers.add("Kimi delta attention")
@@ -346,7 +356,8 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases += _named("beside", [*_beside_hidden_states()[2:5], _beside_hidden_states()[-2]])
         cases += _named("router loss", _router_losses(layers)[:3])
     else:
-        cases = families[1::4]
+        cases = families[1::4] if ALL else families[3::8]
+        schedules = sample(schedules, 2)
     return [*schedules, *cases, *steps[:3]]
 
 

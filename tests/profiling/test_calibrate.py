@@ -15,6 +15,7 @@ from sppo_hf.planning.profile_store import profile_for, save_profile
 from sppo_hf.profiling import calibrate as module
 from sppo_hf.profiling.calibrate import SIZES, calibrate
 from tests.pipeline.fake_time import CPU
+from tests.sweeps import ALL
 
 Told = list[tuple[str, int, int]]
 
@@ -115,6 +116,7 @@ def test_sizes_rise_and_dwarf_the_caches() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not ALL, reason="measures for most of its minute; bash tests/run.sh --all")
 @pytest.mark.timeout(300)
 def test_a_cpu_takes_less_than_a_minute() -> None:
     start_seconds = time.perf_counter()

@@ -2,6 +2,8 @@
 
 {"argv": ["recipes/finetune.py", "--max_steps", "3"]}
 {"module": "sppo_hf.run", "argv": ["--config", "sppo.yaml", "train.py"], "environment": {...}}
+
+With `nodes` the ranks are those of that many nodes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ from typing import Any
 def main(job: dict[str, Any]) -> None:
     """Run a job; what ends the script ends the rank."""
     os.environ.update(job.get("environment", {}))
+    if job.get("nodes", 1) > 1:
+        local = int(os.environ["WORLD_SIZE"]) // job["nodes"]
+        os.environ["LOCAL_WORLD_SIZE"] = str(local)
+        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % local)
     if "module" in job:
         sys.argv = [job["module"], *job["argv"]]
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)

@@ -1,8 +1,8 @@
 """Every pair of YAML files in recipes/configs starts a run that trains as one process does.
 
-On the CPU over gloo. Accelerate itself starts two processes on one node, and two on each of two
-nodes, which are made smaller to that; ranks of other numbers are forked, which takes seconds less
-for each, into the environment that Accelerate makes of their file.
+On the CPU over gloo. Accelerate itself starts two processes on one node (with everything asked for
+also two on each of two nodes, which are made smaller to that); other ranks are forked, which takes
+seconds less for each, into the environment that Accelerate makes of their file.
 """
 
 import json
@@ -19,6 +19,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from sppo_hf.config import SPPOConfig
 from tests.integrations.launch import free_port, run_ranks
+from tests.sweeps import ALL
 
 pytestmark = pytest.mark.process
 
@@ -46,13 +47,20 @@ def _start(folder: Path, rows: int, *launch: str, sppo: Path) -> subprocess.Pope
 
 
 def _fork(
-    folder: Path, rows: int, ranks: int, *launch: str, sppo: Path | None = None, family: str = ""
+    folder: Path,
+    rows: int,
+    ranks: int,
+    *launch: str,
+    sppo: Path | None = None,
+    family: str = "",
+    nodes: int = 1,
 ) -> None:
     """Run what `_start` would, as that many ranks in the environment that Accelerate gives them."""
     script = [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
     job: dict[str, Any] = {
         "argv": [*script, family] if family else script,
         "environment": _launch_environment(*launch, "train_tiny.py") if launch else {},
+        "nodes": nodes,
     }
     if sppo is not None:
         job |= {"module": "sppo_hf.run", "argv": ["--config", str(sppo), *job["argv"]]}
@@ -169,10 +177,11 @@ def test_two_nodes_train_as_one_process_does(tmp_path, plain):
     sppo.write_text(yaml.safe_dump({**settings, "pp_size": 2}))
     launch = ["--config_file", str(CONFIGS / "2_nodes" / "accelerate.yaml"), "--num_processes", "4"]
     launch += ["--mixed_precision", "no", "--main_process_port", str(free_port())]
-    nodes = [
-        _start(tmp_path / f"node{rank}", ROWS // 2, *launch, "--machine_rank", str(rank), sppo=sppo)
-        for rank in range(2)
-    ]
-    _finish(*nodes)
+    nodes = [(tmp_path / f"node{n}", (*launch, "--machine_rank", str(n))) for n in range(2)]
+    if ALL:
+        _finish(*(_start(folder, ROWS // 2, *words, sppo=sppo) for folder, words in nodes))
+    else:
+        folder, words = nodes[0]
+        _fork(folder, ROWS // 2, 4, *words, sppo=sppo, nodes=2)
     for ours, theirs in zip(_history(tmp_path / "node0"), plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)

@@ -1,0 +1,38 @@
+"""What tests leave out unless everything is asked for: `bash tests/run.sh --all`.
+
+A sweep over many that are alike runs on a sample with one of each kind, and random examples are
+fewer. What is the only one of its kind runs always.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import settings
+
+ALL = os.environ.get("SPPO_TESTS_ALL") == "1"
+"""Whether sweeps are whole."""
+
+KINDS = frozenset(
+    # Rotary tables: of other lengths, of a part of a head, none; positions that scale queries.
+    "llama-dynamic-rope phi3-longrope phi cohere2 ministral3 gpt2"
+    # Biases, norms over all heads, norms in attention, multipliers, soft caps, one head of keys.
+    " qwen2 olmo2 bitnet granite gemma2 gpt_bigcode"
+    # Windows, blocks and sinks; latent attention; two sizes of heads; keys that are values.
+    " llama4_text granite_swa minicpm3 deepseek_v3 mimo_v2_flash gemma4_text-26b-a4b"
+    # Experts: beside attention, inside it, of clipped products, with a loss of their routers.
+    " qwen3_moe jetmoe dbrx gpt_oss-router-loss"
+    # Inputs of each layer, keys of other layers; encoders, positions along three axes.
+    " gemma4_text gemma3n_text gemma3 qwen2_5_vl".split()
+)
+"""Families of `tiny_families` without states that differ in how they attend or are built."""
+
+
+def sample(items: Sequence[Any], step: int) -> list[Any]:
+    """Every `step`-th item; or all."""
+    return list(items if ALL else items[::step])
+
+
+def examples(count: int, *, whole: int) -> settings:
+    """Hypothesis's settings for `count` examples; or for `whole`."""
+    return settings(max_examples=whole if ALL else count)
