@@ -18,7 +18,8 @@ from sppo_hf.schedule.timeline import Timeline
 
 def mode_colour(mode: FrameMode) -> str:
     """Returns the tier's colour, paler the less of the frame is saved."""
-    return mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness)
+    paler = 0.15 * (mode.saved == "hidden")  # than what its bytes are counted with
+    return mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness + paler)
 
 
 class Layer(NamedTuple):
