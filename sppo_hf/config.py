@@ -84,7 +84,10 @@ class SPPOConfig:
 
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """What backward computes again instead of keeping all: "selective" elementwise work, "full"
-    layers; never attention."""
+    layers without attention, which "auto" runs again only where nothing fits otherwise."""
+
+    attention_once: bool = False
+    """Whether a batch that fits only if attention of some layers runs again is refused instead."""
 
     weights: Literal["auto", "device", "host"] = "auto"
     """Where layers' weights rest: on the "host" they come for a layer's forward and backward;
@@ -193,6 +196,12 @@ class SPPOConfig:
         _check_pipeline(self)
         _check_places(self)
         _check_offload_tier(self)
+        if self.disk_memory is not None and self.offload_dir is None:
+            raise ConfigError(
+                f"disk_memory={show(self.disk_memory)} is a budget in offload_dir, which is not "
+                "set, so that no disk is used. Allowed: disk_memory=None without offload_dir. "
+                "Remedy: name a folder on a fast local disk as offload_dir, or drop disk_memory."
+            )
         if self.pp_msp == "on":
             _check_multiplexing(self)
 
@@ -366,6 +375,7 @@ _RULES: dict[str, Rule] = {
     "offload_tier": _away_tier,
     "offload_checksum": flag,
     "recompute": choice("auto", "none", "selective", "full"),
+    "attention_once": flag,
     "weights": choice("auto", "device", "host"),
     "optimizer": choice("auto", "device", "host"),
     "attention_backend": choice_of(_REGISTRIES["attention_backend"]),

@@ -256,6 +256,28 @@ def test_written_yaml_is_plain(tmp_path: Path) -> None:
     assert list(read) == [field.name for field in dataclasses.fields(SPPOConfig)]
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"order": "by_layer", "pp_size": 2},
+            "order='by_layer' contradicts pp_size=2: a stage must pass a chunk on before",
+        ),
+        ({"order": "by_layer", "sp_size": 2}, "order='by_layer' contradicts sp_size=2"),
+        (
+            {"disk_memory": "1TiB"},
+            "disk_memory='1TiB' is a budget in offload_dir, which is not set",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_together(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SPPOConfig(**settings)
+    for part in (said, "Allowed: ", "Remedy: "):
+        assert part in str(caught.value)
+
+
 def test_replace_checks_anew() -> None:
     config = SPPOConfig(num_chunks=4)
     assert config.replace(num_chunks="auto", chunk_tokens=9).chunk_tokens == 9

@@ -44,14 +44,22 @@ from sppo_hf.attention.segments import AttentionSegment, side_by_side
 
 
 class Stash(Protocol):
-    """Where a frame keeps attention's results, so that recomputation need not attend again."""
+    """Where a frame keeps attention's results, so that recomputation need not attend again.
+
+    A frame may keep none: then attention runs again, on keys and values that are still there.
+    """
+
+    @property
+    def again(self) -> bool:
+        """Whether this is the second forward."""
+        ...
 
     def get(self) -> tuple[Tensor, Tensor] | None:
-        """Return `(out_BNCH, lse_BNC)` kept by the first forward, or None in the first forward."""
+        """Return `(out_BNCH, lse_BNC)` kept by the first forward, or None where attention runs."""
         ...
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
-        """Keep the results of the first forward."""
+        """Take the results of an attention that ran."""
         ...
 
 
@@ -125,9 +133,10 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stashed = call.stash.get() if call.stash is not None else None
         if stashed is None:
-            if not call.borrowed:
+            again = call.stash is not None and call.stash.again
+            if not (call.borrowed or again):
                 call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=keep)
-            out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call)
+            out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call, again=again)
             if call.stash is not None:
                 # Detached: the returned tensor gets this node as its grad_fn, and a stash that
                 # held it would keep the whole graph alive in a circle.
@@ -162,10 +171,10 @@ class _ChunkAttention(torch.autograd.Function):
 
 
 def _attend(
-    q_BNCH: Tensor, sinks_N: Tensor | None, v_head_size: int, call: AttentionCall
+    q_BNCH: Tensor, sinks_N: Tensor | None, v_head_size: int, call: AttentionCall, *, again: bool
 ) -> tuple[Tensor, Tensor]:
     call.counters["attention_forwards"] = call.counters.get("attention_forwards", 0) + 1
-    out_BNCH, lse_BNC = _attend_to_keys(q_BNCH, v_head_size, call)
+    out_BNCH, lse_BNC = _attend_to_keys(q_BNCH, v_head_size, call, again=again)
     if sinks_N is None:
         return out_BNCH.to(q_BNCH.dtype), lse_BNC
     # A sink is one more key with value zero: it joins the normaliser and nothing else.
@@ -174,7 +183,9 @@ def _attend(
     return (out_BNCH.to(keep.dtype) * keep).to(q_BNCH.dtype), merged_BNC
 
 
-def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> AttentionOutput:
+def _attend_to_keys(
+    q_BNCH: Tensor, v_head_size: int, call: AttentionCall, *, again: bool
+) -> AttentionOutput:
     """Attention to all keys so far; the output is still in float32 where it was merged."""
     blocks = call.kv.blocks(call.pieces, window=call.window, local=call.local)
     merging = len(blocks) > 1
@@ -189,7 +200,8 @@ def _attend_to_keys(q_BNCH: Tensor, v_head_size: int, call: AttentionCall) -> At
             out_BCNH.transpose(1, 2),
             q_BNCH.new_full(q_BNCH.shape[:3], float("-inf"), dtype=sums_dtype),
         )
-    for keys in call.kv.walk(call.chunk, blocks, borrowed=call.borrowed):
+    # In backward another layer's forward does not come next.
+    for keys in call.kv.walk(call.chunk, blocks, borrowed=call.borrowed or again):
         for pieces in _calls(keys, call, len(q_BNCH)):
             rows, tokens = _where(pieces, call)
             part = _forward(q_BNCH[rows, :, tokens], pieces, keys, call)

@@ -74,7 +74,8 @@ class KVStore(Protocol):
         """Bring the blocks that `chunk` attends to in forward, one after the other.
 
         A block is on the device until the next is asked for, so the walk must be finished. With
-        `borrowed` it is for another layer, after the one that put the keys here.
+        `borrowed` it is for another layer, after the one that put the keys here, or for one that
+        runs again.
         """
         ...
 

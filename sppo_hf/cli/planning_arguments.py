@@ -157,6 +157,13 @@ NumChunks = Annotated[str, typer.Option(help="Number of chunks, or auto.")]
 Recompute = Annotated[
     Recomputed | None, typer.Option(help="What backward computes again. [default: auto]")
 ]
+AttentionOnce = Annotated[
+    bool,
+    typer.Option(
+        "--attention-once",
+        help="Attention never runs again, not even where nothing fits otherwise.",
+    ),
+]
 OffloadKv = Annotated[Mode, typer.Option(help="Whether K/V leave the device too.")]
 Weights = Annotated[
     Place,
@@ -191,6 +198,7 @@ class PlanningArguments:
     offload_kv: Mode
     weights: Place
     optimizer: Place
+    attention_once: bool = False
     policy: str = "auto"
     offload_dir: str | None = None
     devices_of_host: int = 1
@@ -270,6 +278,7 @@ class PlanningArguments:
             weights=self.weights.value,
             optimizer=self.optimizer.value,
             recompute=recompute.value,
+            attention_once=self.attention_once,
             device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),
             host_memory=host_bytes,
             disk_memory=_budget("--disk-memory", self.disk, profile.disk_bytes),

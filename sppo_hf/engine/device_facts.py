@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
-from sppo_hf.offload.disk_folder import refuse_unusable
+from sppo_hf.offload.disk_folder import refuse_missing_parent, refuse_unusable
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
@@ -68,8 +69,15 @@ def leave_to_driver(device: torch.device, num_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(1 - num_bytes / total_bytes, device)
 
 
-def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
+def device_facts(
+    device: torch.device, config: SPPOConfig, *, counted_bytes: int = 0
+) -> DeviceFacts:
     """Name, memory and speed of `device` and of the host, as far as this process may use them.
+
+    Args:
+        device: Where the model computes.
+        config: The settings.
+        counted_bytes: Host memory, not pinned, that is taken already by what a plan counts.
 
     Raises:
         ConfigError: `config.hardware` names no profile, or `config.offload_dir` no possible folder.
@@ -81,7 +89,8 @@ def device_facts(device: torch.device, config: SPPOConfig) -> DeviceFacts:
         # What is pinned already is ours to use; for the other processes, as much again.
         pinned_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
         free_bytes = free_host_memory_bytes() - host_reserve_bytes(host_memory_bytes())
-        host_bytes = min(host_bytes, max(0, free_bytes // processes + pinned_bytes))
+        ours_bytes = pinned_bytes + counted_bytes
+        host_bytes = min(host_bytes, max(0, free_bytes // processes + ours_bytes))
         name = torch.cuda.get_device_properties(device).name
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         ours_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
@@ -103,6 +112,7 @@ def _free_disk_bytes(config: SPPOConfig) -> int | None:
     if config.offload_dir is None:
         return None
     with refuse_unusable(config.offload_dir):
+        refuse_missing_parent(Path(config.offload_dir))
         return free_disk_bytes(config.offload_dir)
 
 

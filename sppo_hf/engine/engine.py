@@ -527,6 +527,8 @@ class Engine:
         return_logits: bool = False,
     ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
+        if device.type == "cuda":
+            self.plans.resting_bytes = self._resting_bytes()
         return self.plans.get(
             batch_rows, total_tokens, device, self.observer, return_logits=return_logits
         )
@@ -672,6 +674,25 @@ class Engine:
             self._placed = self._placed.replace(weights="device")
             self.plans.rest(self._placed)
             self._place_weights(device)
+
+    def _resting_bytes(self) -> int:
+        """Host memory that gradients and optimizer states of weights at rest take, if not pinned.
+
+        A plan counts it, so the host's free memory, which is without it, is not all there is. (The
+        weights themselves may be a file's, and are counted twice where they are not pinned.)
+        """
+        if self.weights is None:
+            return 0
+        states = (
+            value
+            for optimizer in self._optimizers
+            for parameter, state in optimizer.state.items()
+            if self.weights.holds(parameter)
+            for value in state.values()
+            if isinstance(value, Tensor) and value.device.type == "cpu"
+        )
+        kept = (*self.weights.gradients, *states)
+        return sum(tensor.nbytes for tensor in kept if not tensor.is_pinned())
 
     def begin_update(self) -> None:
         """The optimizer's step begins: what rests on the host is there, and whole."""

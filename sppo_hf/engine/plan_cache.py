@@ -163,6 +163,8 @@ class PlanCache:
         """Why weights and optimizer stay on the device where the settings leave that open."""
         self.optimizer_bytes: int | None = None
         """What the optimizer keeps, once that is known."""
+        self.resting_bytes = 0
+        """Host memory, not pinned, that gradients and optimizer states at rest take already."""
 
     def has_run(self, plan: Plan) -> bool:
         """Whether a forward under `plan` has come to its end."""
@@ -331,7 +333,7 @@ class PlanCache:
         request = PlanRequest(
             config=config,
             shape=shape,
-            device=device_facts(device, self._config),
+            device=device_facts(device, self._config, counted_bytes=self.resting_bytes),
             backend_name=name,
             backend_reason=reason,
             batch_rows=batch_rows,

@@ -1,12 +1,14 @@
 """A frame that is recomputed in backward, without running attention again.
 
 The frame of one (layer, chunk) keeps the layer's *inputs*: its input, attention's output and its
-log-sum-exp. What autograd saves inside the layer is dropped as it is saved; the first time
-backward asks for any of it, the layer runs once more, with attention answered from what
-is kept, and is stopped as soon as the last saved tensor has been seen (so its last matrix product
-does not run again either, nor any other that no saved tensor depends on). A frame may keep the
-outputs of the layer's *products* too (see `selective`), so that only elementwise work is done
-again. What is kept stays on the device or travels through the offload engine.
+log-sum-exp. (Where a plan that fits no other way says so it keeps the input alone; then attention
+runs again too, on the keys and values that are there.) What autograd saves inside the layer is
+dropped as it is saved; the first time backward asks for any of it, the layer runs once more, with
+attention answered from what is kept, and is stopped as soon as the last saved tensor has been seen
+(so its last matrix product does not run again either, nor any other that no saved tensor depends
+on). A frame may keep the outputs of the layer's *products* too (see `selective`), so that only
+elementwise work is done again. What is kept stays on the device or travels through the offload
+engine.
 
 The layer's random state and autocast settings are those of the first forward, so dropout inside a
 layer (LoRA's, for one) repeats exactly.
@@ -159,7 +161,7 @@ class RecomputedLayer:
                 that is a part of another one, which has the other's copies.
             offload: Moves what is kept, if the mode says so.
             keep: Gives a tensor that stays its place on the device.
-            mode: What is kept ("inputs" or "matmuls"), and where it waits.
+            mode: What is kept ("inputs", "matmuls" or "hidden"), and where it waits.
             label: Name of the frame in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
             in_tiles: Lets its token-wise modules run in tiles in the second forward.
@@ -202,6 +204,8 @@ class RecomputedLayer:
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._hooks: Any = None
         self._recomputing: tuple[Tensor, Tensor] | None = None
+        self._attends = False
+        """Whether attention runs in the second forward, where nobody watches."""
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -264,20 +268,38 @@ class RecomputedLayer:
         hooks.__exit__(None, None, None)
 
     def get(self) -> tuple[Tensor, Tensor] | None:
-        """Attention's `(out, lse)` while the layer is recomputed, None in the first forward.
+        """Attention's `(out, lse)` while the layer is recomputed, None where attention runs.
 
-        In the first forward attention runs between this and `put`, and is no product of the layer.
+        That is between this and `put`, and is no product of the layer.
         """
         if self._recorder is not None:
             self._recorder.pause()
+        elif self.again and self._recomputing is None:
+            self._beside.__exit__(None, None, None)
+            self._attends = True
         return self._recomputing
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Keep attention's results of the first forward, unless nothing will be recomputed."""
-        if self._hooks is not None:
+        if self._hooks is not None and self._mode.saved != "hidden":
             self._stash = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
         if self._recorder is not None:
             self._recorder.resume(out_BNCH, lse_BNC)
+        elif self._attends:
+            self._attended()
+            if isinstance(self._beside, NeedlessRecorder):
+                self._beside.given(out_BNCH, lse_BNC)
+
+    @property
+    def again(self) -> bool:
+        """Whether the layer runs again."""
+        return not self.is_open
+
+    def _attended(self) -> None:
+        """Attention of the second forward has ended, or failed."""
+        if self._attends:
+            self._attends = False
+            self._beside.__enter__()
 
     # -- parts of the layer that have frames of their own ----------------------------------------
 
@@ -478,7 +500,7 @@ class RecomputedLayer:
             states: What its mixers read. What they write was written in forward.
             take_keys: Gets keys and values, BKCH, and ends the run.
         """
-        given, group, stashed = self._context.states, self._context.group, self.get()
+        given, group, stashed = self._context.states, self._context.group, self._recomputing
         if group is not None and stashed is not None and self._exchanged is None:
             self._exchanged = ExchangedAgain(group.start_heads_to_tokens(stashed[0]))
         context = dataclasses.replace(
@@ -496,7 +518,10 @@ class RecomputedLayer:
             self._around_layers(),
         ):
             # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
-            self._layer.forward(*args, **kwargs)
+            try:
+                self._layer.forward(*args, **kwargs)
+            finally:
+                self._attended()
 
     def _run_again(self, hidden: Tensor, states: States, aside: _Aside) -> list[Tensor] | None:
         """All that autograd saves; None if the layer does not repeat itself beside `aside`."""

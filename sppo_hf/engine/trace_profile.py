@@ -602,6 +602,11 @@ class _Run:
 
         return tree_map_only(Tensor, leaf, value)
 
+    @property
+    def again(self) -> bool:
+        """No layer runs again here."""
+        return False
+
     def get(self) -> None:
         """Attention begins: its products are not the layer's."""
         self._recorder.pause()

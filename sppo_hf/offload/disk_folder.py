@@ -16,6 +16,7 @@ filesystem has no flock either, what a crash leaves stays.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import platform
@@ -53,7 +54,7 @@ _MAX_TRIES = 8
 
 
 class StoreFolder:
-    """A place for one store's files below `directory`, which is made if it does not exist.
+    """A place for one store's files below `directory`, which is made if its parent exists.
 
     Making one also removes what ended processes of this host left there under a name.
 
@@ -72,7 +73,8 @@ class StoreFolder:
                 raise OSError("this system has no POSIX file locks")
             self.path = directory.absolute()
             """Where files are to be made: `directory`, or a private folder below it."""
-            self.path.mkdir(parents=True, exist_ok=True)
+            refuse_missing_parent(self.path)
+            self.path.mkdir(exist_ok=True)
             _remove_leftovers(self.path)
             refused = _why_not_nameless(self.path)
             self.keeps_names = refused is not None
@@ -137,8 +139,17 @@ def refuse_unusable(directory: str | os.PathLike[str]) -> Iterator[None]:
     except ValueError as error:
         # Zero bytes, and characters that no encoding of file names has.
         raise _refusal(directory, f"no file can have that name ({error})") from error
-    except RecursionError:  # pathlib makes the folders above one by one, each in a call of its own
-        raise _refusal(directory, "too many of its folders would have to be made") from None
+
+
+def refuse_missing_parent(directory: Path) -> None:
+    """Refuse a folder below one that does not exist: a name mistyped, or a disk not mounted.
+
+    Raises:
+        FileNotFoundError: there is no such parent.
+    """
+    parent = directory.absolute().parent
+    if not parent.exists():
+        raise FileNotFoundError(errno.ENOENT, f"{show(str(parent))} does not exist")
 
 
 def _why_not_nameless(directory: Path) -> str | None:
@@ -284,6 +295,6 @@ def _refusal(directory: str | os.PathLike[str], reason: str) -> ConfigError:
     seen = name if len(name) <= _MOST_SHOWN else show(os.fspath(directory))
     return ConfigError(
         f"offload_dir is {seen}, which cannot be used: {reason}. Allowed: a folder that "
-        "exists or can be made, and that can be written to. Remedy: name such a folder, best on a "
-        "fast local disk."
+        "exists or can be made in one that does, and that can be written to. Remedy: name such a "
+        "folder, best on a fast local disk; where it is to be on a disk of its own, mount that."
     )

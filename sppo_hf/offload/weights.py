@@ -166,6 +166,14 @@ class HostWeights:
         return sum(weight.host.nbytes for weight in self._all())
 
     @property
+    def gradients(self) -> Iterator[Tensor]:
+        """Those that rest on the host, too."""
+        for weight in self._all():
+            gradient = weight.parameter.grad if weight.gradient is None else weight.gradient
+            if gradient is not None and gradient.device.type == "cpu":
+                yield gradient
+
+    @property
     def device_bytes(self) -> int:
         """Of the copies that are on the device now."""
         return sum(w.device.nbytes for w in self._all() if w.device is not None)

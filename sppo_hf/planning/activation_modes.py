@@ -13,13 +13,13 @@ from typing import Literal, overload
 
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier
 
-Saved = Literal["whole", "matmuls", "inputs"]
+Saved = Literal["whole", "matmuls", "inputs", "hidden"]
 """How much of a frame is saved.
 
 "whole": all that autograd saves; nothing is recomputed. "matmuls": the layer input and the outputs
 of attention and of the matrix products; only elementwise work is recomputed. "inputs": the layer
-input, the attention output and its log-sum-exp; the layer's linear part is recomputed. Attention
-itself is never run again.
+input, the attention output and its log-sum-exp; the layer's linear part is recomputed. "hidden":
+the layer input alone; attention runs again too, which no other mode makes it do.
 """
 
 SAVED_BY_RECOMPUTE: dict[str, Saved] = {
@@ -29,8 +29,11 @@ SAVED_BY_RECOMPUTE: dict[str, Saved] = {
 }
 """What is saved by the setting `recompute`, where that says it."""
 
-RECOMPUTE_BY_SAVED: dict[Saved, str] = {saved: word for word, saved in SAVED_BY_RECOMPUTE.items()}
-"""The same the other way round: what tables and settings call it."""
+RECOMPUTE_BY_SAVED: dict[Saved, str] = {
+    **{saved: word for word, saved in SAVED_BY_RECOMPUTE.items()},
+    "hidden": "full with attention",
+}
+"""What tables call it; but for the last, which no setting asks for, settings too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,14 @@ _RECOMPUTED: dict[Saved, str] = {
     "whole": "",
     "matmuls": "recompute elementwise",
     "inputs": "recompute",
+    "hidden": "recompute with attention",
 }
 
-SAVED: tuple[Saved, ...] = ("whole", "matmuls", "inputs")
+SAVED: tuple[Saved, ...] = ("whole", "matmuls", "inputs", "hidden")
+"""From most bytes to least."""
+
+ATTENTION_ONCE = tuple(saved for saved in SAVED if saved != "hidden")
+"""Those in which attention's forward runs once."""
 
 
 class _AllModes(Sequence[FrameMode]):

@@ -63,6 +63,7 @@ OF_SAVED: dict[Saved, Cause] = {
     "whole": Cause.FRAMES,
     "matmuls": Cause.PRODUCTS,
     "inputs": Cause.INPUTS,
+    "hidden": Cause.INPUTS,
 }
 """The cause of what is saved of a layer, by how much of it is."""
 

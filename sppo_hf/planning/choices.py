@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.activation_modes import SAVED, SAVED_BY_RECOMPUTE, Saved
+from sppo_hf.planning.activation_modes import ATTENTION_ONCE, SAVED, SAVED_BY_RECOMPUTE, Saved
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.solve import Choices
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import LAYER_TILES_TOKENS
@@ -76,11 +77,34 @@ def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
     return frozenset(name for name, tier in TIERS.items() if tier.named(config) is not None)
 
 
-def read_choices(config: SPPOConfig, facts: DeviceFacts) -> Choices:
-    """Returns the modes and tiers that the config allows on this kind of device."""
-    saved: tuple[Saved, ...] = (
-        SAVED if config.recompute == "auto" else (SAVED_BY_RECOMPUTE[config.recompute],)
-    )
+def may_attend_again(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) -> bool:
+    """Whether attention of some layers may run again in backward, if nothing fits otherwise.
+
+    Layers that share keys would have to find those of another layer; ranks that share sequences
+    would have to exchange tokens once more, and a pipeline's stages wait for each other.
+    """
+    if config.attention_once or config.recompute != "auto" or config.sharing_ranks > 1:
+        return False
+    saves_memory = facts.kind == "cpu" and config.device_memory is None
+    if saves_memory or facts.profile is None or set_by_rule(config, facts):
+        return False  # nothing is searched
+    attends = any(layer.num_heads for layer in shape.layers)
+    return attends and not any(layer.borrows_keys for layer in shape.layers)
+
+
+def read_choices(
+    config: SPPOConfig, facts: DeviceFacts, *, attention_again: bool = False
+) -> Choices:
+    """Returns the modes and tiers that the config allows on this kind of device.
+
+    Args:
+        config: the settings.
+        facts: the machine.
+        attention_again: whether attention may run again in backward; see `may_attend_again`.
+    """
+    saved: tuple[Saved, ...] = SAVED if attention_again else ATTENTION_ONCE
+    if config.recompute != "auto":
+        saved = (SAVED_BY_RECOMPUTE[config.recompute],)
     if config.compile:
         # What sees products is a dispatch mode, beside which compiled code does not run.
         saved = tuple(one for one in saved if one != "matmuls")

@@ -37,7 +37,7 @@ _BACKWARD_TRAFFIC = 3
 
 # Python's time for forward and backward of a layer's frame, in forwards of the bare layer: measured
 # on a CPU with Llama's layer and adapters on all its linears (the bare layer itself is at 2.2).
-_HOST_FORWARDS: dict[Saved, float] = {"inputs": 4.1, "matmuls": 8.4}
+_HOST_FORWARDS: dict[Saved, float] = {"inputs": 4.1, "matmuls": 8.4, "hidden": 4.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,10 @@ class ModelCost:
                 recompute=np.array(
                     [
                         [
-                            [self.recompute_seconds(i, n, saved, tile) for n in lengths]
+                            [
+                                self.recompute_seconds(i, end - start, saved, tile, start=start)
+                                for start, end in bounds
+                            ]
                             for saved in SAVED
                         ]
                         for i in kinds
@@ -242,10 +245,18 @@ class ModelCost:
             self._memo[key] = self._linear_seconds(flops, tokens) * self.correction.backward
         return self._memo[key]
 
-    def recompute_seconds(self, layer: int, tokens: int, saved: Saved, tile: int = 0) -> float:
-        """What backward runs again of `layer` over a chunk of `tokens` tokens; never attention."""
+    def recompute_seconds(
+        self, layer: int, tokens: int, saved: Saved, tile: int = 0, *, start: int = 0
+    ) -> float:
+        """What backward runs again of `layer` over a chunk of `tokens` tokens behind `start`.
+
+        Where that begins counts for attention alone.
+        """
         if saved == "whole":
             return 0.0
+        if saved == "hidden":
+            again = self.attention_again_seconds(layer, start, start + tokens)
+            return self.recompute_seconds(layer, tokens, "inputs", tile) + again
         key = ("R", self._kinds[layer], tokens, saved, tile)
         if key not in self._memo:
             flops = self.shape.recompute_flops_per_token(layer, saved)
@@ -265,6 +276,12 @@ class ModelCost:
                 again += self.exchange_seconds(layer, tokens, keys=False)
             self._memo[key] = again
         return self._memo[key]
+
+    def attention_again_seconds(self, layer: int, start: int, end: int) -> float:
+        """What it takes backward to run attention of tokens [start, end) forward once more."""
+        flops = self._pairs_flops(self.shape.layers[layer], start, end)
+        rate = self._rate(self.profile.attention_forward_flops, end - start)
+        return flops / rate * self.correction.backward
 
     def keys_seconds(self, layer: int, tokens: int) -> float:
         """Making keys and values of a chunk again: the layer runs up to its attention.

@@ -12,7 +12,9 @@ every plan of these modes and look-ahead from below; rounding to whole frames is
 
 By chunk the frames of a slot are those of its layers, in groups of layers that cost the same. By
 layer they are those of its chunks, taken as equal: their bytes and their recomputation grow with
-their tokens alone. Keys and values of the layer are one more thing there, with modes of their own.
+their tokens alone. Only where attention may run again, which takes longer the more keys a chunk
+sees, are they put into groups (`chunk_groups`). Keys and values of the layer are one more thing
+there, with modes of their own.
 
 Knows nothing of budgets' origin, of rounding or of simulation.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +43,7 @@ class Mix:
     """The optimum over fractional numbers of frames."""
 
     counts: NDArray[np.float64]
-    """[chunk, kind, mode]: layers; by layer [layer, 1, mode]: chunks."""
+    """[chunk, kind, mode]: layers; by layer [layer, group, mode]: chunks (`chunk_groups`)."""
 
     seconds: float
     """Duration of the step: no plan with these modes and look-ahead is faster."""
@@ -68,6 +71,16 @@ class LayerKinds:
             groups.setdefault(layer, []).append(index)
         members = tuple(tuple(group) for group in groups.values())
         return cls(tuple(group[-1] for group in members), members)
+
+
+def chunk_groups(num_chunks: int, modes: Sequence[FrameMode]) -> tuple[tuple[int, ...], ...]:
+    """Returns the chunks that are taken as equal by layer: all, or an eighth each.
+
+    Eighths where attention may run again: it takes the first a fifteenth of the last's time.
+    """
+    parts = min(num_chunks, 8) if any(mode.saved == "hidden" for mode in modes) else 1
+    ends = (num_chunks * part // parts for part in range(parts + 1))
+    return tuple(tuple(range(start, end)) for start, end in pairwise(ends))
 
 
 class Rows:
@@ -152,10 +165,11 @@ class LinearProgram:
         self._tables = byte_tables(cost.shape, decisions, device_kind)
         self._work = cost.unit_seconds(decisions.bounds, decisions.layer_tile_tokens)
         if decisions.by_layer:
-            self._groups = [self._frames_of_layers(), self._keys_of_layers(kv_modes)]
+            self._groups = [*self._frames_of_layers(), self._keys_of_layers(kv_modes)]
         else:
             self._groups = self._frames_of_chunks()
-        self._keys = range(1, 2) if decisions.by_layer else range(0)
+        last = len(self._groups) - 1
+        self._keys = range(last, last + 1) if decisions.by_layer else range(0)
         """Groups that are keys and values."""
         self._all = range(decisions.num_layers if decisions.by_layer else decisions.num_chunks)
         self._slab_bytes = HOST_SLAB_BYTES if device_kind == "cuda" else 1
@@ -192,15 +206,25 @@ class LinearProgram:
             groups.append(_Group(len(members), tiers, sizes, seconds))
         return groups
 
-    def _frames_of_layers(self) -> _Group:
-        """Chunks, each of the mean length."""
-        tables, chunks = self._tables, self._what.num_chunks
+    def _frames_of_layers(self) -> list[_Group]:
+        """Chunks, each of the mean length of its group.
+
+        Attention that runs again takes what it takes that of them whose queries see fewest keys.
+        """
+        tables, work, groups = self._tables, self._work.recompute, list[_Group]()
         saved = [SAVED.index(mode.saved) for mode in self._modes]
-        sizes, seconds = (
-            table[tables.kind_of].mean(axis=2).T[saved]
-            for table in (tables.saved / _GIB, self._work.recompute)
-        )
-        return _Group(chunks, [mode.tier for mode in self._modes], sizes, seconds)
+        tiers: list[Tier] = [mode.tier for mode in self._modes]
+        hidden, inputs = SAVED.index("hidden"), SAVED.index("inputs")
+        per_token = (work[:, hidden] - work[:, inputs]) / tables.lengths
+        for chunks in map(list, chunk_groups(self._what.num_chunks, self._modes)):
+            sizes, seconds = (
+                table[:, :, chunks].mean(axis=2) for table in (tables.saved / _GIB, work)
+            )
+            again = per_token[:, chunks].min(axis=1) * tables.lengths[chunks].mean()
+            seconds[:, hidden] = seconds[:, inputs] + again
+            sizes, seconds = (table[tables.kind_of].T[saved] for table in (sizes, seconds))
+            groups.append(_Group(len(chunks), tiers, sizes, seconds))
+        return groups
 
     def _keys_of_layers(self, kv_modes: Sequence[KVMode]) -> _Group:
         layers = self._what.num_layers

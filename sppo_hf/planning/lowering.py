@@ -186,6 +186,28 @@ class StepProgram:
         return np.where(again, inputs, 0).sum(axis=0)
 
     @cached_property
+    def attends_again(self) -> NDArray[np.bool_]:
+        """[chunks, layers] Frames whose backward runs attention forward once more."""
+        attends = np.array([layer.num_heads > 0 for layer in self.tables.shape.layers])
+        again = self.modes % len(SAVED) == SAVED.index("hidden")
+        return again & attends & self.points.training
+
+    @cached_property
+    def attention_again_seconds(self) -> float:
+        """What that takes."""
+        assert self._cost is not None, "seconds are asked of a program with costs"
+        work = self._cost.unit_seconds(self.decisions.bounds, self.decisions.layer_tile_tokens)
+        more = work.recompute[:, SAVED.index("hidden")] - work.recompute[:, SAVED.index("inputs")]
+        return float(np.where(self.attends_again, self.tables.of_layers(more), 0.0).sum())
+
+    @cached_property
+    def streamed_again(self) -> Bytes:
+        """[chunks, layers] K/V that come once more, for attention that runs again in backward."""
+        tables = self.tables
+        seen = tables.kv_per_token * (tables.prefix_tokens + tables.lengths)
+        return np.where(self.attends_again, tables.of_layers(seen), 0) * tables.streams
+
+    @cached_property
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes to the host and back over a step."""
         tables, away = self.tables, self.away_bytes
@@ -197,7 +219,7 @@ class StepProgram:
 
         out = summed(tables.kv_out_forward, tables.kv_out_backward)
         back = summed(tables.kv_in_forward, tables.kv_in_backward)
-        return out, back + int(self.again_inputs.sum())
+        return out, back + int(self.again_inputs.sum() + self.streamed_again.sum())
 
     # -- seconds -------------------------------------------------------------------------------
 
@@ -830,6 +852,8 @@ class _Laying:
                 (tables.kv_in_backward, tables.kv_out_backward),
             )
         ]
+        come_back = np.array(self._streamed[1][0]) + program.streamed_again
+        self._streamed[1][0] = come_back.tolist()
         # Copies of one lane end in order, so compute waits for the last of those that must end.
         self._leaving = _Queue(what.max_pending_d2h_bytes)
         self._waits: list[int] = []

@@ -374,12 +374,16 @@ class ModelShape:
             layer: its index. Under LoRA the first layer saves less than the others.
             saved: "inputs" as `inputs_bytes_per_token`; "matmuls" the layer's inputs and the
                 outputs of the matrix products that backward needs and that are worth keeping;
-                "whole" all that autograd saves, each piece of memory once; without the rotary
+                "hidden" the layer input alone, without what attention returned; "whole" all that
+                autograd saves, each piece of memory once; without the rotary
                 tables, which all layers of a chunk share.
         """
         work = self.work(layer)
         if saved == "whole":
             return work.whole_bytes
+        if saved == "hidden":
+            sums = work.num_heads * max(FLOAT32_BYTES, self.dtype_bytes)
+            return work.inputs_bytes - work.attention_output_elements * self.dtype_bytes - sums
         return work.matmuls_bytes if saved == "matmuls" else work.inputs_bytes
 
     def own_tokens(self, tokens: int) -> int:

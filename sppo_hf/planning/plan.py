@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
@@ -20,6 +21,7 @@ from sppo_hf.planning.choices import (
     Places,
     frame_tiers,
     leaves_holes,
+    may_attend_again,
     named_budgets,
     read_budgets,
     read_choices,
@@ -385,9 +387,10 @@ def make_plan(request: PlanRequest) -> Plan:
     """
     config, shape, on_host = request.config, request.shape, request.on_host
 
-    def made_with(places: Places) -> Plan:
+    def made_with(places: Places, *, attention_again: bool) -> Plan:
         resting = shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
-        return _make_plan(replace(request, config=places.set_in(config), shape=resting))
+        placed = replace(request, config=places.set_in(config), shape=resting)
+        return _make_plan(placed, attention_again=attention_again)
 
     possible = read_places(
         config,
@@ -395,13 +398,59 @@ def make_plan(request: PlanRequest) -> Plan:
         adapters=shape.lora is not None,
         by_layer=request.by_layer is True,
     )
-    first, *others = possible
-    if others and request.training and on_host is True:
-        return _first_that_fits(possible, made_with)
-    plan = made_with(first)
-    if request.training and isinstance(on_host, str) and others and _lacking(plan):
-        said = f"weights and optimizer: on the device, because {on_host}"
-        plan = replace(plan, warnings=(*plan.warnings, said))
+
+    def placed(*, attention_again: bool) -> Plan:
+        made = partial(made_with, attention_again=attention_again)
+        first, *others = possible
+        if others and request.training and on_host is True:
+            return _first_that_fits(possible, made)
+        plan = made(first)
+        if request.training and isinstance(on_host, str) and others and _lacking(plan):
+            said = f"weights and optimizer: on the device, because {on_host}"
+            plan = replace(plan, warnings=(*plan.warnings, said))
+        return plan
+
+    allowing = config.replace(attention_once=False)
+    again = request.training and request.alive is None
+    if not again or not may_attend_again(allowing, request.device, shape):
+        return placed(attention_again=False)
+    return _attending_once(placed, required=config.attention_once)
+
+
+def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
+    """Plans with one forward of attention; where that does not fit, with more, if those do.
+
+    Args:
+        placed: makes a plan, with `attention_again` or without.
+        required: whether attention may not run again: what would fit is then a remedy.
+
+    Raises:
+        BudgetError: neither fits, or what fits may not be, and the user named the budgets.
+    """
+    plan: Plan | None = None
+    refusal: BudgetError | None = None
+    try:
+        plan = placed(attention_again=False)
+    except BudgetError as error:
+        refusal = error
+    if plan is not None and not _lacking(plan):
+        return plan
+    more: Plan | None = None
+    try:
+        more = placed(attention_again=True)
+    except BudgetError as error:
+        # Of both, the one that needs less.
+        refusal = refusal if required else error
+    remedy = "attention_once=False makes it fit: attention of some layers then runs again"
+    if more is not None and not _lacking(more):
+        if not required:
+            return more
+        if plan is None:
+            raise BudgetError(f"{refusal} Or: {remedy}.")
+        return replace(plan, warnings=(*plan.warnings, remedy))
+    if plan is None:
+        assert refusal is not None, "what was not planned was refused"
+        raise refusal
     return plan
 
 
@@ -453,7 +502,7 @@ def _step_seconds(plan: Plan) -> float:
     return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
-def _make_plan(request: PlanRequest) -> Plan:
+def _make_plan(request: PlanRequest, *, attention_again: bool) -> Plan:
     """Decides with weights and optimizer where the request's settings and shape have them."""
     config, shape, device = request.config, request.shape, request.device
     total_tokens, training, alive = request.total_tokens, request.training, request.alive
@@ -484,7 +533,7 @@ def _make_plan(request: PlanRequest) -> Plan:
         ),
         total_tokens=total_tokens,
         budgets=budgets,
-        choices=read_choices(config, device),
+        choices=read_choices(config, device, attention_again=attention_again),
         orders=read_orders(config, by_layer=by_layer is True),
         tiles=()
         if request.bounds is not None or in_tiles is not True
@@ -652,7 +701,7 @@ def _by_rule(task: _Task) -> _Decided:
     """Modes that need no search: the user fixed them, or memory alone counts."""
     config, device = task.config, task.device
     saved: Saved = "inputs"
-    recompute_reason = "auto: least memory, and attention is never run again"
+    recompute_reason = "auto: least memory, and attention is not run again"
     if config.recompute != "auto":
         saved, recompute_reason = SAVED_BY_RECOMPUTE[config.recompute], "set by the user"
     away = frame_tiers(config, device)

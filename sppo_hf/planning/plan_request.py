@@ -16,6 +16,7 @@ from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import SAVED_BY_RECOMPUTE
 from sppo_hf.planning.choices import (
     DeviceFacts,
+    may_attend_again,
     read_budgets,
     read_choices,
     read_orders,
@@ -306,7 +307,8 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
     Returns:
         The fastest first, "auto" before its equals; what does not fit last.
     """
-    choices = read_choices(question.config, question.device)
+    again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
+    choices = read_choices(question.config, question.device, attention_again=again)
     base = replace(
         _batch(plan, question.config).decisions(plan.bounds, plan.num_layers, plan.order),
         layer_tile_tokens=plan.layer_tile_tokens,
@@ -436,7 +438,8 @@ def _bases(
             `partitions_of` gives; None for all.
     """
     config, kind = question.config, question.device.kind
-    choices = read_choices(config, question.device)
+    again = may_attend_again(config, question.device, question.shape)
+    choices = read_choices(config, question.device, attention_again=again)
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
     chooses = config.offload_chooses
     orders = read_orders(config)

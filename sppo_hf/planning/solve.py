@@ -16,7 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, FrameMode, Saved, mode_of
+from sppo_hf.planning.activation_modes import (
+    ATTENTION_ONCE,
+    RECOMPUTE_BY_SAVED,
+    FrameMode,
+    Saved,
+    mode_of,
+)
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import (
     Decisions,
@@ -25,7 +31,7 @@ from sppo_hf.planning.decisions import (
     layer_modes_of,
     modes_used,
 )
-from sppo_hf.planning.linear_program import LayerKinds, LinearProgram
+from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, chunk_groups
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
@@ -48,7 +54,7 @@ _FEW_FRAMES = 16
 class Choices:
     """What the solver may choose from."""
 
-    saved: tuple[Saved, ...] = ("whole", "matmuls", "inputs")
+    saved: tuple[Saved, ...] = ATTENTION_ONCE
     """How frames may be reduced."""
 
     tiers: tuple[Tier, ...] = ("device", "host")
@@ -87,7 +93,7 @@ def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[K
         return choices.kv_tiers
     if any(layer.borrows_keys for layer in shape.layers):
         return ("device",)
-    again = "inputs" in choices.saved and "device" in choices.kv_tiers
+    again = {"inputs", "hidden"} & {*choices.saved} and "device" in choices.kv_tiers
     return (*choices.kv_tiers, "recompute") if again else choices.kv_tiers
 
 
@@ -435,14 +441,13 @@ def _mixed(
     Those that cannot take less than `under_seconds` are left out.
     """
     members = LayerKinds.of(cost).members
-    if base.by_layer:
-        members = (tuple(range(base.num_chunks)),)
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
     for modes, kv_modes in _mode_sets(choices, every):
         away: set[Saved] = {mode.saved for mode in modes if mode.offload}
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
         if base.by_layer:
+            members = chunk_groups(base.num_chunks, modes)
             away_modes: list[KVMode] = [mode for mode in kv_modes if _leaves(mode)]
             farthest: KVMode = away_modes[0] if away_modes else "device"
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)

@@ -236,7 +236,8 @@ def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
 
 def mode_colour(mode: FrameMode) -> str:
     """Returns the tier's colour, paler the less of the frame is saved."""
-    return bars.mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness)
+    paler = 0.15 * (mode.saved == "hidden")  # than what its bytes are counted with
+    return bars.mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness + paler)
 
 
 class Layer(NamedTuple):

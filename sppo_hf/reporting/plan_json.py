@@ -34,6 +34,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "mfu": None if predicted is None else predicted.mfu,
         "stall_seconds": None if predicted is None else predicted.stall_seconds,
         "update_seconds": None if predicted is None else predicted.update_seconds,
+        "attention_again_seconds": None if plan is None else plan.program().attention_again_seconds,
         "max_seq_len": answer.max_seq_len,
         "policy": None if predicted is None else predicted.policy,
         "order": None if plan is None else plan.order,
@@ -90,10 +91,12 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
 
     `keep_layers` counts frames that stay whole on the device, `offload_layers` those that leave it,
     `recompute_layers` those of which anything is computed again; a layer may be among the last two.
+    `attention_again_layers` counts those whose attention runs again too.
     `offload_ratio` is the share of the saved bytes that leaves.
     """
     assert plan.cost is not None, "a plan made with a profile has costs"
     assert plan.prediction is not None, "a plan made with a profile is predicted"
+    again = plan.program().attends_again.sum(axis=1).tolist()
     chunks: list[dict[str, Any]] = []
     for chunk, ((start, end), modes) in enumerate(zip(plan.bounds, plan.layer_modes, strict=True)):
         seconds = plan.prediction.chunks[chunk]
@@ -105,6 +108,7 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
                 "keep_layers": sum(not (mode.recompute or mode.offload) for mode in modes),
                 "offload_layers": sum(mode.offload for mode in modes),
                 "recompute_layers": sum(mode.recompute for mode in modes),
+                "attention_again_layers": again[chunk],
                 "offload_ratio": offload_ratio(plan, chunk),
                 "compute_seconds": seconds.compute_seconds,
                 "d2h_seconds": seconds.d2h_seconds,

@@ -81,7 +81,12 @@ def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
 
 def words(mode: FrameMode) -> str:
     """Says what becomes of a layer's activations: "kept", "to host", "full recompute to host"."""
-    recomputed = {"whole": "", "matmuls": "selective recompute", "inputs": "full recompute"}
+    recomputed = {
+        "whole": "",
+        "matmuls": "selective recompute",
+        "inputs": "full recompute",
+        "hidden": "full recompute with attention",
+    }
     away = f"to {mode.tier}" if mode.offload else ""
     return f"{recomputed[mode.saved]} {away}".strip() or "kept"
 
@@ -296,6 +301,8 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
     modes = {mode for row in plan.layer_modes for mode in row}
     offload = _all_or_some({mode.offload for mode in modes})
     table.add_row("recompute", _recomputed({mode.saved for mode in modes}), plan.recompute_reason)
+    if any(mode.saved == "hidden" for mode in modes):
+        _add_attention_again(table, plan)
     table.add_row("offload", offload, plan.offload_reason)
     if layers and len(modes) > 1:
         for index, group in enumerate(group_chunks(plan, most=_MOST_GROUPS_SHOWN)):
@@ -307,9 +314,47 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
         table.add_row("look-ahead", both, "on the device, waiting for a copy or ahead of its use")
 
 
+def _add_attention_again(table: Table, plan: Plan) -> None:
+    """Says of which layers and chunks attention runs again, and what that takes."""
+    assert plan.prediction is not None, "attention runs again in plans that are predicted"
+    program = plan.program()
+    seconds = program.attention_again_seconds
+    why = f"{format_seconds(seconds)}, {seconds / plan.prediction.step_seconds:.1%} of the step; "
+    table.add_row("attention again", again_text(plan), why + "memory has no room for its output")
+
+
+def again_text(plan: Plan) -> str:
+    """Says where attention runs again: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21-32"."""
+    again = plan.program().attends_again
+    layers: dict[tuple[int, ...], list[int]] = {}
+    for layer in range(plan.num_layers):
+        chunks = tuple(again[:, layer].nonzero()[0].tolist())
+        if chunks:
+            layers.setdefault(chunks, []).append(layer)
+    if len(layers) > _MOST_GROUPS_SHOWN:
+        return f"{again.sum():,} of {again.size:,} chunks of layers"
+    parts = (
+        f"{_spans('chunk', chunks)} of {_spans('layer', of_layers)}"
+        for chunks, of_layers in layers.items()
+    )
+    return "; ".join(parts)
+
+
+def _spans(noun: str, numbers: Sequence[int]) -> str:
+    """Writes indices, counted from one: "chunks 1-4, 7", "layer 2"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    plural = "" if len(numbers) == 1 else "s"
+    return f"{noun}{plural} " + ", ".join(span(low + 1, high + 1) for low, high in runs)
+
+
 def _recomputed(saved: set[Saved]) -> str:
     """Says what is recomputed: "none", "full", "selective and full in some layers"."""
-    words = {"matmuls": "selective", "inputs": "full"}
+    words = {"matmuls": "selective", "inputs": "full", "hidden": "full with attention"}
     kinds = " and ".join(word for what, word in words.items() if what in saved)
     return f"{kinds} in some layers" if kinds and "whole" in saved else kinds or "none"
 

@@ -75,19 +75,19 @@ def test_speed_falls_and_time_grows_with_length(tmp_path: Path) -> None:
 
 def test_what_is_too_long(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
-    code, result = read_json(model, "--seq-len", "256K", *SMALL)
+    code, result = read_json(model, "--seq-len", "512K", *SMALL)
     assert code == 1
     assert result["fits"] is False
     assert result["first_limit"]["missing_bytes"] > 0
     assert result["chunks"] == []
-    code, out, _ = run(model, "--seq-len", "256K", *SMALL)
+    code, out, _ = run(model, "--seq-len", "512K", *SMALL)
     assert code == 1
     assert "fits no" in " ".join(out.split())
 
 
 def test_what_would_do_does(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
-    _, out, _ = run(model, "--seq-len", "256K", *SMALL)
+    _, out, _ = run(model, "--seq-len", "512K", *SMALL)
     sizes = dict(re.findall(r"([\d.]+ [GT]iB) of (host memory|fast disk)", out))
     assert sorted(sizes.values()) == ["fast disk", "host memory"]
     for size, what in sizes.items():
@@ -95,7 +95,7 @@ def test_what_would_do_does(tmp_path: Path) -> None:
         number, unit = size.split()
         # What is shown is rounded to three digits.
         enough = f"{float(number) * 1.01:.2f}{unit}"
-        assert read_json(model, "--seq-len", "256K", *SMALL, option, enough)[0] == 0, option
+        assert read_json(model, "--seq-len", "512K", *SMALL, option, enough)[0] == 0, option
 
 
 def test_adapters_are_named_where_all_weights_do_not_fit(tmp_path: Path) -> None:

@@ -13,12 +13,16 @@ import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
+from sppo_hf.cli.plan_write import actions_of_layout
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import chunk_bounds
+from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.written_plan import other_plan_warnings, planned_for
+from sppo_hf.schedule.actions import Action
 from tests.cli.configs import LLAMA_8B, TINY, write_config
-from tests.planning.shapes import shape_of
+from tests.planning.shapes import llama_config, shape_of
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -74,6 +78,27 @@ def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
     assert config.offload == best["offload"]
     assert len(answer["actions"]) == sharing
     assert ("--machine_rank" in answer["launch"]) == (launch["num_machines"] > 1)
+
+
+def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
+    """Of several processes none can have them on the host by itself, whatever does not fit."""
+    config = SPPOConfig(num_chunks=2)
+    device = DeviceFacts(
+        kind="cuda",
+        name="a GPU",
+        device_memory_bytes=4 * 2**30,
+        host_memory_bytes=64 * 2**30,
+        profile=load_profile("h100"),
+    )
+    single: Any = SimpleNamespace(
+        shape=shape_of(llama_config(num_hidden_layers=2)), device=device, dtype_name="bfloat16"
+    )
+    question: Any = SimpleNamespace(total_tokens=4096)
+    layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=1, sp=1, replicas=2))
+    launch: Any = SimpleNamespace(config=config, accumulated=1)
+    actions = actions_of_layout(question, single, launch, layout)
+    assert actions is not None
+    assert not {Action.parse(text).kind for text in actions[0]} & {"P", "G", "U"}
 
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:

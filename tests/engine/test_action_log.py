@@ -57,7 +57,7 @@ def _planned(plan: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
-@pytest.mark.parametrize("saved", ["whole", "matmuls", "inputs"])
+@pytest.mark.parametrize("saved", ["whole", "matmuls", "inputs", "hidden"])
 def test_all_offloaded(
     saved: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from sppo_hf.engine.by_layer import CutCall, Example, NotByLayer, PrefixLength
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.planning.activation_modes import FrameMode, mode_of
 from sppo_hf.planning.decisions import KVMode
@@ -122,6 +123,28 @@ def test_a_model_that_cannot_goes_chunk_by_chunk_with_a_warning() -> None:
         report = compare(model, make_batch(tokens=23), _config())
     assert report.exact, str(report)
     assert report.attention_forwards == 3 + 9, "one layer, and then all of them chunk by chunk"
+
+
+def test_a_model_that_runs_in_no_order_is_refused_and_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[str] = []
+
+    def refuse(runner: ChunkRunner, *_: Any, **__: Any) -> Any:
+        tried.append(runner._plan.order)
+        assert len(tried) < 5, "it is tried for ever"
+        raise NotByLayer("its layers return strings")
+
+    monkeypatch.setattr(ChunkRunner, "run", refuse)
+    model = convert(build_tiny_model("llama"), _config())
+    with (
+        pytest.raises(
+            UnsupportedModelError, match=r"cannot run in parts: its layers .* Set layer_"
+        ),
+        pytest.warns(UserWarning, match="order: by_chunk"),
+    ):
+        model(**make_batch(tokens=23))
+    assert tried == ["by_layer", "by_chunk"]
 
 
 def test_hooks_of_others_see_the_layers_call_over_all_tokens() -> None:

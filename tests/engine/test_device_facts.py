@@ -52,7 +52,8 @@ def test_the_numa_node_is_asked_for_by_bus_address(monkeypatch: pytest.MonkeyPat
     assert len(asked) == 1
 
 
-def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A GPU in a machine of 128 GiB; returns what is pinned."""
     gib = 2**30
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU")
@@ -63,6 +64,13 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: pinned)
     monkeypatch.setattr(facts, "host_memory_bytes", lambda: 128 * gib)
     monkeypatch.setattr(facts, "_profile", lambda *_: None)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return pinned
+
+
+def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    pinned = _gpu(monkeypatch)
 
     def found(free_gib: int) -> float:
         monkeypatch.setattr(facts, "free_host_memory_bytes", lambda: free_gib * gib)
@@ -70,7 +78,6 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
         assert size is not None
         return size / gib
 
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert found(120) == 120 - 16, "an eighth of the machine's is left alone"
     pinned["allocated_bytes.current"] = 64 * gib
     assert found(56) == 120 - 16, "what is pinned already is ours"
@@ -80,6 +87,16 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
     assert found(116) == 25
     pinned["allocated_bytes.current"] = 25 * gib
     assert found(16) == 25, "the others have as much"
+
+
+def test_what_rests_on_the_host_already_is_not_counted_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gib = 2**30
+    _gpu(monkeypatch)
+    monkeypatch.setattr(facts, "free_host_memory_bytes", lambda: 56 * gib)
+    rests = facts.device_facts(GPU, SPPOConfig(), counted_bytes=30 * gib)
+    assert rests.host_memory_bytes == (56 - 16 + 30) * gib
 
 
 @pytest.mark.parametrize("follows", [True, False])

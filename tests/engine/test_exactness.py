@@ -10,6 +10,7 @@ drawn together: test_exactness_random.py. All other families of `tiny_families` 
 each, or must be refused with the reason that is written here.
 """
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -22,10 +23,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.attention.backends import base
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import trace_profile
+from sppo_hf.engine import plan_cache, trace_profile
 from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.engine.family_guard import unchecked
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import (
     Gradients,
     compare,
@@ -101,6 +103,10 @@ CHUNKINGS: dict[str, dict[str, Any]] = {
 }
 
 
+AGAIN = "attention again"
+"""In place of `recompute`: every layer runs again, and attention of every other (layer, chunk)."""
+
+
 class Cell(NamedTuple):
     """One comparison."""
 
@@ -114,7 +120,7 @@ class Cell(NamedTuple):
         """The settings under test."""
         return SPPOConfig(
             **CHUNKINGS[self.chunking],
-            recompute=self.recompute,  # type: ignore[arg-type]
+            recompute="full" if self.recompute == AGAIN else self.recompute,  # type: ignore[arg-type]
             offload=self.offload,  # type: ignore[arg-type]
             order=self.order,  # type: ignore[arg-type]
             min_offload_size=1,
@@ -140,7 +146,11 @@ def _cross() -> list[Cell]:
         Cell("tiles", "none", "none", "lora", "by_layer"),
         Cell("tiles", "full", "full", "accumulation", "by_layer"),
     ]
-    return hardest + modes + scenarios + by_layer
+    again = [
+        Cell("7-uneven", AGAIN, "full", "plain"),
+        Cell("7-uneven", AGAIN, "none", "lora", "by_layer"),
+    ]
+    return hardest + modes + scenarios + by_layer + again
 
 
 def _each_setting() -> list[Cell]:
@@ -151,7 +161,7 @@ def _each_setting() -> list[Cell]:
         Cell("7-uneven", "full", "none", "lora"),
         Cell("2", "none", "full", "accumulation", "by_layer"),
         Cell("1", "full", "none", "plain", "by_layer"),
-        Cell("tiles", "full", "full", "lora", "by_layer"),
+        Cell("tiles", AGAIN, "full", "lora", "by_layer"),
     ]
 
 
@@ -161,7 +171,8 @@ def _cross_with_states() -> list[Cell]:
     cells += [Cell(chunking, "full", "none", "plain") for chunking in ("1", "2", "tiles")]
     scenarios = ("lora", "right-padding", "accumulation")
     cells += [Cell("with-states", "full", "none", scenario) for scenario in scenarios]
-    return [*cells, *(cell._replace(order="by_layer") for cell in (cells[0], cells[-2]))]
+    cells.append(Cell("with-states", AGAIN, "full", "plain"))
+    return [*cells, *(cell._replace(order="by_layer") for cell in (cells[0], cells[-3]))]
 
 
 def _product() -> list[Cell]:
@@ -215,7 +226,10 @@ def _case(family: str, scenario: str) -> Case:
 
 def _assert_exact(family: str, cell: Cell) -> None:
     case = _case(family, cell.scenario)
-    with unchecked():  # what it would find is found here
+    # What the check at conversion would find is found here.
+    with unchecked(), pytest.MonkeyPatch.context() as patch:
+        if cell.recompute == AGAIN:
+            _force_attention_again(patch)
         report = compare(
             case.model,
             case.batch,
@@ -225,6 +239,25 @@ def _assert_exact(family: str, cell: Cell) -> None:
         )
     assert report.exact, str(report)
     assert report.worst.scale > 0, f"all gradients are zero: {report}"
+
+
+def _force_attention_again(patch: pytest.MonkeyPatch) -> None:
+    make_plan = plan_cache.make_plan
+
+    def forced(*args: Any, **kwargs: Any) -> Plan:
+        plan = make_plan(*args, **kwargs)
+        if any(layer.borrows_keys for layer in plan.shape.layers):
+            return plan  # never planned so
+        modes = tuple(
+            tuple(
+                dataclasses.replace(mode, saved="hidden") if (chunk + layer) % 2 else mode
+                for layer, mode in enumerate(row)
+            )
+            for chunk, row in enumerate(plan.layer_modes)
+        )
+        return dataclasses.replace(plan, layer_modes=modes)
+
+    patch.setattr(plan_cache, "make_plan", forced)
 
 
 @pytest.mark.parametrize("cell", _cross(), ids="/".join)
@@ -270,7 +303,7 @@ def test_other_families(family: str) -> None:
     # Recomputed without the products that nobody needs, which adapters have most of.
     _assert_exact(family, Cell("7-uneven", "full", "none", "lora"))
     # Without an attention mask: kernels then get none, and go by what a module says of itself.
-    _assert_exact(family, Cell("7-uneven", "full", "none", "plain", "by_layer"))
+    _assert_exact(family, Cell("7-uneven", AGAIN, "none", "plain", "by_layer"))
 
 
 @pytest.mark.parametrize(
@@ -400,8 +433,8 @@ def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(
 def test_every_setting_and_every_pair_of_them_is_met() -> None:
     every = {*_cross(), *_pairs()}
     assert len(every) == len(_cross()) + len(_pairs())
-    # Of what "selective" meets `test_exactness_plans` has all.
-    cells = {cell for cell in every if cell.recompute != "selective"}
+    # Of what "selective" and attention that runs again meet `test_exactness_plans` has all.
+    cells = {cell for cell in every if cell.recompute not in ("selective", AGAIN)}
     for one, other in itertools.combinations(range(len(Cell._fields)), 2):
         met = {(cell[one], cell[other]) for cell in cells}
         assert met == {(ours[one], theirs[other]) for ours in cells for theirs in cells}

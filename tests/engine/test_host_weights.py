@@ -6,6 +6,8 @@ parameter, and the copy that it had on the device.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
 from sppo_hf.planning.activation_modes import KEEP, FrameMode
+from sppo_hf.planning.choices import Places
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.float64 import float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -180,6 +183,71 @@ def test_a_weight_that_changes_between_forward_and_backward_is_refused(
         model.model.layers[1].mlp.up_proj.weight.mul_(2)
     with pytest.raises(SPPOError, match="modified in place"):
         loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:order. by_chunk, because")
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_weights_that_came_to_the_host_by_themselves_leave_it_with_the_order(
+    optimizer: bool,
+) -> None:
+    """Weights rest for a walk layer by layer; a model that turns out to have none gets them back.
+
+    An optimizer that works there keeps what it trains.
+    """
+    hosted, plain = _converted(), _converted()
+    engine = get_engine(hosted)
+    assert engine is not None
+    for model in (hosted, plain):
+        for parameter in model.model.layers[1].parameters():
+            parameter.requires_grad_(False)
+        model.model.layers[0].register_full_backward_hook(lambda *_: None)
+    engine._rest(Places(weights=True, optimizer=optimizer), torch.device("cpu"))
+    held = engine.weights
+    assert held is not None
+    assert not held.stays
+    for model in (hosted, plain):
+        _loss(model).backward()
+    for ours, theirs in zip(hosted.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert held is not engine.weights
+    if optimizer:
+        assert engine.weights is not None
+        assert engine.weights.stays
+    else:
+        assert engine.weights is None
+
+
+def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
+    model = _converted()
+    engine = get_engine(model)
+    assert engine is not None
+    engine._rest(Places(weights=True, optimizer=True), torch.device("cpu"))
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        _loss(one).backward()
+    torch.testing.assert_close(_gradients(twin), _gradients(model))
+    held, of_twin = engine.weights, get_engine(twin).weights
+    assert held is not None
+    assert of_twin is not None
+    assert of_twin.host_bytes == held.host_bytes
+    assert not {id(w.parameter) for w in of_twin._all()} & {id(w.parameter) for w in held._all()}
+
+
+def test_what_rests_beside_weights_is_known_to_the_next_plan() -> None:
+    model = _converted(weights="host")
+    engine = get_engine(model)
+    assert engine is not None
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.offer_host(optimizer, None)
+    assert engine._resting_bytes() == 0
+    _loss(model).backward()
+    trained = sum(p.nbytes for p in model.parameters())
+    assert engine._resting_bytes() == trained
+    optimizer.step()
+    steps = sum(state["step"].nbytes for state in optimizer.state.values())
+    assert engine._resting_bytes() == 3 * trained + steps
+    optimizer.zero_grad()
+    assert engine._resting_bytes() == 2 * trained + steps
 
 
 @pytest.mark.parametrize(

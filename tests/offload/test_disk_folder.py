@@ -461,6 +461,12 @@ def test_free_bytes_are_known_even_when_the_folder_is_gone(tmp_path: Path) -> No
     folder.remove()
 
 
-def test_more_folders_than_can_be_made_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="too many of its folders"):
-        StoreFolder(tmp_path.joinpath(*["a"] * 1800))
+def test_a_folder_below_a_missing_one_is_refused(tmp_path: Path) -> None:
+    """A disk that is not mounted, say: its files would fill the disk that its parent is on."""
+    for attempt in (StoreFolder, _ask_for_free_bytes):
+        with pytest.raises(ConfigError, match=r"not-mounted' does not exist.*Remedy: name such"):
+            attempt(tmp_path / "not-mounted" / "offload")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "not-mounted").mkdir()
+    _ask_for_free_bytes(tmp_path / "not-mounted" / "offload")
+    assert StoreFolder(tmp_path / "not-mounted" / "offload").path.is_dir()

@@ -9,7 +9,7 @@ from sppo_hf.planning.profile_store import load_profile
 from tests.planning.shapes import by_hand, llama_config
 
 GIB = 2**30
-TOO_LONG_TOKENS = 262_144
+TOO_LONG_TOKENS = 524_288
 """More than fits without a disk."""
 
 

@@ -23,6 +23,7 @@ from sppo_hf.planning.activation_modes import (
         (mode_of("matmuls", "device"), "recompute elementwise"),
         (mode_of("inputs", "disk"), "recompute+disk"),
         (mode_of("whole", "disk"), "disk"),
+        (mode_of("hidden", "host"), "recompute with attention+offload"),
     ],
 )
 def test_text(mode: FrameMode, text: str) -> None:
@@ -30,6 +31,6 @@ def test_text(mode: FrameMode, text: str) -> None:
 
 
 def test_mode_of_returns_the_shared_constant() -> None:
-    assert len({str(mode) for mode in ALL_MODES}) == 9
+    assert len({str(mode) for mode in ALL_MODES}) == 12
     for mode in ALL_MODES:
         assert mode_of(mode.saved, mode.tier) is mode

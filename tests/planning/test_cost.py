@@ -49,11 +49,15 @@ def test_attention_backward_is_two_and_a_half_forwards() -> None:
     assert backward == pytest.approx(2.5 * forward)
 
 
-def test_recomputation_never_runs_attention() -> None:
+def test_recomputation_runs_attention_only_where_its_output_is_not_saved() -> None:
     cost = slow_cost(small_shape())
     assert cost.recompute_seconds(0, 100, "whole") == 0.0
     products, inputs = (cost.recompute_seconds(0, 100, s) for s in ("matmuls", "inputs"))
     assert 0.0 < products < inputs < cost.forward_seconds(0, 0, 100)
+    pairs = sum(range(301, 401))
+    again = cost.recompute_seconds(0, 100, "hidden", start=300) - inputs
+    flops = pairs * cost.shape.attention_flops_per_key(0)
+    assert again == pytest.approx(flops / cost.profile.attention_forward_flops["bfloat16"].at(100))
 
 
 def test_a_unit_takes_as_long_as_its_launches() -> None:

@@ -1,6 +1,7 @@
 """The linear program: its optimum bounds every simulated plan of its modes and look-ahead."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUT
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, Mix, Rows, minimise
+from sppo_hf.planning.linear_program import (
+    LayerKinds,
+    LinearProgram,
+    Mix,
+    Rows,
+    chunk_groups,
+    minimise,
+)
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.policies import uniform_modes
@@ -49,7 +57,7 @@ def test_counts_are_all_layers(window: int | None) -> None:
     budget = everything.total - everything[Cause.FRAMES] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
     kinds = LayerKinds.of(cost)
-    assert mix.counts.shape == (4, len(kinds.members), 9)
+    assert mix.counts.shape == (4, len(kinds.members), len(ALL_MODES))
     assert mix.counts.min() > -1e-9
     sums = mix.counts.sum(axis=2)
     assert sums == pytest.approx(np.tile([len(m) for m in kinds.members], (4, 1)))
@@ -113,16 +121,14 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
     ways = (*TIERS, "recompute") if what.by_layer else ()
     program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, kv_modes=ways, device_kind="cuda")
     if what.by_layer:
-        mean = what.total_tokens / what.num_chunks
+        lengths, groups = what.chunk_lengths, chunk_groups(what.num_chunks, ALL_MODES)
         for layer, kv_mode in enumerate(what.kv_modes):
-            for index, mode in enumerate(ALL_MODES):
-                tokens = sum(
-                    end - start
-                    for chunk, (start, end) in enumerate(what.bounds)
-                    if what.mode(layer, chunk) == mode
-                )
-                program._equal.add([(program._at(layer, 0, index), 1.0)], tokens / mean)
-            program._equal.add([(program._at(layer, 1, ways.index(kv_mode)), 1.0)], 1.0)
+            for (group, chunks), (index, mode) in product(enumerate(groups), enumerate(ALL_MODES)):
+                mean = sum(lengths[chunk] for chunk in chunks) / len(chunks)
+                tokens = sum(lengths[c] for c in chunks if what.mode(layer, c) == mode)
+                program._equal.add([(program._at(layer, group, index), 1.0)], tokens / mean)
+            at = program._at(layer, len(groups), ways.index(kv_mode))
+            program._equal.add([(at, 1.0)], 1.0)
     kinds = LayerKinds.of(cost)
     for chunk, row in enumerate(() if what.by_layer else what.layer_modes):
         for kind, members in enumerate(kinds.members):

@@ -11,6 +11,8 @@ from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUT
 from sppo_hf.planning.choices import HOLES
 from sppo_hf.planning.plan import DeviceFacts, Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.solve import fits
+from sppo_hf.reporting.plan_tables import again_text, render_plan
 from tests.planning.shapes import llama_config, shape_of
 
 CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
@@ -27,11 +29,12 @@ def plan(
     by_layer: bool | str = True,
     on_host: bool | str = True,
     trains_all: bool = False,
+    model: dict[str, int] | None = None,
     **settings: Any,
 ) -> Plan:
     settings = {"weights": "device", "optimizer": "device", **settings}
     trained: dict[str, int] = {} if trains_all else {"trainable_parameters": 42_000_000}
-    shape = shape_of(llama_config(), dtype_bytes=2, **trained)
+    shape = shape_of(llama_config(**(model or {})), dtype_bytes=2, **trained)
     return make_plan(
         PlanRequest(
             config=SPPOConfig.from_dict(settings),
@@ -222,6 +225,47 @@ def test_where_weights_cannot_rest_on_the_host(changes: dict[str, Any], place: s
     assert places(made) == place
     said = any("on the device, because 2 processes reduce" in text for text in made.warnings)
     assert said == ("on_host" in changes)
+
+
+SHALLOW = {"num_hidden_layers": 4}
+LITTLE = replace(FAST, device_memory_bytes=15 * 2**30, host_memory_bytes=5 * 2**30)
+
+
+@pytest.mark.parametrize(("by_layer", "host"), [(True, 5), (False, 10)], ids=["layer", "chunk"])
+def test_attention_runs_again_where_nothing_fits_otherwise(by_layer: bool, host: int) -> None:
+    asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW, "by_layer": by_layer}
+    device = replace(LITTLE, host_memory_bytes=host * 2**30)
+    roomy = plan(device=replace(LITTLE, host_memory_bytes=64 * 2**30), **asked)
+    assert not roomy.program().attends_again.any()
+    made = plan(device=device, **asked)
+    assert fits(made.estimate, made.budgets)
+    again = made.program().attends_again
+    assert 0 < again.sum() < again.size
+    # Where queries see few keys it takes less time for as many bytes.
+    work = made.cost.unit_seconds(made.bounds).recompute
+    most = again.mean() * (work[:, -1] - work[:, -2]).sum() * 4
+    assert 0 < made.program().attention_again_seconds < 0.7 * most
+    text = " ".join(render_plan(made, "Llama", width=400).split())
+    assert f"attention again {again_text(made)} " in text
+    assert "memory has no room for its output" in text
+    refused = plan(device=device, attention_once=True, **asked)
+    assert not refused.program().attends_again.any()
+    assert not fits(refused.estimate, refused.budgets)
+    assert any("attention_once=False makes it fit" in said for said in refused.warnings)
+    named = {"device_memory": 15 * 2**30, "host_memory": host * 2**30}
+    with pytest.raises(BudgetError, match=r"memory cannot hold .* Or: attention_once=False makes"):
+        plan(device=device, attention_once=True, **named, **asked)
+    assert plan(device=device, **named, **asked).program().attends_again.any()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pp_size": 2}, {"recompute": "full"}, {"sp_size": 2}], ids=str
+)
+def test_where_attention_never_runs_again(changes: dict[str, Any]) -> None:
+    asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW}
+    made = plan(device=LITTLE, **asked, **changes)
+    assert not made.program().attends_again.any()
+    assert not any("attention_once" in said for said in made.warnings)
 
 
 def test_a_host_without_room_is_refused() -> None:

@@ -20,6 +20,7 @@ ADDED = {
         "weights",
         "optimizer",
         "update_seconds",
+        "attention_again_seconds",
         "layer_tile_tokens",
         "kv_tier",
         "kv_modes",
@@ -32,7 +33,8 @@ ADDED = {
 }
 CHUNK = {
     *("start", "end", "tokens", "keep_layers", "offload_layers", "recompute_layers"),
-    *("offload_ratio", "compute_seconds", "d2h_seconds", "h2d_seconds"),
+    *("attention_again_layers", "offload_ratio"),
+    *("compute_seconds", "d2h_seconds", "h2d_seconds"),
 }
 
 
