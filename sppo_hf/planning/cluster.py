@@ -52,6 +52,9 @@ __all__ = [
     "solve_cluster",
 ]
 
+# What layouts whose ranks share units may be simulated beside all others: this share of it.
+_SHARING = 0.25
+
 # Frames of so many chunks may be on their way when backward begins, not on the host.
 _UNDER_WAY_CHUNKS = 3
 
@@ -593,8 +596,8 @@ def solve_cluster(
         slack: how much longer than necessary their steps may take, as a share; a search that need
             not be sure of the last percent is many times shorter.
         most_actions: how many actions may be simulated, over all candidates. Half of them are for
-            candidates that take an eighth of them or less; the rest comes after. At least one
-            candidate is simulated.
+            candidates that take an eighth of them or less; the rest comes after. A fourth of it is
+            for candidates whose ranks share units, besides. At least one candidate is simulated.
 
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
@@ -646,12 +649,14 @@ def _solved(
         return None
     search = _Search(question, keep, slack)
     with _no_collection():
-        # First what is small; then what is large; then what seems not to fit.
-        large, doubtful = search.simulate(ranked, each=most_actions / 8, in_all=most_actions / 2)
-        large, more = search.simulate(large, each=most_actions, in_all=most_actions)
-        doubtful = sorted([*doubtful, *more])
-        late, _ = search.simulate(doubtful, each=most_actions, in_all=most_actions, whatever=True)
-        unseen = [*large, *late]
+        unseen = search.go_through(
+            [one for one in ranked if one[1].schedule not in SHARING], most_actions
+        )
+        # Units that ranks share have bounds without idle time, so they would all come first, and
+        # many actions: apart, so that nothing else is left out for them.
+        unseen += search.go_through(
+            [one for one in ranked if one[1].schedule in SHARING], most_actions * _SHARING
+        )
         if not search.tried:
             search.simulate_one([layout for _, layout in unseen], most_actions)
     seconds = [at for at, x in unseen if search.may_win(at) and not search.has_seen(x)]
@@ -694,6 +699,26 @@ class _Search:
         if len(self.best) < self._keep:
             return True
         return seconds * (1.0 + self._slack) <= self.best[-1].step_seconds
+
+    def go_through(
+        self, ranked: Iterable[tuple[float, Layout]], most_actions: float
+    ) -> list[tuple[float, Layout]]:
+        """Simulates candidates: what is small, what is large, what seems not to fit.
+
+        Args:
+            ranked: by the least seconds that their steps take.
+            most_actions: most actions that are simulated for all of them.
+
+        Returns:
+            Those that would take more.
+        """
+        most = self._actions + most_actions
+        half = self._actions + most_actions / 2
+        large, doubtful = self.simulate(ranked, each=most_actions / 8, in_all=half)
+        large, more = self.simulate(large, each=most_actions, in_all=most)
+        doubtful = sorted([*doubtful, *more])
+        late, _ = self.simulate(doubtful, each=most_actions, in_all=most, whatever=True)
+        return [*large, *late]
 
     def simulate(
         self,

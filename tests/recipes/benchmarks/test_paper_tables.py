@@ -122,7 +122,7 @@ def made_row(**changes: Any) -> dict[str, Any]:
         **{"kv_tier": "host", "ingredient": "+ x", "sp": 1, "sharded": False},
         **{"again": 0.0, "exchange": 0.0, "published": None},
     }
-    return {**row, **changes}
+    return {**row, "runs": row, **changes}
 
 
 def test_what_cannot_be_is_found() -> None:
