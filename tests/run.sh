@@ -61,11 +61,10 @@ venv=${SPPO_VENV:-.venv-test}
 if [[ ! -x $venv/bin/python ]]; then
     python=$(find_python)
     say "Making the virtual environment $venv with $("$python" --version)"
-    "$python" -m venv "$venv"
-    if [[ -n ${SPPO_LIKE:-} ]]; then
-        like=("$SPPO_LIKE"/lib/python3.*/site-packages/.)
-        own=("$venv"/lib/python3.*/site-packages)
-        cp -al "${like[0]}" "${own[0]}" 2>/dev/null || cp -a "${like[0]}" "${own[0]}"
+    # Hard links: pip removes what it replaces before it writes.
+    if [[ -z ${SPPO_LIKE:-} ]] || ! "$python" -m venv --without-pip "$venv" ||
+        ! cp -al "$SPPO_LIKE"/lib/python3.*/site-packages "$venv"/lib/python3.*/; then
+        "$python" -m venv --clear "$venv"
     fi
 else
     say "Using the virtual environment $venv"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.testing.exactness import Gradients, compare, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.sweeps import examples, sample
 
 TOKENS = 23
 LENGTHS = ((4, 7, 1, 6, 5), (1, 1, 21), (12, 11), (TOKENS,))
@@ -101,14 +102,19 @@ def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None
     assert report.attention_forwards == frames + again
 
 
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *((family, False) for family in FAMILIES),
+        *(pytest.param(family, True, marks=pytest.mark.slow) for family in sample(FAMILIES, 3)),
+    ],
+)
 def test_any_plan_is_exact(
     family: str, lora: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp(family)
 
-    @settings(max_examples=8)
+    @examples(6, whole=8)
     @given(drawn=DECISIONS)
     def check(drawn: dict[str, Any]) -> None:
         _check(family, lora, folder, drawn)

@@ -357,7 +357,7 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases += _named("router loss", _router_losses(layers)[:3])
     else:
         cases = families[1::4] if ALL else families[3::8]
-        schedules = sample(schedules, 2)
+    schedules = sample(schedules, 2)
     return [*schedules, *cases, *steps[:3]]
 
 
