@@ -109,7 +109,7 @@ def test_backward_with_work_for_every_thread(monkeypatch, threads):
     ("heads", "threads", "best"),
     [
         ((1, 9, 3), 1, 3),
-        ((1, 9, 3), 2, 9),  # five of nine thirds instead of two of three
+        ((1, 9, 3), 2, 3),  # five of nine thirds instead of two of three: not worth the copies
         ((1, 9, 3), 8, 9),
         ((2, 9, 3), 3, 3),
         ((1, 32, 8), 2, 8),
