@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.attention.backends.base import CausalBand
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.cpu_flash import CPUFlash, parallel_heads
 from tests.attention.backends.cases import CASES, bands, check
 from tests.attention.oracle import make_problem, solve, visible
 
@@ -88,6 +88,37 @@ def test_chunks_are_no_farther_from_the_truth_than_one_call_of_the_kernel(dtype)
     exact = (truth.out, truth.dq, truth.dk, truth.dv)
     for one, two, three in zip(ours, theirs, exact, strict=True):
         assert (one.double() - three).norm() <= 1.1 * (two.double() - three).norm()
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_backward_with_work_for_every_thread(monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    used, back = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def noted(dout, q, k, *others, **settings):
+        used.append((q.shape[1], k.shape[1]))
+        return back(dout, q, k, *others, **settings)
+
+    name = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    monkeypatch.setattr(torch.ops.aten, name, noted)
+    check(CPUFlash(grouped_heads=True), CausalBand(3), rows=4, keys=7, batch=1, heads=6, kv_heads=1)
+    assert {keys for _, keys in used} == {2 if threads == 2 else 6}
+
+
+@pytest.mark.parametrize(
+    ("heads", "threads", "best"),
+    [
+        ((1, 9, 3), 1, 3),
+        ((1, 9, 3), 2, 3),  # five of nine thirds instead of two of three: not worth the copies
+        ((1, 9, 3), 8, 9),
+        ((2, 9, 3), 3, 3),
+        ((1, 32, 8), 2, 8),
+        ((1, 32, 8), 16, 16),
+        ((1, 4, 4), 16, 4),
+    ],
+)
+def test_key_heads_are_repeated_where_threads_would_wait(heads, threads, best):
+    assert parallel_heads(*heads, threads) == best
 
 
 def test_strides_without_dense_heads():

@@ -1,0 +1,153 @@
+"""Would an order of work between by layer and by chunk win: all chunks of a block of layers first?
+
+    python recipes/benchmarks/blocks_of_layers.py
+
+For shipped models with LoRA on one H100, 16K to 1M tokens, hosts of 64 to 1,900 GiB: the fastest
+step that fits, layer by layer or chunk by chunk, against that of blocks of about 2, 4 and 8 layers
+(the nearest number that divides the model's). A block is planned as one layer by layer that is all
+of its layers fused: their products, saved bytes, keys and values; the hidden states between two
+blocks are two buffers, as between two layers. What backward rebuilds is that of one layer of them.
+
+Every number is a simulation with the shipped profile, which is made of public figures; none is
+measured. Needs no GPU and no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.cost import ATTENTION_BACKWARD_FLOPS, ModelCost
+from sppo_hf.planning.decisions import Order
+from sppo_hf.planning.memory import ByteTables
+from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.model_profile import LayerProfile
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.plan_request import question_for
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
+from sppo_hf.planning.solve import BudgetViolation, Choices
+
+MODELS = ("llama-3.1-8b", "qwen3-4b", "gpt-oss-20b", "smollm2-135m")
+SIZES = (2, 4, 8)
+"""Layers of a block."""
+TOKENS = (2**14, 2**17, 2**20)
+HOSTS_GIB = (64, 256, 1900)
+_SUMMED = (
+    *("num_kv_heads", "mlp_width", "forward_flops", "input_gradient_flops"),
+    *("weight_gradient_flops", "inputs_recompute_flops", "matmuls_recompute_flops"),
+    *("inputs_bytes", "matmuls_bytes", "whole_bytes", "total_weights", "adapter_weights"),
+)
+
+
+def fused(layers: tuple[LayerProfile, ...]) -> LayerProfile:
+    """Returns one layer that is all of these; windows count as products, for they see few keys."""
+    summed = {name: sum(getattr(layer, name) for layer in layers) for name in _SUMMED}
+    whole = [layer for layer in layers if layer.window is None] or list(layers)
+    for layer in layers:
+        if layer not in whole:
+            flops = (layer.window or 0) * layer.attention_flops_per_key
+            summed["forward_flops"] += flops
+            summed["input_gradient_flops"] += int(ATTENTION_BACKWARD_FLOPS * flops)
+    heads = sum(layer.num_heads for layer in whole)
+    return replace(whole[0], num_heads=heads, **summed)
+
+
+def in_blocks(shape: ModelShape, size: int) -> ModelShape:
+    """Returns the shape with each block of layers as a layer."""
+    return replace(shape, layers=tuple(map(fused, _blocks(shape.layers, size))))
+
+
+def _blocks(layers: tuple[LayerProfile, ...], size: int) -> Iterator[tuple[LayerProfile, ...]]:
+    for at in range(0, len(layers), size):
+        yield layers[at : at + size]
+
+
+def nearest_divisor(number: int, size: int) -> int:
+    """Returns the divisor of `number` that is nearest to `size`, but 1."""
+    return min((n for n in range(2, number) if number % n == 0), key=lambda n: abs(n - size))
+
+
+def one_layer_at_a_time(of: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `of`, of `ByteTables`, with the temporaries of one layer of a block."""
+
+    @functools.wraps(of)
+    def divided(tables: ByteTables, **options: Any) -> Any:
+        return of(tables, **options) // SIZE_OF.get(id(tables.shape), 1)
+
+    return divided
+
+
+SIZE_OF: dict[int, int] = {}
+"""Layers of a block, by shape."""
+
+
+def fastest(cost: ModelCost, tokens: int, host: int, orders: tuple[Order, ...]) -> float | None:
+    """Returns the seconds of the fastest step that fits; None where none does."""
+    found = solve_chunks(
+        cost,
+        Batch(batch_rows=1, tile_tokens=512),
+        list(chunk_cuts(cost, tokens, "even"))[-2:],
+        Budgets(device=80 * 2**30, host=host * 2**30),
+        Choices(kv_tiers=("device", "host")),
+        orders=orders,
+    )
+    return None if isinstance(found, BudgetViolation) else found.step_seconds
+
+
+def rows(model: str) -> Iterator[list[str]]:
+    """Yields a model's rows of the table."""
+    question = question_for(
+        load_config(model),
+        SPPOConfig(),
+        profile=load_profile("h100"),
+        total_tokens=TOKENS[0],
+        lora_rank=16,
+        trace=trace_unknown,
+    )
+    shape, profile = question.shape, question.device.profile
+    assert profile is not None, "it was named"
+    sizes = [nearest_divisor(shape.num_layers, size) for size in SIZES]
+    blocks = {size: in_blocks(shape, size) for size in sizes}
+    SIZE_OF.update((id(made), size) for size, made in blocks.items())
+    for tokens, host in product(TOKENS, HOSTS_GIB):
+        of = functools.partial(ModelCost, profile=profile, dtype_name="bfloat16")
+        now = fastest(of(shape=shape), tokens, host, ("by_layer", "by_chunk"))
+        cells = [model, f"{tokens:,}", f"{host} GiB", "no" if now is None else f"{now:.1f} s"]
+        for size in sizes:
+            then = fastest(of(shape=blocks[size]), tokens, host, ("by_layer",))
+            said = "no" if then is None else f"{then:.1f} s"
+            if then is not None and now is not None:
+                said = f"{then / now - 1:+.1%}"
+            cells.append(f"{said} ({size})")
+        yield cells
+
+
+def main() -> None:
+    """Prints one table."""
+    for name in ("rebuilt", "_workspace"):
+        found = vars(ByteTables)[name]
+        made = one_layer_at_a_time(getattr(found, "func", found))
+        setattr(ByteTables, name, property(made) if name == "rebuilt" else made)
+    table = Table(title="Time of a step in blocks of layers (in brackets), simulated")
+    for heading in ("model", "tokens", "host", "as planned", *["blocks"] * len(SIZES)):
+        table.add_column(heading, justify="right")
+    for model in MODELS:
+        for cells in rows(model):
+            table.add_row(*cells)
+            print(*cells, sep="\t", file=sys.stderr, flush=True)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
