@@ -337,6 +337,11 @@ MORE = [
     case_of("frozen end", frozen=["layers.2.", "lm_head"]),
     case_of("all leaves", settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY}),
     case_of("simulated", settings={"num_chunks": 4, "hardware": "h100"}),
+    case_of(
+        "simulated, corrected, K/V on the host",
+        settings={"num_chunks": 4, "hardware": "h100", **KEYS_AWAY},
+        steps=[{}, {}, {}, {}],
+    ),
     case_of("pairs", rows=5, settings={"micro_batch_size": 2, "chunk_lengths": UNEVEN}),
     case_of("a loss of the caller's", steps=[{"loss": "mean"}, {}]),
 ]
