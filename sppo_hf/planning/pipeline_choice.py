@@ -296,7 +296,8 @@ def stage_seconds(plan: Plan) -> StageSeconds:
         "D": [cost.d2h_seconds(size, both=True) for size in copies],
         "H": [cost.h2d_seconds(size, both=True) for size in copies],
     }
-    found.update(((kind, None), seconds) for kind, seconds in whole.items())
+    for kind, seconds in whole.items():
+        found[kind, None] = seconds
     return found
 
 
