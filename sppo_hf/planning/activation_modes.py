@@ -73,7 +73,7 @@ _RECOMPUTED: dict[Saved, str] = {
 SAVED: tuple[Saved, ...] = ("whole", "matmuls", "inputs", "hidden")
 """From most bytes to least."""
 
-ATTENTION_ONCE = tuple(saved for saved in SAVED if saved != "hidden")
+ATTENTION_ONCE: tuple[Saved, ...] = tuple(saved for saved in SAVED if saved != "hidden")
 """Those in which attention's forward runs once."""
 
 

@@ -198,7 +198,7 @@ class StepProgram:
         assert self._cost is not None, "seconds are asked of a program with costs"
         work = self._cost.unit_seconds(self.decisions.bounds, self.decisions.layer_tile_tokens)
         more = work.recompute[:, SAVED.index("hidden")] - work.recompute[:, SAVED.index("inputs")]
-        return float(np.where(self.attends_again, self.tables.of_layers(more), 0.0).sum())
+        return float(np.where(self.attends_again, more[self.tables.kind_of].T, 0.0).sum())
 
     @cached_property
     def streamed_again(self) -> Bytes:
