@@ -438,8 +438,7 @@ def _bases(
             `partitions_of` gives; None for all.
     """
     config, kind = question.config, question.device.kind
-    again = may_attend_again(config, question.device, question.shape)
-    choices = read_choices(config, question.device, attention_again=again)
+    choices = _choices(question)
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
     chooses = config.offload_chooses
     orders = read_orders(config)
@@ -459,11 +458,15 @@ def _bases(
 
 def _least(question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions) -> Decisions:
     """Returns one of `_bases` with the modes that hold least."""
-    config = question.config
-    choices = read_choices(config, question.device)
+    config, choices = question.config, _choices(question)
     if set_by_rule(config, question.device):
         return _ruled(config, cost, base, choices)
     return min_memory(cost, base, budgets, choices, question.device.kind)
+
+
+def _choices(question: PlanRequest) -> Choices:
+    again = may_attend_again(question.config, question.device, question.shape)
+    return read_choices(question.config, question.device, attention_again=again)
 
 
 def _ruled(config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices) -> Decisions:

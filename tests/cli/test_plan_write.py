@@ -18,6 +18,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import chunk_bounds
+from sppo_hf.planning.plan import PlanRequest
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.written_plan import other_plan_warnings, planned_for
 from sppo_hf.schedule.actions import Action
@@ -90,8 +91,11 @@ def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
         host_memory_bytes=64 * 2**30,
         profile=load_profile("h100"),
     )
-    single: Any = SimpleNamespace(
-        shape=shape_of(llama_config(num_hidden_layers=2)), device=device, dtype_name="bfloat16"
+    single = PlanRequest(
+        shape=shape_of(llama_config(num_hidden_layers=2)),
+        config=config,
+        device=device,
+        total_tokens=4096,
     )
     question: Any = SimpleNamespace(total_tokens=4096)
     layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=1, sp=1, replicas=2))

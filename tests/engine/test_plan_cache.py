@@ -1,6 +1,7 @@
 """Plans are made once per batch shape, and anew when gradients turn out to accumulate."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -73,9 +74,9 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     asked: list[torch.device] = []
     facts = plans_module.device_facts
 
-    def noted(device: torch.device, config: SPPOConfig):
+    def noted(device: torch.device, config: SPPOConfig, **known: Any):
         asked.append(device)
-        return facts(device, config)
+        return facts(device, config, **known)
 
     monkeypatch.setattr(plans_module, "device_facts", noted)
     config = SPPOConfig(num_chunks=3, show_plan=False)

@@ -56,4 +56,4 @@ def _holding_everything(tier: str) -> Timeline:
 
 
 def test_every_mode_has_a_colour_of_its_own() -> None:
-    assert len({mode_colour(mode) for mode in ALL_MODES}) == len(ALL_MODES) == 9
+    assert len({mode_colour(mode) for mode in ALL_MODES}) == len(ALL_MODES) == 12
