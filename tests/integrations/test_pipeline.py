@@ -54,14 +54,16 @@ def _job(steps: int) -> dict:
     }
 
 
-FIFTY, TWENTY = _job(50), _job(20)
+FIFTY = _job(50)
+STEPS = 50 if ALL else 20
+MANY = _job(STEPS)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Twenty steps on one process without SPPO."""
-    result = run_job({**TWENTY, "rows": 4}, 1, tmp_path_factory.mktemp("twenty") / "one")
-    assert len(_series(result, "loss")) == 20
+    """Many steps on one process without SPPO."""
+    result = run_job({**MANY, "rows": 4}, 1, tmp_path_factory.mktemp("many") / "one")
+    assert len(_series(result, "loss")) == STEPS
     return result
 
 
@@ -83,21 +85,21 @@ def test_fifty_steps_by_the_trainer_and_ten_of_them_on_another_layout(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_twenty_steps_on_two_replicas(tmp_path: Path, plain):
-    four = run_job({**TWENTY, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
+def test_many_steps_on_two_replicas(tmp_path: Path, plain):
+    four = run_job({**MANY, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
     _assert_same_run(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(360)
-def test_twenty_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_path: Path, plain):
-    """On two ranks; from their checkpoint at 10 in a pipeline, in one process, and on more."""
+def test_many_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_path: Path, plain):
+    """On two ranks; the last ten from their checkpoint in a pipeline, in one process, and on more."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    two = run_job({**TWENTY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
+    two = run_job({**MANY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
     assert two["wrapper"] == "DistributedDataParallel"
     _assert_same_run(two, plain, names)
-    job = {**TWENTY, "resume": str(tmp_path / "two" / "checkpoint-10")}
+    job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - 10}")}
     for name, settings, rows, ranks in (
         ("both", BOTH, 4, 4),
         ("one", {"num_chunks": 3}, 4, 1),
@@ -110,12 +112,12 @@ def test_twenty_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_p
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(360)
-def test_twenty_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
-    """On two stages of two ranks; from their checkpoint at 10 in one process."""
+def test_many_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
+    """On two stages of two ranks; from their checkpoint before the last ten in one process."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    four = run_job({**TWENTY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
+    four = run_job({**MANY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
     _assert_same_run(four, plain, names)
-    job = {**TWENTY, "resume": str(tmp_path / "four" / "checkpoint-10")}
+    job = {**MANY, "resume": str(tmp_path / "four" / f"checkpoint-{STEPS - 10}")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 
@@ -136,11 +138,11 @@ def test_shared_units_by_the_trainer(tmp_path: Path, arguments, lora):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_twenty_steps_on_shared_units_and_ten_of_them_in_one_process(tmp_path: Path, plain):
+def test_many_steps_on_shared_units_and_ten_of_them_in_one_process(tmp_path: Path, plain):
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    two = run_job({**TWENTY, "settings": SHARED_UNITS, "rows": 4}, 2, tmp_path / "two")
+    two = run_job({**MANY, "settings": SHARED_UNITS, "rows": 4}, 2, tmp_path / "two")
     _assert_same_run(two, plain, names)
-    job = {**TWENTY, "resume": str(tmp_path / "two" / "checkpoint-10")}
+    job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - 10}")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 
