@@ -94,7 +94,7 @@ def test_many_steps_on_two_replicas(tmp_path: Path, plain):
 @pytest.mark.process
 @pytest.mark.timeout(360)
 def test_many_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_path: Path, plain):
-    """On two ranks; the last ten from their checkpoint in a pipeline, in one process, and on more."""
+    """On two ranks; the last ten from their checkpoint on other layouts."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     two = run_job({**MANY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
     assert two["wrapper"] == "DistributedDataParallel"
