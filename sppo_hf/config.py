@@ -87,7 +87,8 @@ class SPPOConfig:
     layers without attention, which "auto" runs again only where nothing fits otherwise."""
 
     attention_once: bool = False
-    """Whether a batch that fits only if attention of some layers runs again is refused instead."""
+    """Whether attention never runs again in backward. A batch that fits in no other way is refused
+    where the settings name budgets, and warned about where they leave them to the machine."""
 
     weights: Literal["auto", "device", "host"] = "auto"
     """Where layers' weights rest: on the "host" they come for a layer's forward and backward;
@@ -532,6 +533,12 @@ def _check_offload_tier(config: SPPOConfig) -> None:
             f"offload_tier={config.offload_tier!r} needs a folder, but offload_dir is None. "
             "Allowed: offload_tier='auto' or 'host' without one. Remedy: set offload_dir to a "
             "folder on a fast disk, or drop offload_tier."
+        )
+    if config.offload_tier != "auto" and config.offload == "none":
+        raise ConfigError(
+            f"offload_tier={config.offload_tier!r} says where what is offloaded goes, but "
+            "offload='none' offloads nothing. Allowed: offload_tier='auto' with offload='none'. "
+            "Remedy: drop one of them."
         )
 
 

@@ -175,7 +175,9 @@ def _plan_cluster(
         actions: list[list[str]] | None = []
         if answer.best and (as_json or write is not None):
             best, single = answer.best[0], arguments.question()
-            launch = launch_of_layout(arguments, question, single.config, best)
+            launch = launch_of_layout(
+                arguments, question, single.config, best, written=write is not None
+            )
             if write is not None:
                 launch.write(write)
             if as_json:

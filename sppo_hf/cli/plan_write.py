@@ -154,6 +154,8 @@ def launch_of_layout(
     question: ClusterQuestion,
     base: SPPOConfig,
     plan: ClusterPlan,
+    *,
+    written: bool,
 ) -> Launch:
     """Returns the run of a layout: every decision of it as a setting.
 
@@ -162,13 +164,16 @@ def launch_of_layout(
         question: What was asked.
         base: The settings of the command line.
         plan: The answer.
+        written: Whether it is for files, which name a folder where there is a disk.
     """
     layout = plan.layout
     # Of what a node has, what each of its processes may take.
     local = min(layout.devices, question.gpus_per_node)
     given = {
         name: value // local if name in ("host_memory", "disk_memory") else value
-        for name, value in _given(arguments, base).items()
+        for name, value in _given(arguments, base, written=written).items()
+        # Each stage of a pipeline would plan for its own peak, as if all were at theirs at once.
+        if layout.stages == 1 or name not in ("host_memory", "disk_memory")
     }
     settings: dict[str, Any] = {
         **given,
@@ -263,7 +268,9 @@ def actions_of_layout(
     return [texts for texts in listed for _ in range(layout.sp)]
 
 
-def _given(arguments: PlanningArguments, config: SPPOConfig) -> Mapping[str, Any]:
+def _given(
+    arguments: PlanningArguments, config: SPPOConfig, *, written: bool = True
+) -> Mapping[str, Any]:
     """Machine and budgets of the command line, where they were named."""
     given: dict[str, Any] = {
         "device_memory": config.device_memory,
@@ -272,7 +279,7 @@ def _given(arguments: PlanningArguments, config: SPPOConfig) -> Mapping[str, Any
         "hardware": arguments.hardware,
     }
     if config.offload_dir is not None:
-        if arguments.offload_dir is None:
+        if written and arguments.offload_dir is None:
             raise ConfigError(
                 "--write was given with --disk-memory, but without a folder on that disk. "
                 "Allowed: with --offload-dir, or without a disk. Remedy: add --offload-dir DIR."

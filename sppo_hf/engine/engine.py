@@ -108,6 +108,7 @@ class Engine:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Those whose states go where the weights go."""
         self._warned: set[str] = set()
+        self._kernels_tried = False
         self._has_run = False
         self._passes_on = False
         self._thread: int | None = None
@@ -140,6 +141,9 @@ class Engine:
             check_trainable(self.parts)
         check_router_loss(self.parts)
         with self._alone():
+            if not self._kernels_tried:
+                check_mixer_kernels(self.parts, call.device)
+                self._kernels_tried = True
             output = self._run(call)
         return output if call.return_dict else output.to_tuple()
 
@@ -213,7 +217,6 @@ class Engine:
         began = time.perf_counter()
         if not self._has_run:
             prepare_layers(self.parts, self.config, call.device)
-            check_mixer_kernels(self.parts, call.device)
         self._has_run = True
         let_go_of_failed(self._last_watch())
         logits = self._wanted_logits(call)

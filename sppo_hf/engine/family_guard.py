@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.mixer_kernels import torch_code_alone
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
@@ -110,7 +111,8 @@ def _verdict(parts: ModelParts) -> str | None:
     model_type = parts.model_type
     settings = SPPOConfig(num_chunks=4, show_plan=False, show_progress=False)
     try:
-        result = check_config(_own_config(parts), settings)
+        with torch_code_alone(parts):
+            result = check_config(_own_config(parts), settings)
     except ConfigError as error:
         warnings.warn(
             f"model type {model_type!r} is not among the families that were proved exact, and no "

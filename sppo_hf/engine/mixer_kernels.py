@@ -13,11 +13,13 @@ chunks alone: a model that is not converted runs as it did before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +43,10 @@ PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "kernels")
 _PROBE_TOKENS = 96
 """Of each of the two chunks: more than one block of any scan's kernel, and no multiple of one."""
 
-_MARK = "_sppo_takes_torch"
+_CHOOSES = "_sppo_chooses"
+
+_rejected: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+"""By causal language model: file and name of the functions of which it takes the torch code."""
 
 
 def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, ...]:
@@ -52,23 +57,16 @@ def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, .
         device: Where it will run.
 
     Returns:
-        The functions, by name, for which chunks take the torch code because of this call.
+        The functions, by name, for which the model's chunks take the torch code.
     """
-    rejected: list[str] = []
-    if not any(importlib.util.find_spec(name) for name in PACKAGES):
-        return ()
-    seen: set[tuple[Any, ...]] = set()
-    for mixer in (mixer for layer in parts.layers for mixer in mixers_of(layer)):
-        # Mixers of a class with parameters alike run the same code: tried once.
-        shapes = tuple((name, p.shape, p.dtype) for name, p in mixer.named_parameters())
-        if (type(mixer), shapes) in seen:
-            continue
-        seen.add((type(mixer), shapes))
+    rejected = _rejected.setdefault(parts.causal_lm, set())
+    for mixer in _kinds_of_mixers(parts):
         for name in _kernels(mixer):
-            why = _disagreement(mixer, name, parts, device)
+            place = type(mixer).__module__, name
+            why = None if place in rejected else _disagreement(mixer, name, parts, device)
             if why is not None:
-                _globals(mixer)[name] = _torch_in_chunks(_globals(mixer)[name])
-                rejected.append(name)
+                _let_models_choose(mixer, name)
+                rejected.add(place)
                 logger.warning(
                     "%s takes torch code for %s, which is slower: the installed kernel %s. "
                     "Remedy: install another release of it, or none.",
@@ -76,7 +74,35 @@ def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, .
                     name,
                     why,
                 )
-    return tuple(rejected)
+    return tuple(sorted(name for _, name in rejected))
+
+
+@contextlib.contextmanager
+def torch_code_alone(parts: ModelParts) -> Iterator[None]:
+    """Let no mixer of the model's family use a kernel, in chunks or not.
+
+    For a tiny model of it, which runs in float64 and on the CPU: no kernel does.
+    """
+    with contextlib.ExitStack() as stack:
+        for mixer in _kinds_of_mixers(parts):
+            names = _globals(mixer)
+            for name in _kernels(mixer):
+                stack.callback(names.__setitem__, name, names[name])
+                names[name] = _torch_code(names[name])
+        yield
+
+
+def _kinds_of_mixers(parts: ModelParts) -> Iterator[nn.Module]:
+    """Yield a mixer of each kind; none where no package has a kernel."""
+    if not any(importlib.util.find_spec(name) for name in PACKAGES):
+        return
+    seen: set[tuple[Any, ...]] = set()
+    for mixer in (mixer for layer in parts.layers for mixer in mixers_of(layer)):
+        # Mixers of a class with parameters alike run the same code.
+        shapes = tuple((name, p.shape, p.dtype) for name, p in mixer.named_parameters())
+        if (type(mixer), shapes) not in seen:
+            seen.add((type(mixer), shapes))
+            yield mixer
 
 
 def _globals(mixer: nn.Module) -> dict[str, Any]:
@@ -89,28 +115,38 @@ def _kernels(mixer: nn.Module) -> Iterator[str]:
     for name in sorted(names_used(type(mixer)) & names.keys()):
         function = names[name]
         # Transformers' decorator leaves the torch code in `__wrapped__`.
-        if (
-            callable(function)
-            and inspect.isfunction(inspect.unwrap(function))
-            and inspect.unwrap(function) is not function
-            and not hasattr(function, _MARK)
-        ):
-            yield name
+        if callable(function) and inspect.isfunction(code := inspect.unwrap(function)):
+            if code is not function:
+                yield name
 
 
-def _torch_in_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, but its torch code in a chunk of a converted model."""
-    torch_code = inspect.unwrap(function)
-    known = inspect.signature(torch_code).parameters
+def _torch_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch code behind a function, called as that is."""
+    code = inspect.unwrap(function)
+    known = inspect.signature(code).parameters
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return code(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return called
+
+
+def _let_models_choose(mixer: nn.Module, name: str) -> None:
+    """Put a function in the place of another that takes its torch code where that is decided."""
+    names, place = _globals(mixer), (type(mixer).__module__, name)
+    function, torch_code = names[name], _torch_code(names[name])
+    if hasattr(function, _CHOOSES):
+        return
 
     @functools.wraps(function)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        if current() is None:
-            return function(*args, **kwargs)
-        return torch_code(*args, **{name: v for name, v in kwargs.items() if name in known})
+        context = current()
+        model = None if context is None else context.model.causal_lm
+        rejects = model is not None and place in _rejected.get(model, ())
+        return (torch_code if rejects else function)(*args, **kwargs)
 
-    setattr(chosen, _MARK, True)
-    return chosen
+    setattr(chosen, _CHOOSES, True)
+    names[name] = chosen
 
 
 def _disagreement(
@@ -119,15 +155,19 @@ def _disagreement(
     """What is wrong with the kernel behind `name`; None if it agrees with the torch code."""
     names = _globals(mixer)
     kernels = {other: names[other] for other in _kernels(mixer)}
-    torch_codes = {other: _torch_in_chunks(kernel) for other, kernel in kernels.items()}
     try:
-        names.update(torch_codes)
-        expected = _two_chunks(mixer, parts, device)
+        names.update({other: _torch_code(kernel) for other, kernel in kernels.items()})
+        try:
+            expected = _two_chunks(mixer, parts, device)
+        except Exception as error:  # noqa: BLE001 - out of memory, ...: says nothing of the kernel
+            logger.warning("%s was not tried: its torch code failed (%s)", name, first_line(error))
+            return None
         # One at a time, so that the one that differs is known.
         names[name] = kernels[name]
-        found = _two_chunks(mixer, parts, device)
-    except Exception as error:  # noqa: BLE001 - no such device, no compiler, another release, ...
-        return f"failed when tried: {first_line(error).rstrip('.')}"
+        try:
+            found = _two_chunks(mixer, parts, device)
+        except Exception as error:  # noqa: BLE001 - no such device, no compiler, ...
+            return f"failed when tried: {first_line(error).rstrip('.')}"
     finally:
         names.update(kernels)
     # The coarsest of all: under autocast, gradients of float32 weights are no better than the rest.
@@ -139,6 +179,7 @@ def _disagreement(
     return None
 
 
+@torch.inference_mode(False)
 def _two_chunks(mixer: nn.Module, parts: ModelParts, device: torch.device) -> dict[str, Tensor]:
     """Run a mixer on two chunks with random values; outputs and gradients by what they are."""
     generator = torch.Generator(device).manual_seed(0)

@@ -6,7 +6,7 @@ a loop over experts, a grouped product, LoRA, or a quantised layer's own autogra
 modules would miss most of these.
 
 Attention's own products are its backend's affair: the recorder is paused while it runs, and in the
-second forward it does not run.
+second forward it does not run (where it does, nothing is recorded or played back).
 
 [Note: which products are kept]
 1. *Thick* ones. A product that sums over at most an eighth of the layer's width (LoRA's second

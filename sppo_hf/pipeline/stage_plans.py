@@ -337,8 +337,14 @@ class StagePlanCache:
         stores = frozenset(stored for *_, storing, _ in everyone for stored in storing)
         streams = frozenset(stream for *_, streaming in everyone for stream in streaming)
         chunks = len(plans.bounds)
-        size = torch.empty((), dtype=plans.dtype).element_size()
-        row_bytes = one.batch_rows * one.shape.hidden_size * size
+        whole = engine.shape()
+
+        def message_seconds(stage: int, chunk: int) -> float:
+            start, end = plans.bounds[chunk]
+            tokens = one.batch_rows * one.shape.own_tokens(end - start)
+            layer = engine.staged.cut.layers[stage].start
+            return tokens * whole.message_bytes_per_token(layer) / LINK_BYTES_PER_SECOND
+
         seconds, idle = pipeline_step(
             lambda count: (
                 step_schedule(
@@ -356,10 +362,7 @@ class StagePlanCache:
             stages,
             micro_batches=plans.micro_batches,
             ranks=mesh.pp_size,
-            message_seconds=[
-                row_bytes * one.shape.own_tokens(end - start) / LINK_BYTES_PER_SECOND
-                for start, end in plans.bounds
-            ],
+            message_seconds=message_seconds,
             reduce_seconds=2
             * (mesh.dp_size - 1)
             / mesh.dp_size
@@ -368,7 +371,7 @@ class StagePlanCache:
         )
         peak = peak_flops(one.device.name)
         rows = plans.micro_batches * one.batch_rows
-        flops = step_flops(engine.shape(), rows, one.total_tokens)
+        flops = step_flops(whole, rows, one.total_tokens)
         devices = mesh.pp_size * one.shape.sp
         mfu = None if peak is None else flops / seconds / (devices * peak)
         return replace(step, step_seconds=seconds, bubble_fraction=idle, mfu=mfu)

@@ -181,7 +181,7 @@ class LowerBounds:
         out, back = (frames + size for size in self._worked(layout).streamed)
         layers = rows * self._layer_counts(layout)[0]
         if layout.schedule in SHARING:
-            # K/V of shared units are no copies of their own.
+            # Of K/V, which not all ranks of a unit have, nothing is counted: a bound stays one.
             out = back = frames
             layers = rows * self._cost.shape.num_layers / layout.stages
         seconds = [
@@ -483,10 +483,14 @@ class ClusterQuestion:
         )
 
     def can_run(self, layout: Layout) -> bool:
-        """Returns whether the runtime takes a layout."""
+        """Returns whether the runtime takes a layout, and its bytes are all known.
+
+        K/V that come for a set of ranks wait on the device until its first unit, also where they
+        rest on the host afterwards; frames of shares go on to a disk by no action of their own.
+        """
         if layout.schedule not in SHARING:
             return True
-        alone = (layout.sp, layout.frame_tier) == (1, HOST)
+        alone = (layout.sp, layout.kv_tier, layout.frame_tier) == (1, "device", HOST)
         return self.shares_units and alone and layout.stages in self._sharing_stages
 
     @cached_property

@@ -202,7 +202,10 @@ class _Search:
         if self.found and 6 * few * len(bounds) * stages > _MOST_ACTIONS:
             return
         ways: list[tuple[int, float]] = []
-        for saved, offload, kv_tier in self._ways:
+        known = [way for way in self._ways if name != MSP or way[2] == DEVICE]
+        if not known and config.pp_msp != "on":
+            return  # see `ClusterQuestion.can_run`
+        for saved, offload, kv_tier in known or self._ways:
             ways.append(self._simulate(name, bounds, saved, offload, kv_tier))
             if not ways[-1][0]:
                 break
@@ -224,7 +227,7 @@ class _Search:
                 bounds,
                 saved=saved,
                 offload=offload,
-                frame_tier=self._frame_tier,
+                frame_tier=HOST if name == MSP else self._frame_tier,
                 kv_tier=kv_tier,
                 link_bytes_per_second=LINK_BYTES_PER_SECOND,
             )
@@ -307,7 +310,7 @@ def pipeline_step(
     *,
     micro_batches: int,
     ranks: int,
-    message_seconds: list[float],
+    message_seconds: Callable[[int, int], float],
     reduce_seconds: float = 0.0,
 ) -> tuple[float, float]:
     """Returns seconds of a step of all stages together, and the share of it that ranks idle.
@@ -320,7 +323,7 @@ def pipeline_step(
         stages: `stage_seconds` of each.
         micro_batches: of a step.
         ranks: of the pipeline.
-        message_seconds: of a unit's message, by chunk.
+        message_seconds: of what a stage is given for a chunk, by both.
         reduce_seconds: of one stage's reduction over replicas.
     """
     idle = 0.0
@@ -332,7 +335,7 @@ def pipeline_step(
         def seconds(action: Action) -> float:
             chunk = schedule.chunk(action)
             if action.kind in ("SEND_F", "SEND_B"):
-                return message_seconds[chunk]
+                return message_seconds(action.stage + (action.kind == "SEND_F"), chunk)
             if action.kind == "REDUCE_GRAD":
                 return reduce_seconds
             way = stream_way(action) if is_stream(action) else None

@@ -5,9 +5,8 @@ the memory estimate, so a pipeline of one rank and the planner agree. Knows noth
 schedule was made.
 
 [Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
-actions of their own (K, O; L and S behind the host) on the lanes that frames are copied on. Units
-that ranks share have none, and take as long as their compute or as what they stream each way,
-whichever is longest.
+actions of their own (K, O; L and S behind the host) on the lanes that frames are copied on. Each
+rank that shares a unit has its own, of its heads.
 
 [Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
 parallelism (`ModelCost.sp`); seconds and bytes are those of one of them, and messages go from each
@@ -477,6 +476,7 @@ class PipelineCost:
         cause = OF_SAVED[self.saved]
         if kind == "F":
             yield Change(device, cause, self.frame_bytes(stage, chunk))
+            yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
         if kind in ("F", "B", "I"):
             yield from self._passing(device, kind, stage, chunk)
             yield from self._kv_changed(kind, stage, chunk, rank)
@@ -486,6 +486,7 @@ class PipelineCost:
             yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
             yield Change(device, cause, -self.frame_bytes(stage, chunk), "end")
+            yield Change(device, Cause.GRAPH, -int(self._graph[stage, chunk]), "end")
         if kind == "D":
             size = self._leaving_bytes(stage, chunk)
             yield Change(host, cause, size)
@@ -528,6 +529,11 @@ class PipelineCost:
             yield Change(waits, cause, int(taken[stage, chunk]))
             if kind != "F":
                 yield Change(waits, cause, -int(given[stage, chunk]), "end")
+
+    @cached_property
+    def _graph(self) -> Bytes:
+        """[stages, chunks] Autograd's graph, on a CPU."""
+        return self._counts @ self._tables.graph
 
     @cached_property
     def _lifetimes(self) -> tuple[Lifetime, ...]:

@@ -451,7 +451,8 @@ def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
     if plan is None:
         assert refusal is not None, "what was not planned was refused"
         raise refusal
-    return plan
+    # An estimate may be wrong: what lacks least is run, and warned about.
+    return plan if required or more is None else min(plan, more, key=_lacking)
 
 
 def _lacking(plan: Plan) -> int:

@@ -30,6 +30,7 @@ from sppo_hf.attention.backends.autotune import Workload
 from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.errors import ConfigError
+from sppo_hf.offload.disk_folder import refuse_missing_parent
 from sppo_hf.planning.hardware import Curve
 from sppo_hf.planning.machine import free_disk_bytes
 from sppo_hf.profiling.bench_timer import BenchTimer
@@ -157,7 +158,8 @@ def measure_disk(
     """
     path = Path(folder)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        refuse_missing_parent(path)
+        path.mkdir(exist_ok=True)
         blocks = min(num_bytes, free_disk_bytes(path) // 4) // _BLOCK_BYTES
         if blocks < _LEAST_BLOCKS:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -168,9 +170,8 @@ def measure_disk(
                 if error.errno not in _NO_DIRECT:
                     raise
             return _run(file.name, blocks, most_seconds, clock, direct=False)
-    # A ValueError where no file can have that name, a RecursionError from pathlib where too many
-    # folders would have to be made.
-    except (OSError, ValueError, RecursionError) as error:
+    # A ValueError where no file can have that name.
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"offload_dir={os.fspath(folder)!r} cannot be measured: {reason}. Allowed: a "

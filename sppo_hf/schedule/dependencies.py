@@ -328,6 +328,7 @@ class DependencyGraph:
             needed.append(self._position(message.send))
         else:
             needed.append(self._position(message.made))
+            needed += map(self._position, self._streams.get(message.made, ()))
             receive = self._alone.get(message.receive, _NOWHERE)
             if receive >= 0 and self._waited[receive] >= 0:
                 needed.append(self._waited[receive])

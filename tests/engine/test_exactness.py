@@ -295,7 +295,10 @@ def test_family_on_every_pair_of_settings(family: str, cell: Cell) -> None:
     _assert_exact(family, cell)
 
 
-@pytest.mark.parametrize("family", [name for name in OTHERS if ALL or name not in RARE])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in RARE else []) for n in OTHERS],
+)
 def test_other_families(family: str) -> None:
     _assert_exact(family, Cell("7-uneven", "none", "full", "padding"))
     if not (ALL or family in KINDS):

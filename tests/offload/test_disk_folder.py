@@ -177,8 +177,8 @@ def make_leftover(directory: Path, name: str, *, num_bytes: int = 5000) -> Path:
 
 
 def test_files_have_no_names_and_take_space_until_they_are_closed(tmp_path: Path) -> None:
-    folder = StoreFolder(tmp_path / "a" / "b")
-    assert folder.path == tmp_path / "a" / "b"
+    folder = StoreFolder(tmp_path / "a")
+    assert folder.path == tmp_path / "a"
     assert not folder.keeps_names
     file = folder.new_file(BLOCK_BYTES)
     assert not list(folder.path.iterdir())
@@ -248,16 +248,16 @@ def test_a_full_disk_says_nothing_about_names(
 
 
 @pytest.mark.usefixtures("named")
-def test_a_private_folder_is_made_with_its_parents_and_removed_once(tmp_path: Path) -> None:
-    folder = StoreFolder(tmp_path / "a" / "b")
-    assert folder.path.parent == tmp_path / "a" / "b"
+def test_a_private_folder_is_made_and_removed_once(tmp_path: Path) -> None:
+    folder = StoreFolder(tmp_path / "a")
+    assert folder.path.parent == tmp_path / "a"
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in folder.path.iterdir()] == ["lock"]
     folder.new_file(BLOCK_BYTES).close()
     assert len(list(folder.path.iterdir())) == 2
     folder.remove()
     folder.remove()
-    assert not list((tmp_path / "a" / "b").iterdir())
+    assert not list((tmp_path / "a").iterdir())
 
 
 @pytest.mark.usefixtures("named")

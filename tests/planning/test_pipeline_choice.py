@@ -85,8 +85,9 @@ def test_units_are_shared_where_that_is_faster() -> None:
     assert _seconds(shared, 1) < 0.97 * _seconds(apart, 1)
     assert f"({apart.schedule} " in shared.reason or f", {apart.schedule} " in shared.reason
     assert _choose(tokens=4 * TOKENS, may_share=True, pp_msp="off", **keep) == apart
+    # K/V that come for a set wait on the device, which is not counted where they rest elsewhere.
     away = {**keep, "offload_kv": "full"}
-    assert _choose(tokens=4 * TOKENS, may_share=True, **away).schedule == MSP
+    assert _choose(tokens=4 * TOKENS, may_share=True, **away).schedule != MSP
     # Of many rows others fill the idle time, and what is sent besides costs more.
     assert _choose(micro_batches=16, may_share=True, **keep).schedule != MSP
 
@@ -179,7 +180,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
         {stage: stage_seconds(plan) for stage, plan in enumerate(plans)},
         micro_batches=rows,
         ranks=ranks,
-        message_seconds=[message] * 4,
+        message_seconds=lambda stage, chunk: message,
     )
     assert seconds == pytest.approx(expected, rel=1e-3)
     assert 0 < idle < 1
@@ -193,7 +194,7 @@ def test_many_micro_batches_follow_from_few() -> None:
             dict.fromkeys(range(4), table),  # type: ignore[arg-type]
             micro_batches=count,
             ranks=4,
-            message_seconds=[0.1, 0.1],
+            message_seconds=lambda stage, chunk: 0.1,
         )[0]
         for count in (12, 40)
     }

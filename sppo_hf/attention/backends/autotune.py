@@ -8,11 +8,12 @@ of timed calls and one beyond, once per device, versions and requirement: the re
 Every rank of a job times its own device, so noise could let two ranks take different backends. On
 one machine (or one shared HF_HOME) they do not: whoever is first to publish a result decides, and
 all read what is published before they choose. Where machines share no folder they may differ, and
-nothing breaks: a rank runs forward and backward of a (layer, chunk) itself, and attention is never
-run again, so no two ranks ever compute two halves of one thing. Backends agree within the rounding
-of the dtype (each was compared with the reference), as two data-parallel ranks with different rows
-do anyway; replicas stay equal, since all apply the same summed gradients. Chunk bounds do not
-depend on the backend. What a user who wants the same bits everywhere sets is a backend's name.
+nothing breaks: a rank runs forward and backward of a (layer, chunk) itself, and where attention
+runs again it is on that rank, by that backend, so no two ranks compute two halves of one thing.
+Backends agree within the rounding of the dtype (each was compared with the reference), as two
+data-parallel ranks with different rows do anyway; replicas stay equal, since all apply the same
+summed gradients. Chunk bounds do not depend on the backend. What a user who wants the same bits
+everywhere sets is a backend's name.
 
 Each is timed on a chunk of random queries against the keys before it, in a place that the caller's
 state does not reach, its random numbers included; waiting for the device on purpose, which no part

@@ -33,6 +33,9 @@ from sppo_hf.attention.backends.heads import KernelNeeds, repeat_heads, sum_repe
 from sppo_hf.attention.backends.top_left import TopLeftBackend
 
 _DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
+_MOST_COPIED_BYTES = 2**25
+"""Most bytes of repeated keys and values: plans do not count them, nor as many of gradients."""
+
 _WORTH_COPIES = 0.75
 """Copies of key heads must make the busiest thread's share this small: a backward with three of
 each took 1.26 times the processor's time (9 query heads, 3 key heads, 512 queries, 2,048 keys)."""
@@ -90,7 +93,8 @@ class CPUFlash(TopLeftBackend):
         )
         rows, num_heads, num_kv_heads = *q.shape[:2], k.shape[1]
         heads = parallel_heads(rows, num_heads, num_kv_heads, torch.get_num_threads())
-        if heads > num_kv_heads:
+        copied = rows * heads * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+        if heads > num_kv_heads and copied <= _MOST_COPIED_BYTES:
             k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, attended.lse_BNC, 0.0, causal, scale=scale
