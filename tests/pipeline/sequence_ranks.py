@@ -8,7 +8,6 @@ FSDP2 do.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -87,7 +86,6 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     mesh = engine.mesh
     ran = run_steps(model, case, mesh.dp_rank, mesh.dp_size)
     grads, uneven = averaged(ran.grads)
-    compiled = sum(module._compiled_call_impl is not None for module in model.modules())
     revert(model)
     mine = {
         "losses": ran.losses,
@@ -107,7 +105,6 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         **found,
         "wrong_names": sorted({*found["wrong_names"], *uneven}),
         "attention_forwards": [one["attention_forwards"] for one in everyone],
-        "compiled": compiled,
         "attending_layers": len(engine.parts.attending_layers()),
         "corrections": [one["corrections"] for one in everyone],
     }
@@ -201,8 +198,6 @@ def main(job: dict[str, Any]) -> None:
     """Run a job."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # What is compiled is traced and differentiated, and computes with PyTorch's own kernels.
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     dist.init_process_group("gloo")
     result: dict[str, Any] = {"cases": [], "refusals": {}}
     for case in job["cases"]:

@@ -77,7 +77,6 @@ MODELS = [
     case_of("experts", "qwen3_moe", settings={"num_chunks": 4, "recompute": "full"}),
     case_of("a loss of the routers", "mixtral-router-loss", padding=[0, 9]),
     case_of("shared keys", "gemma3n_text"),
-    case_of("compiled", settings={"num_chunks": 4, "compile": True, "recompute": "full"}),
 ]
 ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
 IN_PIPELINES = [
@@ -233,7 +232,6 @@ def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) ->
     rest = [case for case in cases if case["name"] not in FAST]
     two = launch(rest, tmp_path / "two", sp_size=2, ranks=2)
     assert_attended_once(two, rest)
-    assert [one["name"] for one in two["cases"] if one["compiled"]] == ["compiled"]
     # Two heads of keys: each is on two of four ranks. What a rank offloads depends on no other.
     four = [*BATCHES, *PLANS[::3], *MODELS] if ALL else [*BATCHES[1:8:2], PLANS[3], *MODELS[3::2]]
     assert_attended_once(launch(four, tmp_path / "four", sp_size=4, ranks=4), four)
