@@ -96,6 +96,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         "kv_tier": plan.farthest_keys,
         "keys": keys_text(plan) if plan.by_layer else plan.kv_tier,
         "num_chunks": plan.num_chunks,
+        "attention_again": bool(plan.program().attends_again.any()),
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     for result in compare_policies(answer.question, plan):  # in the plan's own chunks
@@ -249,8 +250,9 @@ def main(argv: list[str]) -> int:
             options.json.write_text(json.dumps({"rows": rows}, indent=2))
         return 0
     rows = [plan_length(options, tokens, disk=False) for tokens in options.lengths]
-    lacking = [row["tokens"] for row in rows if not row["policies"]]
-    rows += [plan_length(options, tokens, disk=True) for tokens in lacking]
+    # Where attention runs again for want of memory, a disk may be faster.
+    poor = [row for row in rows if not row["policies"] or row["attention_again"]]
+    rows += [plan_length(options, row["tokens"], disk=True) for row in poor]
     show(rows)
     wrong = not_first(rows)
     if options.json:
