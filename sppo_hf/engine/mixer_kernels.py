@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "kernels")
 """Whose kernels Transformers may take."""
 
-_PROBE_TOKENS = 96
-"""Of each of the two chunks: more than one block of any scan's kernel, and no multiple of one."""
+_PROBE_TOKENS = 300
+"""Of each of the two chunks: more than a block of a scan's kernel (64 to 256), and no multiple."""
 
 _CHOOSES = "_sppo_chooses"
 
@@ -170,6 +170,9 @@ def _disagreement(
             return f"failed when tried: {first_line(error).rstrip('.')}"
     finally:
         names.update(kernels)
+    missing = [what for what in expected if what not in found]
+    if missing:
+        return f"gives no {missing[0].removeprefix('the ')}"
     # The coarsest of all: under autocast, gradients of float32 weights are no better than the rest.
     most = max(TOLERANCE[truth.dtype] for truth in expected.values())
     for what, truth in expected.items():
@@ -181,7 +184,12 @@ def _disagreement(
 
 @torch.inference_mode(False)
 def _two_chunks(mixer: nn.Module, parts: ModelParts, device: torch.device) -> dict[str, Tensor]:
-    """Run a mixer on two chunks with random values; outputs and gradients by what they are."""
+    """Run a mixer on two chunks with random values.
+
+    Returns:
+        Outputs and gradients of the inputs, each `[1, C, D]`, and of the weights, by what they are;
+        without what has no gradient.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int, like: Tensor) -> Tensor:

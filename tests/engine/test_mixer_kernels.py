@@ -19,6 +19,7 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import Gradients, parameter_errors, run_batch, run_reference
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
+DELTA_RULE = "torch_chunk_gated_delta_rule"
 SETTINGS = SPPOConfig(chunk_lengths=(5, 9, 6), recompute="full", show_plan=False)
 
 
@@ -63,6 +64,10 @@ def no_gradient_of_state(own: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return own(*args, **kwargs)
 
 
+def no_gradient_of_decay(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs | {"g": kwargs["g"].detach()})
+
+
 def no_state(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return own(*args, **kwargs | {"initial_states": None})
 
@@ -89,7 +94,13 @@ def worst_error(model: nn.Module, reference: Gradients, batch: Any) -> float:
 @pytest.mark.parametrize(
     ("family", "name", "kernel", "why"),
     [
-        ("qwen3_next", "torch_chunk_gated_delta_rule", no_gradient_of_state, "inputs in chunk 1"),
+        ("qwen3_next", DELTA_RULE, no_gradient_of_state, "inputs in chunk 1"),
+        (
+            "qwen3_next",
+            DELTA_RULE,
+            no_gradient_of_decay,
+            "gives no gradient of",
+        ),
         ("bamba", "mamba2_chunk_scan", no_state, "output in chunk 2"),
         ("lfm2", "causal_conv1d_fn", not_here, "RuntimeError: 0 active drivers"),
     ],
@@ -121,7 +132,7 @@ def test_a_kernel_that_differs_is_named_and_left(
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("qwen3_next", "torch_chunk_gated_delta_rule"), ("mamba2", "mamba2_chunk_scan")],
+    [("qwen3_next", DELTA_RULE), ("mamba2", "mamba2_chunk_scan")],
 )
 def test_a_kernel_that_agrees_is_used(
     install: Callable[..., Installed], caplog: pytest.LogCaptureFixture, family: str, name: str
@@ -139,7 +150,7 @@ def test_a_kernel_that_is_not_for_float64_is_used_by_other_models(
     install: Callable[..., Installed], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The check that conversion makes of a family runs in float64 and on the CPU."""
-    installed = install("qwen3_next", "torch_chunk_gated_delta_rule", narrow_alone)
+    installed = install("qwen3_next", DELTA_RULE, narrow_alone)
     model = build_tiny_model("qwen3_next", dtype=torch.float32)
     convert(model, SETTINGS)
     batch = make_batch(tokens=20)

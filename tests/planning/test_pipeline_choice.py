@@ -159,11 +159,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
                 config=config,
                 shape=stage_shape(SHAPE, layers, last=stage == ranks - 1),
                 device=H100,
-                backend_name="",
-                backend_reason="",
-                batch_rows=1,
                 total_tokens=bounds[-1][1],
-                training=True,
                 bounds=bounds,
                 alive=1.0,
             )

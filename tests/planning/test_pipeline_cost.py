@@ -342,11 +342,7 @@ def test_the_papers_rule_is_what_each_stage_runs(kv_tier: Any) -> None:
                 config=config,
                 shape=stage_shape(SHAPE, layers, last=stage == 1),
                 device=DeviceFacts(kind="cuda", name="A100", profile=profile),
-                backend_name="",
-                backend_reason="",
-                batch_rows=1,
                 total_tokens=bounds[-1][1],
-                training=True,
                 bounds=bounds,
                 alive=1.0,
             )
