@@ -95,12 +95,7 @@ def worst_error(model: nn.Module, reference: Gradients, batch: Any) -> float:
     ("family", "name", "kernel", "why"),
     [
         ("qwen3_next", DELTA_RULE, no_gradient_of_state, "inputs in chunk 1"),
-        (
-            "qwen3_next",
-            DELTA_RULE,
-            no_gradient_of_decay,
-            "gives no gradient of",
-        ),
+        ("qwen3_next", DELTA_RULE, no_gradient_of_decay, "gives no gradient of"),
         ("bamba", "mamba2_chunk_scan", no_state, "output in chunk 2"),
         ("lfm2", "causal_conv1d_fn", not_here, "RuntimeError: 0 active drivers"),
     ],
