@@ -19,7 +19,14 @@ from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.stage_runner import StageRunner
 from sppo_hf.pipeline.transport import Transport
-from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind, stream_way
+from sppo_hf.schedule.actions import (
+    COMPUTE_KINDS,
+    KIND_NAMES,
+    Action,
+    Kind,
+    is_stream,
+    stream_way,
+)
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.schedule.messages import SENDS
 from sppo_hf.schedule.schedule import Schedule
@@ -187,16 +194,16 @@ class Executor:
             self._note_ready()
 
     def _store(self, action: Action) -> None:
-        if action.part is None:
-            self._units.store(*self._place(action))
-        else:
+        if is_stream(action):
             self._units.end_stream(*self._place(action))
+        else:
+            self._units.store(*self._place(action))
 
     def _load(self, action: Action) -> None:
-        if action.part is None:
-            self._units.load(*self._place(action))
-        else:
+        if is_stream(action):
             self._units.begin_stream(*self._place(action), backward=stream_way(action) == 2)
+        else:
+            self._units.load(*self._place(action))
 
     def _take(self, kind: Kind, action: Action) -> Tensor:
         if self._shared is not None:

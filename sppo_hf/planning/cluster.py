@@ -483,15 +483,10 @@ class ClusterQuestion:
         )
 
     def can_run(self, layout: Layout) -> bool:
-        """Returns whether the runtime takes a layout, and its bytes are all known.
-
-        K/V that come for a set of ranks wait on the device until its first unit, also where they
-        rest on the host afterwards; frames of shares go on to a disk by no action of their own.
-        """
+        """Returns whether the runtime takes a layout: units are shared by single devices alone."""
         if layout.schedule not in SHARING:
             return True
-        alone = (layout.sp, layout.kv_tier, layout.frame_tier) == (1, "device", HOST)
-        return self.shares_units and alone and layout.stages in self._sharing_stages
+        return self.shares_units and layout.sp == 1 and layout.stages in self._sharing_stages
 
     @cached_property
     def _sharing_stages(self) -> frozenset[int]:

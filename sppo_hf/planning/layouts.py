@@ -107,8 +107,7 @@ class SearchSpace:
 
     beyond_runtime: bool = False
     """Whether ranks may share units where none can yet run that: groups of sequence-parallel
-    devices, heads that cannot be divided; or where not all bytes are known: K/V away from the
-    device, frames behind the host."""
+    devices, or heads that cannot be divided."""
 
     virtual: tuple[int, ...] = (2, 4)
     """Stages of a rank, for schedules that put several on one."""

@@ -202,10 +202,7 @@ class _Search:
         if self.found and 6 * few * len(bounds) * stages > _MOST_ACTIONS:
             return
         ways: list[tuple[int, float]] = []
-        known = [way for way in self._ways if name != MSP or way[2] == DEVICE]
-        if not known and config.pp_msp != "on":
-            return  # see `ClusterQuestion.can_run`
-        for saved, offload, kv_tier in known or self._ways:
+        for saved, offload, kv_tier in self._ways:
             ways.append(self._simulate(name, bounds, saved, offload, kv_tier))
             if not ways[-1][0]:
                 break
@@ -227,7 +224,7 @@ class _Search:
                 bounds,
                 saved=saved,
                 offload=offload,
-                frame_tier=HOST if name == MSP else self._frame_tier,
+                frame_tier=self._frame_tier,
                 kv_tier=kv_tier,
                 link_bytes_per_second=LINK_BYTES_PER_SECOND,
             )

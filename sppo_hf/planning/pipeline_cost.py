@@ -22,15 +22,25 @@ Frozen ones (adapters train) are on every rank. Others come from the stage's ran
 units, beside the first of them, and gradients go back to it beside the last: there is room for one
 more stage's. Each device of a node's part of a group gets its share from its like and the rest from
 its neighbours.
+
+[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks (a run) have
+stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a chunk a rank may hold slices twice:
+- From the first unit of a run on, its ranks have their heads of all chunks before, too, until the
+  run's last backward has ended; the run before keeps its own.
+- What comes from other ranks for that waits on the device until that unit, wherever K/V rest.
+- A run's first backward makes sums for all of these chunks. When its last one ends, those of the
+  chunks before are taken to the device: what other ranks add to is packed and waits until it is
+  sent; what this rank adds to itself waits for the backward that needs it.
+- What is sent is packed once, at its unit's end, and what comes is there until it is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
-from typing import Literal
+from itertools import combinations, pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +60,14 @@ from sppo_hf.planning.shared_units import head_granules
 from sppo_hf.planning.stage_split import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
-from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
+from sppo_hf.schedule.actions import (
+    Action,
+    Kind,
+    is_stream,
+    share_part,
+    stream_share,
+    stream_way,
+)
 from sppo_hf.schedule.lower import Stream
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -65,6 +82,13 @@ KVTier = Tier
 
 _Key = tuple[Kind, int, int, int | None]
 """Kind, stage, chunk and part of an action."""
+
+
+class _Run(NamedTuple):
+    """Neighbouring chunks of one stage that the same ranks compute."""
+
+    chunks: range
+    ranks: tuple[int, ...]
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -305,8 +329,7 @@ class PipelineCost:
             return self.reduce_seconds
         action = Action(kind, stage, chunk, None, part)
         if is_stream(action):
-            streamed = self._streaming_seconds(kind, stage, chunk, stream_way(action))
-            return streamed * self._share(stage, chunk)
+            return self._streaming_seconds(action)
         if kind in ("S", "L"):
             size = self._leaving_bytes(stage, chunk)
             passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
@@ -324,10 +347,15 @@ class PipelineCost:
             seconds = max(seconds, self._gathered_seconds(kind, stage))
         return seconds
 
-    def _streaming_seconds(self, kind: Kind, stage: int, chunk: int, way: int) -> float:
+    def _streaming_seconds(self, action: Action) -> float:
         """How long a lane is busy with K/V and their gradient sums of a unit."""
-        forward = way == (0 if kind in ("K", "O") else 1)
+        kind, stage, chunk, _, _ = action
+        forward = stream_way(action) == (0 if kind in ("K", "O") else 1)
         come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
+        if self.messages:
+            share = self._share(stage, chunk)
+            slices = self._streamed_slices(stage, chunk, stream_share(action), forward=forward)
+            come, leave = (int(n * share) + m for n, m in zip((come, leave), slices, strict=True))
         if kind == "K":
             return self.cost.h2d_seconds(come, both=True)
         if kind == "O":
@@ -335,6 +363,34 @@ class PipelineCost:
         if kind == "L":
             return self.cost.load_seconds(self.kv_tier, come)
         return self.cost.store_seconds(self.kv_tier, leave)
+
+    def _streamed_slices(
+        self, stage: int, chunk: int, part: int, *, forward: bool
+    ) -> tuple[int, int]:
+        """What passes to and from where K/V wait because runs have stores of their own.
+
+        Before a run's first unit, slices of all chunks before; of their gradients when its last
+        backward ends, and what each of the ranks of the run behind it adds to them.
+        """
+        run = self._runs[stage, chunk]
+        begins, before, rank = chunk == run.chunks.start, range(run.chunks.start), run.ranks[part]
+        if forward:
+            if not begins or not before:
+                return 0, 0
+            earlier = self._runs[stage, chunk - 1]
+            own = self._slice(self._kv, stage, chunk - 1, before) if rank in earlier.ranks else 0
+            return own, self._slice(self._kv, stage, chunk, before)
+        come = self._slice(self._dkv, stage, chunk, before) if begins else 0
+        if run.chunks.stop == len(self.bounds):
+            return come, 0
+        added = range(chunk + 1) if begins else range(chunk, chunk + 1)
+        action = Action("B", stage, chunk, None, part if len(run.ranks) > 1 else None)
+        senders = {message.source for message in self._used.get(action, ())}
+        senders |= {rank} & {*self._runs[stage, run.chunks.stop].ranks}
+        moved = len(senders) * self._slice(self._dkv, stage, chunk, added)
+        # For the last of the run nothing is there yet.
+        first = chunk == run.chunks.stop - 1
+        return come + moved - (moved // max(1, len(senders)) if first else 0), moved
 
     def _share(self, stage: int, chunk: int) -> float:
         """Which share of a unit one of its ranks has."""
@@ -440,38 +496,101 @@ class PipelineCost:
         """What one rank's action changes; of a shared unit its share of what the whole would."""
         if is_stream(Action(kind, stage, chunk, None, part)):
             return  # what keys and values hold is their unit's
+        if self.messages and kind in ("F", "B"):
+            yield from self._slices_changed(kind, stage, chunk, part)
         ranks = self.shared_units.get((stage, chunk))
         if part is None or ranks is None:
-            yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage], part)
+            yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage])
             return
-        copies = self._copies(Action(kind, stage, chunk))
-        for change in self._changed_whole(kind, stage, chunk, ranks[part]):
-            share = (copies if change.cause in (Cause.KV, Cause.DKV) else 1.0) / len(ranks)
-            yield change._replace(num_bytes=int(change.num_bytes * share))
+        share = share_part(Action(kind, stage, chunk, None, part)) or 0
+        for change in self._changed_whole(kind, stage, chunk, ranks[share]):
+            yield change._replace(num_bytes=int(change.num_bytes / len(ranks)))
 
     def _passed(self, action: Action, message: Message) -> Iterator[Change]:
         """What a message of or to a shared unit takes and gives back.
 
-        K/V that come to a rank stay until the sums of their gradients go back.
+        Of K/V and their sums, what the units at both ends do not: see the note on slices.
         """
-        kind, stage, unit, _, _ = action
-        size, chunk = self._passed_bytes(message), unit % len(self.bounds)
-        source, target = (f"{r}.{self.kv_tier}" for r in (message.source, message.target))
-        if kind in ("SEND_F", "SEND_B"):
+        size = self._passed_bytes(message)
+        source, target = (f"{r}.device" for r in (message.source, message.target))
+        if action.kind in ("SEND_F", "SEND_B"):
             # What comes is used at once, so that both buffers are there while it passes.
-            yield from _during(f"{message.target}.device", {Cause.MESSAGES: size})
-            yield from _during(f"{message.source}.device", {Cause.MESSAGES: size})
-        elif kind == "SEND_KV":
-            yield Change(target, Cause.KV, size)
-        elif kind == "SEND_DKV":
-            yield Change(target, Cause.DKV, size)
-            yield Change(source, Cause.DKV, -size, "end")
-            held = int(int(self._kv[stage, chunk]) * message.share * self._copies(message.made))
-            yield Change(source, Cause.KV, -held, "end")
+            yield from _during(target, {Cause.MESSAGES: size})
+            yield from _during(source, {Cause.MESSAGES: size})
+        elif action.kind in ("SEND_KV", "SEND_DKV"):
+            yield Change(target, Cause.KV if action.kind == "SEND_KV" else Cause.MESSAGES, size)
+            yield Change(source, Cause.MESSAGES, -size, "end")
 
-    def _changed_whole(
-        self, kind: Kind, stage: int, chunk: int, rank: int, part: int | None = None
+    def _slices_changed(
+        self, kind: Kind, stage: int, chunk: int, part: int | None
     ) -> Iterator[Change]:
+        """K/V of one rank of a unit, and their sums; see the note on slices."""
+        run, action = self._runs[stage, chunk], Action(kind, stage, chunk, None, part)
+        rank, first = run.ranks[part or 0], run.chunks.start
+        device, waits = (f"{rank}.{tier}" for tier in ("device", self.kv_tier))
+        begins, away = chunk == first, self.kv_tier != "device"
+        these = range(chunk + 1) if begins else range(chunk, chunk + 1)
+        came = sum(map(self._passed_bytes, self._used.get(action, ())))
+        packed = sum(map(self._passed_bytes, self._made.get(action, ())))
+        if away:
+            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
+            passing = {Cause.KV: backward, Cause.DKV: sums} if kind == "B" else {Cause.KV: forward}
+            share = self._copies(action) / len(run.ranks)
+            yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
+        yield Change(device, Cause.MESSAGES, packed, "end")
+        if kind == "F":
+            yield Change(waits, Cause.KV, self._slice(self._kv, stage, chunk, these))
+            yield Change(device, Cause.KV, -came, "end" if away else "start")
+            return
+        yield Change(device, Cause.MESSAGES, -came)
+        if run.chunks.stop < len(self.bounds) and rank in self._runs[stage, run.chunks.stop].ranks:
+            kept = self._slice(self._dkv, stage, run.chunks.stop, these)
+            yield Change(device, Cause.DKV, -kept)
+        if chunk == run.chunks.stop - 1:
+            all_before = range(chunk + 1)
+            yield Change(waits, Cause.DKV, self._slice(self._dkv, stage, chunk, all_before))
+        yield Change(waits, Cause.KV, -self._slice(self._kv, stage, chunk, these), "end")
+        yield Change(waits, Cause.DKV, -self._slice(self._dkv, stage, chunk, these), "end")
+        if begins and first and rank in self._runs[stage, first - 1].ranks:
+            kept = self._slice(self._dkv, stage, chunk, range(first))
+            yield Change(device, Cause.DKV, kept, "end")
+
+    def _slice(self, sizes: Bytes, stage: int, chunk: int, chunks: range) -> int:
+        """Of some chunks, what each rank of the run of `chunk` has of [stages, chunks] bytes."""
+        share = self._copies(Action("F", stage, chunk)) / len(self._runs[stage, chunk].ranks)
+        return sum(int(sizes[stage, other] * share) for other in chunks)
+
+    @cached_property
+    def _runs(self) -> dict[tuple[int, int], _Run]:
+        """By (stage, chunk)."""
+        found: dict[tuple[int, int], _Run] = {}
+        count = len(self.bounds)
+        for stage, home in enumerate(self.stage_ranks):
+            ranks = [self.shared_units.get((stage, chunk), (home,)) for chunk in range(count)]
+            starts = [c for c in range(count) if c == 0 or ranks[c] != ranks[c - 1]]
+            for start, stop in pairwise([*starts, count]):
+                run = _Run(range(start, stop), ranks[start])
+                found.update(((stage, chunk), run) for chunk in run.chunks)
+        return found
+
+    @cached_property
+    def _used(self) -> dict[Action, list[Message]]:
+        """K/V and their sums that come for a unit of the first micro-batch."""
+        return self._keys_by(lambda message: message.used)
+
+    @cached_property
+    def _made(self) -> dict[Action, list[Message]]:
+        """The same that are sent when such a unit has run."""
+        return self._keys_by(lambda message: message.made)
+
+    def _keys_by(self, end: Callable[[Message], Action]) -> dict[Action, list[Message]]:
+        found: dict[Action, list[Message]] = {}
+        for action, message in self.messages.items():
+            if action.kind in ("SEND_KV", "SEND_DKV") and action.unit < len(self.bounds):
+                found.setdefault(end(message), []).append(message)
+        return found
+
+    def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
         device, host = f"{rank}.device", f"{rank}.host"
         cause = OF_SAVED[self.saved]
         if kind == "F":
@@ -479,7 +598,8 @@ class PipelineCost:
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
         if kind in ("F", "B", "I"):
             yield from self._passing(device, kind, stage, chunk)
-            yield from self._kv_changed(kind, stage, chunk, rank)
+            if not self.messages:
+                yield from self._kv_changed(kind, stage, chunk, rank)
             if self.shards > 1:
                 yield from self._gathered(device, kind, stage)
         if not self.messages:
@@ -497,7 +617,7 @@ class PipelineCost:
             yield Change(host, cause, -size, "end")
             if TIERS[self.frame_tier].behind_host:
                 yield Change(f"{rank}.{self.frame_tier}", cause, -size, "end")
-        if kind in ("S", "L") and part is None:
+        if kind in ("S", "L"):
             # On the host they are only while they pass.
             size, stores = self._leaving_bytes(stage, chunk), kind == "S"
             if stores:

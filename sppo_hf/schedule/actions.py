@@ -53,9 +53,9 @@ receives, but K/V and their gradients pass between ranks of one stage; the unit 
 the last one whose gradients are in the sum. "S" and "L" are between host memory and a tier behind
 it (a disk). What keys and values do beside a unit has a part: 0 for "K" and "O" of its forward, 1
 of its backward, and one more for "S" and "L" of the same; beside share n of a unit that ranks share
-3 n more. "P", "G" and "U" are of weights that rest
-on the host, where "U" updates them; what is outside of the layers counts as the layer behind the
-last."""
+3 n more. "S" and "L" of that share's own saved activations are 3 n. "P", "G" and "U" are of weights
+that rest on the host, where "U" updates them; what is outside of the layers counts as the layer
+behind the last."""
 
 STREAM_KINDS: frozenset[Kind] = frozenset({"K", "O"})
 """Kinds of keys and values that come and go beside units."""
@@ -126,14 +126,15 @@ class Action(NamedTuple):
 def is_stream(action: Action) -> bool:
     """Whether an action is of keys and values beside a unit."""
     moved_on = action.kind in ("S", "L") and action.part is not None
-    return moved_on or action.kind in STREAM_KINDS
+    return action.kind in STREAM_KINDS or (moved_on and stream_way(action) > 0)
 
 
 def stream_part(way: int, share: int | None) -> int:
     """The part of what keys and values do beside a unit, or beside a share of it.
 
     Args:
-        way: 0 of forward and 1 of backward for "K" and "O", one more for "S" and "L".
+        way: 0 of forward and 1 of backward for "K" and "O", one more for "S" and "L", which have 0
+            for saved activations.
         share: The unit's own part.
     """
     return _WAYS * (share or 0) + way
@@ -148,3 +149,14 @@ def stream_way(action: Action) -> int:
 def stream_share(action: Action) -> int:
     """`share` of it, 0 for a whole unit."""
     return (action.part or 0) // _WAYS
+
+
+def frame_part(share: int | None) -> int | None:
+    """The part of "S" and "L" of saved activations: of a unit, or of a share of it."""
+    return None if share is None else stream_part(0, share)
+
+
+def share_part(action: Action) -> int | None:
+    """The share of its unit that an action which is no stream is of; None for a whole unit."""
+    part = action.part
+    return part // _WAYS if part is not None and action.kind in ("S", "L") else part

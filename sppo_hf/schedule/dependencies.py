@@ -28,7 +28,15 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
+from sppo_hf.schedule.actions import (
+    COMPUTE_KINDS,
+    KIND_NAMES,
+    Action,
+    Kind,
+    frame_part,
+    is_stream,
+    share_part,
+)
 from sppo_hf.schedule.messages import TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.timeline import COMPUTE
@@ -194,19 +202,20 @@ class DependencyGraph:
                     lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
                 lane, places = lanes[key]
             lane.append(action)
-            if kind in ("O", "S") and action.part is not None and compute:
+            streams = action.part is not None and is_stream(action)
+            if streams and kind in ("O", "S") and compute:
                 # Beside the unit that it is listed behind, so after the one before that.
                 self._streams.setdefault(compute[-1], []).append(action)
                 places.append(len(compute) - 2)
                 continue
             places.append(len(compute) - 1)
-            if kind in ("K", "L") and action.part is not None:
+            if streams and kind in ("K", "L"):
                 coming.append(action)
             elif kind == "D":
                 newly_left = len(lane) - 1
                 if len(stored) > 1:
                     self._room[action] = stored[-2]
-            elif kind == "S" and action.part is None:
+            elif kind == "S" and not streams:
                 stored.append(action)
 
     def _lane_of(self, name: str) -> tuple[list[Action], list[int]]:
@@ -275,10 +284,10 @@ class DependencyGraph:
         else:
             if part is None:
                 self._add_others(needed, kind, here)
-                if kind == "D" and action in self._room:
-                    needed.append(self._position(self._room[action]))
-            elif kind not in _PLAIN:
+            elif kind not in _PLAIN or not is_stream(action):
                 self._add_parts(needed, action)
+            if kind == "D" and action in self._room:
+                needed.append(self._position(self._room[action]))
         if waited >= 0:
             needed.append(waited)
         return needed
@@ -318,12 +327,18 @@ class DependencyGraph:
 
     def _add_parts(self, needed: list[int], action: Action) -> None:
         """The same of one rank's share of a unit, or of a piece of what passes between them."""
-        kind, stage, unit, _, part = action
+        kind, stage, unit = action[:3]
         message = self._messages.get(action)
         if message is None:
-            sources: dict[Kind, Kind] = {"W": "I", "H": "D"}
-            source = sources.get(kind, "F")
-            needed.append(self._position(Action(source, stage, unit, None, part)))
+            share = share_part(action)
+            if kind in ("H", "L"):
+                behind = Action("L" if kind == "H" else "S", stage, unit, None, frame_part(share))
+                if kind == "L" or behind in self._alone:
+                    needed.append(self._position(behind))
+            if kind != "L":
+                sources: dict[Kind, Kind] = {"W": "I", "H": "D", "S": "D"}
+                source = sources.get(kind, "F")
+                needed.append(self._position(Action(source, stage, unit, None, share)))
         elif action == message.receive:
             needed.append(self._position(message.send))
         else:
@@ -334,9 +349,11 @@ class DependencyGraph:
                 needed.append(self._waited[receive])
 
     def _position(self, action: Action) -> int:
+        here = action.stage * self._num_units + action.unit
         if action.part is None:
-            return self._of(action.kind)[action.stage * self._num_units + action.unit]
-        return self._alone.get(action, _NOWHERE)
+            return self._of(action.kind)[here]
+        # One that is missing is named without its part.
+        return self._alone.get(action, -2 - _NUMBER[action.kind] * self._size - here)
 
     def _missing(self) -> str:
         """Says what is needed and not there."""

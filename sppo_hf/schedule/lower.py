@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from itertools import accumulate
 
-from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, stream_part
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, frame_part, stream_part
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
 
@@ -176,12 +176,13 @@ def add_offload(
             if places.compute_after(rank, action, 1) >= used:
                 continue
             places.add_after(rank, places.step(rank, action), _like(action, "D"))
-            if action.part is None and _is_in(stores, action):
-                places.add_after(rank, places.step(rank, action), _like(action, "S"))
+            if _is_in(stores, action):
+                store = _like(action, "S")._replace(part=frame_part(action.part))
+                places.add_after(rank, places.step(rank, action), store)
                 ahead = max(turn - fetch_ahead, 0)
                 read = places.compute_before(rank, backwards[ahead], early + 1)
                 read = max(read, places.compute_after(rank, action, 1))
-                places.add_before(rank, min(read, begin, used), _like(action, "L"))
+                places.add_before(rank, min(read, begin, used), _like(store, "L"))
             places.add_before(rank, min(begin, used), _like(action, "H"))
     return places.schedule()
 

@@ -81,7 +81,9 @@ def messages(schedule: Schedule) -> dict[Action, Message]:
             forward = made.kind == "F"
             if not (forward or made.kind in ("B", "I")):
                 continue
-            for message in moved.get(made, ()):
+            keys = moved.get(made, ())
+            # Gradients in the order in which backwards need them, or all would come at once.
+            for message in keys if forward else reversed(keys):
                 found[message.send] = message
             stage = made.stage + (1 if forward else -1)
             kind: Kind | None = "F" if forward else back.get((stage, made.unit))

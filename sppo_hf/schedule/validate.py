@@ -21,6 +21,7 @@ from sppo_hf.schedule.actions import (
     Action,
     Kind,
     is_stream,
+    share_part,
     stream_share,
     stream_way,
 )
@@ -143,9 +144,11 @@ class _Check:
         elif action.part is None or action.kind in TRANSFERS:
             if action.part is None and shared and action.kind != "REDUCE_GRAD":
                 self._fail(action, place, "is of a shared unit", "one action for each #part")
-        elif shared is None or action.part >= len(shared) or shared[action.part] != place[0]:
-            wrong = "is no share of a unit whose forward this rank shares as that part"
-            self._fail(action, place, wrong, "the same ranks and parts in all of a unit")
+        else:
+            share = share_part(action) or 0
+            if shared is None or share >= len(shared) or shared[share] != place[0]:
+                wrong = "is no share of a unit whose forward this rank shares as that part"
+                self._fail(action, place, wrong, "the same ranks and parts in all of a unit")
 
     def order(self, rank: int) -> None:
         """Checks that all that an action needs of its own rank is listed before it."""

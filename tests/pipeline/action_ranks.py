@@ -1,30 +1,45 @@
 """A job for each rank: tiny pipelines whose ranks keep what they did in `trace_dir`.
 
 The job holds `pp_size`, `out` (a folder) and `runs`: mappings of `name`, `settings`, `rows`,
-`tokens`, `steps`, `evaluate` and `overrides` (of the model's config); each run's files lie in the
-folder of its name, and with them what an observer of each rank was told.
+`tokens`, `steps`, `evaluate`, `held` and `overrides` (of the model's config); each run's files lie
+in the folder of its name, and with them what an observer of each rank was told. With `held` these
+are joined by the bytes of keys, values and their sums before each compute, and by those planned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
 
+from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.streamed_kv import StreamedKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
+from sppo_hf.engine.device_facts import whole_shape
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.stage_plans import BatchPlans
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.reporting.plan_tables import render_plan
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
+from sppo_hf.schedule.generate import MSP, Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.messages import messages
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 TOKENS = 23
@@ -65,6 +80,76 @@ class Told(StepObserver):
         self.written.append(record.offload.disk_write_bytes)
 
 
+class Held:
+    """Bytes of keys, values and their sums on this rank, by tier and cause, between computes."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        """Measure while `patch` is entered, in a pipeline whose ranks share units."""
+        self.engine = engine
+        self.measured: list[tuple[str, dict[str, int]]] = []
+        """Before each compute."""
+        start = SharedUnits.start
+
+        def measure(shared: SharedUnits, action: Action) -> None:
+            self.measured.append((str(action), self.bytes_of(shared)))
+            start(shared, action)
+
+        self.patch = mock.patch.object(SharedUnits, "start", measure)
+
+    def bytes_of(self, shared: SharedUnits) -> dict[str, int]:
+        """In the stores of all runs, and on the device besides."""
+        units = self.engine._units
+        assert units is not None
+        keys = sums = 0
+        for running in units._running.values():
+            for store in running.sequence.key_stores(running.sequence._layers):
+                if isinstance(store, LayerKV):
+                    keys, sums = keys + store.kv_bytes, sums + store.gradient_bytes
+                    continue
+                assert isinstance(store, StreamedKV)
+                like = store._like
+                sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in like.items()}
+                keys += sum(sizes[c] * like[c].dtype.itemsize for c in store._keys)
+                sums += sum(sizes[c] * like[c].sum_dtype.itemsize for c in store._sums)
+        coming = shared._transport._coming.items()
+        came = sum(buffer.nbytes for key, (_, buffer) in coming if "RECV_KV" in str(key))
+        kept = sum(x.nbytes for pairs in shared._sums.values() for pair in pairs for x in pair)
+        found = {"device kv": came, "device dkv": kept}
+        for cause, size in (("kv", keys), ("dkv", sums)):
+            tier = self.plans().by_stage[0].kv_tier
+            found[f"{tier} {cause}"] = found.get(f"{tier} {cause}", 0) + size
+        return found
+
+    def plans(self) -> BatchPlans:
+        """Of the one shape that has run."""
+        (plans,) = self.engine._stage_plans._made.values()
+        return plans
+
+    def planned(self) -> list[tuple[str, dict[str, int]]]:
+        """The same as it is planned: what all that is listed before a compute takes and leaves."""
+        engine, plans = self.engine, self.plans()
+        rank, tier = engine.mesh.pp_rank, plans.by_stage[0].kv_tier
+        chunks = len(plans.bounds)
+        compute = generate(MSP, Size(engine.mesh.pp_size, plans.micro_batches, chunks))
+        profile, shape = load_profile("h100"), whole_shape(engine.parts)
+        cost = ModelCost(shape=shape, profile=profile, dtype_name="float32")
+        costs = PipelineCost.of(compute, cost, plans.bounds, kv_tier=tier)
+        costs = dataclasses.replace(costs, stages=engine.staged.cut.layers)
+        sends = {message.receive: send for send, message in messages(compute).items()}
+        held = {f"{where} {cause}": 0 for where in ("device", tier) for cause in ("kv", "dkv")}
+        found: list[tuple[str, dict[str, int]]] = []
+        for action in lower(compute, streams=costs.streams).ranks[rank]:
+            if action.kind in COMPUTE_KINDS:
+                found.append((str(action), dict(held)))
+            # What is sent changes bytes at both ends.
+            for change in costs.changes(sends.get(action, action)):
+                where, name = change.tier.split(".")[1], change.cause
+                if change.tier.startswith(f"{rank}.") and f"{where} {name}" in held:
+                    held[f"{where} {name}"] += change.num_bytes
+        assert not any(held.values()), held
+        return found
+
+
 def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     """Train a step of a tiny model, and perhaps evaluate after it."""
     overrides = {"num_hidden_layers": LAYERS, **one.get("overrides", {})}
@@ -74,18 +159,23 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     told = Told()
     convert_to_stages(model, config, observer=told)
     batch = make_batch(rows=one.get("rows", 3), tokens=one.get("tokens", TOKENS))
-    for _ in range(one.get("steps", 1)):
-        model.zero_grad()
-        model(**batch).loss.backward()
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
+    held = Held(engine)
+    with held.patch if one.get("held") else contextlib.nullcontext():
+        for _ in range(one.get("steps", 1)):
+            model.zero_grad()
+            model(**batch).loss.backward()
     engine.offload.assert_drained()
     if one.get("evaluate"):
         with torch.no_grad():
             model(**batch)
+    said = vars(told)
+    if one.get("held"):
+        said |= {"measured": held.measured, "expected": held.planned()}
     revert(model)
     path = folder / one["name"] / f"told{dist.get_rank()}.json"
-    path.write_text(json.dumps(vars(told)))
+    path.write_text(json.dumps(said))
 
 
 def main(job: dict[str, Any]) -> None:

@@ -113,6 +113,32 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
     assert sum(Action.parse(text).kind in COMPUTE_KINDS for text in between) == 1
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_keys_and_values_of_shared_units_are_as_many_as_planned(ranks: int, tmp_path: Path) -> None:
+    """In every store of every run, and on the device before they are there or sent back."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    settings = {"pp_msp": "on", "recompute": "full", "chunk_lengths": [7, 2, 6, 3, 5]}
+    runs: list[dict[str, Any]] = [
+        {
+            **{"name": tier, "overrides": heads, "rows": 2, "held": True},
+            "settings": {**settings, "offload_kv": kv},
+        }
+        for tier, kv in (("device", "none"), ("host", "full"))
+    ]
+    _launch(runs, ranks, tmp_path)
+    for one in runs:
+        for rank in range(ranks):
+            told = json.loads((tmp_path / one["name"] / f"told{rank}.json").read_text())
+            assert len(told["measured"]) == len(told["expected"]) > 20
+            for measured, expected in zip(told["measured"], told["expected"], strict=True):
+                assert measured == expected, (one["name"], rank)
+            # The last rank helps with first units alone, before which nothing is.
+            (_, held), *_ = told["measured"]
+            most = {key: max(held[key] for _, held in told["measured"]) for key in held}
+            least = {"device kv"} if one["name"] == "host" and rank == ranks - 1 else set()
+            assert {key for key, size in most.items() if not size} == least, (one["name"], rank)
+
+
 def _slow_profile(path: Path) -> str:
     """A profile on which a tiny model's products take as long as a large one's on an H100."""
     profile = json.loads((ROOT / "sppo_hf/planning/profiles/h100-80gb.json").read_text())

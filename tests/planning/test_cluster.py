@@ -82,7 +82,12 @@ def test_units_are_shared_where_the_runtime_takes_them() -> None:
 
     space = SearchSpace(frame_tiers=("host", "disk"))
     question = replace(QUESTION, space=space)
-    assert sharing(question) == {(stages, 1, "device", "host") for stages in (2, 4)}
+    assert sharing(question) == {
+        (stages, 1, kv_tier, frame_tier)
+        for stages in (2, 4)
+        for kv_tier in ("device", "host")
+        for frame_tier in ("host", "disk")
+    }
     assert sharing(replace(question, shares_units=False)) == set()
     # Three ranks cannot divide 8 query heads, nor 2 key/value heads; so neither can four.
     few = tuple(replace(layer, num_heads=8, num_kv_heads=2) for layer in SHAPE.layers)

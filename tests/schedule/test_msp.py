@@ -1,6 +1,7 @@
 """Multiplexed partitioning: the paper's sets and example, its lengths, and what moves for it."""
 
 from fractions import Fraction
+from itertools import pairwise
 from math import lcm
 
 import pytest
@@ -180,6 +181,40 @@ def test_offload_is_each_ranks_own() -> None:
         "0D0#1",
         "1D0",
     ]
+
+
+def test_shares_go_on_behind_the_host_and_come_back_from_there() -> None:
+    """Each rank's own: stored when it has left the device, read a unit ahead of its copy back."""
+    first = lambda _stage, unit: unit == 0  # noqa: E731
+    lowered = add_offload(msp(2, 4), first, first)
+    validate(lowered)
+    assert Schedule.parse(str(lowered)) == lowered
+    for rank, parts in ((0, ("#0", "#0")), (1, ("#1", "#3"))):
+        beside = [t for t in lowered.texts()[rank] if t[:3] in ("0D0", "0S0", "0L0", "0H0")]
+        share, stored = parts
+        assert beside == [f"0D0{share}", f"0S0{stored}", f"0L0{stored}", f"0H0{share}"]
+    timeline = simulate_pipeline(lowered, seconds=fixed_seconds(copy=0.4))
+    for rank in range(2):
+        spans = [timeline.span(a) for a in lowered.ranks[rank] if a.kind in "DSLH"]
+        spans = [span for span in spans if span.action.stage == 0]
+        for before, after in pairwise(spans):
+            assert before.end_seconds <= after.start_seconds
+    text = str(lowered)
+    for wrong in (text.replace("0S0#3", "0S0#6"), text.replace("0L0#3", "0L3#3")):
+        with pytest.raises(ScheduleError, match="is no share of a unit"):
+            validate(Schedule.parse(wrong))
+    # What was not stored cannot be read.
+    with pytest.raises(ScheduleError, match=r"0L0#3 \(load\) needs 0S0, what it copies"):
+        validate(lowered.keep(lambda action: str(action) != "0S0#3"))
+
+
+def test_sums_of_gradients_come_in_the_order_in_which_they_are_needed() -> None:
+    """Else all of them would have to be there before the first, of which each is half a stage's."""
+    schedule = add_transfers(msp(4, 8))
+    received = [a for a in schedule.ranks[1] if a.kind == "RECV_DKV" and a.stage == 1]
+    assert [a.unit for a in received[:7]] == [6, 5, 4, 3, 2, 1, 0]
+    steps = [schedule.ranks[1].index(a) for a in received]
+    assert max(b - a for a, b in pairwise(steps)) > 1
 
 
 def test_keys_that_wait_elsewhere_stream_beside_each_share() -> None:
