@@ -21,7 +21,7 @@ from sppo_hf.pipeline.agreement import all_say, first_rank_says
 from sppo_hf.pipeline.schedules import step_schedule
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.memory import CONTEXT_BYTES
@@ -35,10 +35,12 @@ from sppo_hf.planning.pipeline_choice import (
     rule_choice,
     stage_seconds,
 )
+from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan
-from sppo_hf.planning.tiers import TIERS
+from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.written_plan import other_plan_warnings
-from sppo_hf.schedule.generate import MSP
+from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import Stream
 from sppo_hf.schedule.schedule import Schedule
 
@@ -428,8 +430,7 @@ class StagePlanCache:
             )
             try:
                 corrected = replace(request, correction=learned.get(stage))
-                planned = functools.partial(make_plan, corrected)
-                plans[stage] = shared_plan(planned, engine.group)
+                plans[stage] = self._planned(corrected, choice, micro_batches)
             except (BudgetError, PipelineError) as error:
                 if stage not in learned and isinstance(error, PipelineError):
                     raise  # a rank that shares the stage's sequences says why
@@ -441,8 +442,7 @@ class StagePlanCache:
                         "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
                     ) from error
                 # What ran so far still fits.
-                planned = functools.partial(make_plan, request)
-                plans[stage] = shared_plan(planned, engine.group)
+                plans[stage] = self._planned(request, choice, micro_batches)
             others = other_plan_warnings(config, whole, total_tokens, training=training)
             for warning in (*plans[stage].warnings, *others):
                 if warning not in self._warned:
@@ -452,6 +452,45 @@ class StagePlanCache:
             pool = replace(plans[stage], budgets=read_budgets(config, facts))
             engine.offload_holder.prepare(device, pool, batches=max(1, math.ceil(alive)))
         return plans
+
+    def _planned(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:
+        """The plan of a stage; where ranks share units, beside what this one holds of others'.
+
+        How much that is depends on where the plan has K/V wait, so it may take more than one.
+        """
+        while True:
+            plan = shared_plan(functools.partial(make_plan, request), self._engine.group)
+            if choice.schedule != MSP or not request.training:
+                return plan
+            slices = self._slices(request, plan.kv_tier, micro_batches)
+            # Never less than before, or K/V might go back and forth.
+            slices = {
+                tier: max(slices.get(tier, 0), request.slices.get(tier, 0))
+                for tier in {**request.slices, **slices}
+            }
+            if slices == request.slices:
+                return plan
+            request = replace(request, slices=slices)
+
+    def _slices(self, request: PlanRequest, kv_tier: Tier, micro_batches: int) -> dict[Tier, int]:
+        engine, bounds, facts = self._engine, request.bounds, request.device
+        assert bounds is not None, "a pipeline's chunks are decided"
+        # Bytes do not ask for speeds, but when messages come does, a little.
+        estimate = cpu_estimate(facts.name)
+        if facts.kind != "cpu":
+            estimate = cuda_estimate(facts.name, peak_flops(facts.name))
+        cost = ModelCost(
+            shape=engine.shape(),
+            profile=facts.profile or estimate,
+            dtype_name=request.dtype_name,
+            batch_rows=request.batch_rows,
+        )
+        compute = generate(MSP, Size(engine.mesh.pp_size, min(micro_batches, 2), len(bounds)))
+        costs = PipelineCost.of(
+            compute, cost, bounds, kv_tier=kv_tier, link_bytes_per_second=LINK_BYTES_PER_SECOND
+        )
+        costs = replace(costs, stages=engine.staged.cut.layers)
+        return bytes_of_slices(costs, compute, engine.mesh.pp_rank)
 
     def _announce(self, stage: int, plan: Plan) -> None:
         engine = self._engine

@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -68,10 +68,11 @@ from sppo_hf.schedule.actions import (
     stream_share,
     stream_way,
 )
-from sppo_hf.schedule.lower import Stream
+from sppo_hf.schedule.lower import Stream, lower
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change
+from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
 
 OffloadRule = Literal["none", "full", "sppo"]
 """What of each frame leaves the device: nothing, all of it, or the paper's share."""
@@ -276,6 +277,14 @@ class PipelineCost:
                 if rank != self.stage_ranks[stage]:
                     found[rank].add(stage)
         return [sorted(stages) for stages in found]
+
+    def own_keys(self, stage: int) -> dict[Tier, int]:
+        """Returns bytes of a stage's K/V and their sums of a row: where they wait, and passing."""
+        whole = {self.kv_tier: int(self._kv[stage].sum() + self._dkv[stage].sum())}
+        if self.kv_tier == "device":
+            return whole
+        _, keys, sums = self._tables.kv_passing
+        return {**whole, "device": int((keys + sums).max())}
 
     def frame_bytes(self, stage: int, chunk: int) -> int:
         """Returns what is saved of a chunk in all layers of a stage."""
@@ -760,6 +769,33 @@ def granules_of(cost: ModelCost, num_ranks: int) -> int | None:
         return head_granules(attending, num_ranks, "the model")
     except ConfigError:
         return None
+
+
+def bytes_of_slices(costs: PipelineCost, schedule: Schedule, rank: int) -> dict[Tier, int]:
+    """Returns what a rank that shares units holds besides the K/V of its own stage, by tier.
+
+    At most, and of K/V, their sums and messages: what the note on slices says. The stage's own plan
+    counts one row's K/V and their sums.
+
+    Args:
+        costs: of the schedule.
+        schedule: compute alone.
+        rank: whose.
+    """
+    lowered = lower(schedule, streams=costs.streams)
+    timeline = simulate_pipeline(lowered, seconds=costs.seconds, changes=costs.changes)
+    own = costs.own_keys(costs.stage_ranks.index(rank))
+    found: dict[Tier, int] = {}
+    for tier in TIERS:
+        curves = timeline.curves_by_cause(f"{rank}.{tier}")
+        steps: list[tuple[float, int]] = []
+        for cause in (Cause.KV, Cause.DKV, Cause.MESSAGES):
+            curve = [(0.0, 0), *curves.get(cause, ())]
+            steps += ((at, size - before) for (_, before), (at, size) in pairwise(curve))
+        most = max(accumulate(size for _, size in sorted(steps)), default=0)
+        if most > own.get(tier, 0):
+            found[tier] = most - own.get(tier, 0)
+    return found
 
 
 def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:

@@ -8,8 +8,8 @@ is carried out. A Plan is a value: the engine, the tables and the tests read the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 from sppo_hf.config import SPPOConfig
@@ -366,6 +366,10 @@ class PlanRequest:
     """Of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None for a
     device of its own."""
 
+    slices: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
+    """Of a stage whose rank shares other stages' units: bytes of their keys and values by tier,
+    which are not the stage's to use; see `pipeline_cost.bytes_of_slices`."""
+
     by_layer: bool | str = True
     """Whether the model's layers can be called on parts of a sequence; a part of a sentence says
     why not, and is passed on as a warning."""
@@ -516,6 +520,9 @@ def _make_plan(request: PlanRequest, *, attention_again: bool) -> Plan:
         # What rests is in the memory that the device computes in.
         rest = None if budgets.device is None else budgets.device - shape.resting.held_bytes
         budgets = budgets.replace(device=rest)
+    for tier, size in request.slices.items():
+        budget = budgets.of(tier)
+        budgets = budgets.replace(**{tier: None if budget is None else max(0, budget - size)})
     if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
         budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)

@@ -24,12 +24,13 @@ from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.attention.streamed_kv import StreamedKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
-from sppo_hf.engine.device_facts import whole_shape
+from sppo_hf.engine.device_facts import device_facts, whole_shape
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.pipeline.convert import convert_to_stages
 from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
+from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.pipeline_cost import PipelineCost
@@ -40,6 +41,7 @@ from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.messages import messages
+from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 TOKENS = 23
@@ -125,16 +127,31 @@ class Held:
         (plans,) = self.engine._stage_plans._made.values()
         return plans
 
-    def planned(self) -> list[tuple[str, dict[str, int]]]:
-        """The same as it is planned: what all that is listed before a compute takes and leaves."""
+    def costs(self) -> tuple[Schedule, PipelineCost]:
+        """Of the step that has run."""
         engine, plans = self.engine, self.plans()
-        rank, tier = engine.mesh.pp_rank, plans.by_stage[0].kv_tier
-        chunks = len(plans.bounds)
-        compute = generate(MSP, Size(engine.mesh.pp_size, plans.micro_batches, chunks))
+        compute = generate(MSP, Size(engine.mesh.pp_size, plans.micro_batches, len(plans.bounds)))
         profile, shape = load_profile("h100"), whole_shape(engine.parts)
         cost = ModelCost(shape=shape, profile=profile, dtype_name="float32")
+        tier = plans.by_stage[0].kv_tier
         costs = PipelineCost.of(compute, cost, plans.bounds, kv_tier=tier)
-        costs = dataclasses.replace(costs, stages=engine.staged.cut.layers)
+        return compute, dataclasses.replace(costs, stages=engine.staged.cut.layers)
+
+    def left(self) -> dict[str, tuple[int, int]]:
+        """By tier, what the rank's plan leaves of its budget to slices; and own K/V in the plan."""
+        rank, config = self.engine.mesh.pp_rank, self.engine.config
+        plan = self.plans().by_stage[rank]
+        budgets = read_budgets(config, device_facts(torch.device("cpu"), config))
+        own = self.costs()[1].own_keys(rank)
+        return {
+            tier: ((budgets.of(tier) or 0) - (plan.budgets.of(tier) or 0), own.get(tier, 0))
+            for tier in {"device", plan.kv_tier}
+        }
+
+    def planned(self) -> list[tuple[str, dict[str, int]]]:
+        """The same as it is planned: what all that is listed before a compute takes and leaves."""
+        rank, tier = self.engine.mesh.pp_rank, self.plans().by_stage[0].kv_tier
+        compute, costs = self.costs()
         sends = {message.receive: send for send, message in messages(compute).items()}
         held = {f"{where} {cause}": 0 for where in ("device", tier) for cause in ("kv", "dkv")}
         found: list[tuple[str, dict[str, int]]] = []
@@ -172,7 +189,7 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
             model(**batch)
     said = vars(told)
     if one.get("held"):
-        said |= {"measured": held.measured, "expected": held.planned()}
+        said |= {"measured": held.measured, "expected": held.planned(), "left": held.left()}
     revert(model)
     path = folder / one["name"] / f"told{dist.get_rank()}.json"
     path.write_text(json.dumps(said))

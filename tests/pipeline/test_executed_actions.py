@@ -117,7 +117,8 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
 def test_keys_and_values_of_shared_units_are_as_many_as_planned(ranks: int, tmp_path: Path) -> None:
     """In every store of every run, and on the device before they are there or sent back."""
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
-    settings = {"pp_msp": "on", "recompute": "full", "chunk_lengths": [7, 2, 6, 3, 5]}
+    budgets = {"device_memory": "1GiB", "host_memory": "1GiB"}
+    settings = {"pp_msp": "on", "recompute": "full", "chunk_lengths": [7, 2, 6, 3, 5], **budgets}
     runs: list[dict[str, Any]] = [
         {
             **{"name": tier, "overrides": heads, "rows": 2, "held": True},
@@ -137,6 +138,12 @@ def test_keys_and_values_of_shared_units_are_as_many_as_planned(ranks: int, tmp_
             most = {key: max(held[key] for _, held in told["measured"]) for key in held}
             least = {"device kv"} if one["name"] == "host" and rank == ranks - 1 else set()
             assert {key for key, size in most.items() if not size} == least, (one["name"], rank)
+            # The plan of the rank's own stage leaves room for that, and for what is being sent.
+            for tier, (left, own) in told["left"].items():
+                held = [h[f"{tier} kv"] + h[f"{tier} dkv"] for _, h in told["measured"]]
+                assert max(held) <= left + own <= 2.5 * max(max(held), own), (one["name"], rank)
+            if rank < ranks - 1:
+                assert told["left"]["device"][0] > 0
 
 
 def _slow_profile(path: Path) -> str:

@@ -15,7 +15,7 @@ from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import DeviceFacts, PlanRequest, make_plan
 from sppo_hf.planning.stage_split import StageWeights
 from sppo_hf.schedule.actions import Action
@@ -265,6 +265,21 @@ def test_what_shared_units_take_they_give_back(kv_tier: str, rows: int) -> None:
         # Shares are rounded down to bytes.
         assert timeline.curve(tier)[-1][1] == pytest.approx(standing.get(tier, 0), abs=2000)
         assert all(held >= -2000 for _, held in timeline.curve(tier))
+
+
+def test_ranks_hold_slices_of_stages_that_they_help() -> None:
+    """The first one of each later stage's K/V, while sums that are twice as large go back."""
+    schedule, bounds = generate("msp", Size(4, 1, 8)), even_bounds(TOKENS, 8)
+    slices: dict[str, list[dict[str, int]]] = {}
+    for tier in ("device", "host"):
+        costs = PipelineCost.of(schedule, COST, bounds, kv_tier=tier)
+        slices[tier] = [bytes_of_slices(costs, schedule, rank) for rank in range(4)]
+        own = costs.own_keys(0)[tier]
+        # Half of stage 1's sums at once, packed to be sent back, wherever they were summed.
+        assert 0.2 * own < slices[tier][0]["device"] < own
+        assert slices[tier][0]["device"] > slices[tier][3].get("device", 0)
+    assert "host" not in slices["device"][0]
+    assert slices["host"][0]["device"] < slices["device"][0]["device"]
 
 
 def test_helpers_have_frozen_weights_or_are_sent_others() -> None:
