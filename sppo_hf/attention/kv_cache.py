@@ -99,15 +99,23 @@ class KVStore(Protocol):
         """Keys and values of `chunk`, each BKCH, which stay here too."""
         ...
 
-    def take_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of dK and dV of `chunk` as they were summed, and free its entry.
+    def drop_keys(self, chunk: int) -> None:
+        """Free keys and values of `chunk`, whose own backward runs with another store.
 
-        What these chunks give an earlier one, whose own backward runs with another store.
+        The sums of their gradients wait here.
         """
         ...
 
+    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Those sums of dK and dV, as they were summed, each BKCH; they stay here too."""
+        ...
+
+    def drop_sums(self, chunk: int) -> None:
+        """Free them."""
+        ...
+
     def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
-        """Add what another store's `take_sums` has returned, for some heads; one may come twice."""
+        """Add what another store's `sums` has returned, for some heads; one may come twice."""
         ...
 
 
@@ -241,11 +249,20 @@ class LayerKV:
         """See `KVStore.keys_and_values`."""
         return self._keys[chunk]
 
-    def take_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.take_sums`."""
+    def drop_keys(self, chunk: int) -> None:
+        """See `KVStore.drop_keys`."""
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
-        return self._grads.pop(chunk, None) or (sum_zeros(k), sum_zeros(v))
+        if chunk not in self._grads:
+            self._grads[chunk] = sum_zeros(k), sum_zeros(v)
+
+    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.sums`."""
+        return self._grads[chunk]
+
+    def drop_sums(self, chunk: int) -> None:
+        """See `KVStore.drop_sums`."""
+        del self._grads[chunk]
 
     def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
         """See `KVStore.add_sums`."""

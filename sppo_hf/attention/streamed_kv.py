@@ -337,23 +337,29 @@ class StreamedKV:
         """See `KVStore.put_earlier`."""
         self.put(chunk, k_BKCH, v_BKCH)
         self._own = None
+        self._stream.mover.settle()  # many chunks' follow each other
 
     def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
         """See `KVStore.keys_and_values`; copies, for what was brought is given up at once."""
         return self._copies(self._keys[chunk])
 
-    def take_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.take_sums`."""
-        sums, like = self._sums.pop(chunk, None), self._like[chunk]
-        for handle in self._keys.pop(chunk, ()):
+    def drop_keys(self, chunk: int) -> None:
+        """See `KVStore.drop_keys`."""
+        for handle in self._keys.pop(chunk):
             self._stream.release(handle)
-        if sums is None:
+
+    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.sums`; copies, for what was brought is given up at once."""
+        like = self._like[chunk]
+        if chunk not in self._sums:
             zeros = functools.partial(torch.zeros, dtype=like.sum_dtype, device=like.device)
             return zeros(like.k_shape), zeros(like.v_shape)
-        copies = self._copies(sums)
-        for handle in sums:
+        return self._copies(self._sums[chunk])
+
+    def drop_sums(self, chunk: int) -> None:
+        """See `KVStore.drop_sums`."""
+        for handle in self._sums.pop(chunk, ()):
             self._stream.release(handle)
-        return copies
 
     def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
         """See `KVStore.add_sums`."""
@@ -368,6 +374,7 @@ class StreamedKV:
         add_heads(sums, (dk_BKCH, dv_BKCH), heads)
         sum_k, sum_v = sums
         self._sums[chunk] = (self._stream.mover.send(sum_k), self._stream.mover.send(sum_v))
+        self._stream.mover.settle()
 
     def _copies(self, pair: Pair) -> tuple[Tensor, Tensor]:
         k, v = (self._stream.fetch(handle).clone() for handle in pair)

@@ -408,8 +408,8 @@ class SharedUnits:
                 self._used.setdefault(message.used, []).append(message)
         self._made: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
         """What units gave on that is to be taken: its first token in the chunk, `[B, c, W]`."""
-        self._sums: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-        """Sums of dK and dV, by layer, that are to go back."""
+        self._sums: dict[tuple[Any, ...], tuple[list[KVStore], int]] = {}
+        """Stores of runs that have ended, with sums of a chunk's dK and dV that are to go back."""
         self._ending: list[KVStore] = []
         """Keys of the run whose last backward runs."""
         visits = visits_of(schedule, rank, runs)
@@ -467,7 +467,10 @@ class SharedUnits:
         if not self._left[key]:
             del self._left[key]
             self._made.pop(key, None)
-            self._sums.pop(key, None)
+            if key in self._sums:
+                stores, chunk = self._sums.pop(key)
+                for keys in stores:
+                    keys.drop_sums(chunk)
 
     def _overlap(self, message: Message) -> tuple[int, int]:
         """The tokens of the chunk that a message of hidden states or gradients carries."""
@@ -628,7 +631,8 @@ class SharedUnits:
         for earlier in range(chunk + 1) if chunk == run.chunks.start else (chunk,):
             unit = action.unit - chunk + earlier
             key: tuple[Kind, int, int] = ("SEND_DKV", action.stage, unit)
-            found = self._sums[self._sums_key(key, after)]
+            ended, _ = self._sums[self._sums_key(key, after)]
+            found = [keys.sums(earlier) for keys in ended]
             self._add_sums(stores, forward, late, earlier, found)
             self._release(self._sums_key(key, after))
 
@@ -667,9 +671,9 @@ class SharedUnits:
         )
         flat: list[Tensor] = []
         forward, late = (a._replace(kind="F") for a in (message.used, message.made))
-        places = self._keys_of(forward, late)
-        for (_, _, target), both in zip(places, self._sums[key], strict=True):
-            flat += (_heads(x_BKCH, target).reshape(-1) for x_BKCH in both)
+        places, (stores, chunk) = self._keys_of(forward, late), self._sums[key]
+        for (_, _, target), keys in zip(places, stores, strict=True):
+            flat += (_heads(x_BKCH, target).reshape(-1) for x_BKCH in keys.sums(chunk))
         return torch.cat(flat)
 
     # -- around units --------------------------------------------------------------------------
@@ -718,11 +722,12 @@ class SharedUnits:
         for chunk in range(first):
             unit = action.unit - first + chunk
             key = self._sums_key(("SEND_DKV", action.stage, unit), run)
-            sums = [keys.take_sums(chunk) for keys in stores]
+            for keys in stores:
+                keys.drop_keys(chunk)
             takers = self._sum_sends(action, unit) + (self._rank in before.ranks)
-            if takers:
-                self._left[key] = takers
-                self._sums[key] = sums
+            assert takers, "each rank of a run has heads that ranks of the one before had"
+            self._left[key] = takers
+            self._sums[key] = stores, chunk
 
     def _sum_sends(self, action: Action, unit: int) -> int:
         return sum(

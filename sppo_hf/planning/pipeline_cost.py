@@ -28,10 +28,10 @@ stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a chunk a rank ma
 - From the first unit of a run on, its ranks have their heads of all chunks before, too, until the
   run's last backward has ended; the run before keeps its own.
 - What comes from other ranks for that waits on the device until that unit, wherever K/V rest.
-- A run's first backward makes sums for all of these chunks. When its last one ends, those of the
-  chunks before are taken to the device: what other ranks add to is packed and waits until it is
-  sent; what this rank adds to itself waits for the backward that needs it.
-- What is sent is packed once, at its unit's end, and what comes is there until it is added.
+- A run's first backward makes sums for all of these chunks. Those of the chunks before wait, where
+  K/V do, for whoever adds them to its own: other ranks, to which they are packed and sent, or this
+  one in a later backward.
+- What comes, of K/V and of sums, is on the device until it is used.
 """
 
 from __future__ import annotations
@@ -307,7 +307,13 @@ class PipelineCost:
     # -- seconds -------------------------------------------------------------------------------
 
     def _passed_seconds(self, message: Message) -> float:
-        return self._passed_bytes(message) / self.rate(message.source, message.target)
+        size = self._passed_bytes(message)
+        seconds = size / self.rate(message.source, message.target)
+        if message.send.kind == "SEND_DKV" and self.kv_tier != "device":
+            seconds += self.cost.h2d_seconds(size, both=True)
+            if TIERS[self.kv_tier].behind_host:
+                seconds += self.cost.load_seconds(self.kv_tier, size)
+        return seconds
 
     def _passed_bytes(self, message: Message) -> int:
         """Bytes of a message of or to a shared unit."""
@@ -378,8 +384,8 @@ class PipelineCost:
     ) -> tuple[int, int]:
         """What passes to and from where K/V wait because runs have stores of their own.
 
-        Before a run's first unit, slices of all chunks before; of their gradients when its last
-        backward ends, and what each of the ranks of the run behind it adds to them.
+        Before a run's first unit, slices of all chunks before; in backward, sums to which those of
+        the run behind are added, whoever has them.
         """
         run = self._runs[stage, chunk]
         begins, before, rank = chunk == run.chunks.start, range(run.chunks.start), run.ranks[part]
@@ -389,17 +395,18 @@ class PipelineCost:
             earlier = self._runs[stage, chunk - 1]
             own = self._slice(self._kv, stage, chunk - 1, before) if rank in earlier.ranks else 0
             return own, self._slice(self._kv, stage, chunk, before)
-        come = self._slice(self._dkv, stage, chunk, before) if begins else 0
         if run.chunks.stop == len(self.bounds):
-            return come, 0
+            return 0, 0
         added = range(chunk + 1) if begins else range(chunk, chunk + 1)
         action = Action("B", stage, chunk, None, part if len(run.ranks) > 1 else None)
         senders = {message.source for message in self._used.get(action, ())}
-        senders |= {rank} & {*self._runs[stage, run.chunks.stop].ranks}
-        moved = len(senders) * self._slice(self._dkv, stage, chunk, added)
-        # For the last of the run nothing is there yet.
-        first = chunk == run.chunks.stop - 1
-        return come + moved - (moved // max(1, len(senders)) if first else 0), moved
+        sums, last = self._slice(self._dkv, stage, chunk, added), run.chunks.stop
+        # Each is added by itself; for the run's last chunk nothing is there before the first.
+        come, leave = (len(senders) - (chunk == last - 1)) * sums, len(senders) * sums
+        if rank in self._runs[stage, last].ranks:
+            come, leave = come + sums, leave + sums
+            come += self._slice(self._dkv, stage, last, added)
+        return max(0, come), leave
 
     def _share(self, stage: int, chunk: int) -> float:
         """Which share of a unit one of its ranks has."""
@@ -526,18 +533,24 @@ class PipelineCost:
             # What comes is used at once, so that both buffers are there while it passes.
             yield from _during(target, {Cause.MESSAGES: size})
             yield from _during(source, {Cause.MESSAGES: size})
-        elif action.kind in ("SEND_KV", "SEND_DKV"):
-            yield Change(target, Cause.KV if action.kind == "SEND_KV" else Cause.MESSAGES, size)
+        elif action.kind == "SEND_KV":
+            yield Change(target, Cause.KV, size)
             yield Change(source, Cause.MESSAGES, -size, "end")
+        elif action.kind == "SEND_DKV":
+            yield Change(target, Cause.MESSAGES, size)
+            yield from _during(source, {Cause.MESSAGES: size})
+            stage, chunk = message.used.stage, message.used.unit % len(self.bounds)
+            if message.source not in self._runs[stage, chunk].ranks:
+                yield Change(f"{message.source}.{self.kv_tier}", Cause.DKV, -size)
 
     def _slices_changed(
         self, kind: Kind, stage: int, chunk: int, part: int | None
     ) -> Iterator[Change]:
         """K/V of one rank of a unit, and their sums; see the note on slices."""
         run, action = self._runs[stage, chunk], Action(kind, stage, chunk, None, part)
-        rank, first = run.ranks[part or 0], run.chunks.start
+        rank = run.ranks[part or 0]
         device, waits = (f"{rank}.{tier}" for tier in ("device", self.kv_tier))
-        begins, away = chunk == first, self.kv_tier != "device"
+        begins, away = chunk == run.chunks.start, self.kv_tier != "device"
         these = range(chunk + 1) if begins else range(chunk, chunk + 1)
         came = sum(map(self._passed_bytes, self._used.get(action, ())))
         packed = sum(map(self._passed_bytes, self._made.get(action, ())))
@@ -546,23 +559,20 @@ class PipelineCost:
             passing = {Cause.KV: backward, Cause.DKV: sums} if kind == "B" else {Cause.KV: forward}
             share = self._copies(action) / len(run.ranks)
             yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
-        yield Change(device, Cause.MESSAGES, packed, "end")
         if kind == "F":
+            yield Change(device, Cause.MESSAGES, packed, "end")
             yield Change(waits, Cause.KV, self._slice(self._kv, stage, chunk, these))
             yield Change(device, Cause.KV, -came, "end" if away else "start")
             return
         yield Change(device, Cause.MESSAGES, -came)
         if run.chunks.stop < len(self.bounds) and rank in self._runs[stage, run.chunks.stop].ranks:
-            kept = self._slice(self._dkv, stage, run.chunks.stop, these)
-            yield Change(device, Cause.DKV, -kept)
+            yield Change(waits, Cause.DKV, -self._slice(self._dkv, stage, run.chunks.stop, these))
         if chunk == run.chunks.stop - 1:
             all_before = range(chunk + 1)
             yield Change(waits, Cause.DKV, self._slice(self._dkv, stage, chunk, all_before))
         yield Change(waits, Cause.KV, -self._slice(self._kv, stage, chunk, these), "end")
-        yield Change(waits, Cause.DKV, -self._slice(self._dkv, stage, chunk, these), "end")
-        if begins and first and rank in self._runs[stage, first - 1].ranks:
-            kept = self._slice(self._dkv, stage, chunk, range(first))
-            yield Change(device, Cause.DKV, kept, "end")
+        own = range(chunk, chunk + 1)
+        yield Change(waits, Cause.DKV, -self._slice(self._dkv, stage, chunk, own), "end")
 
     def _slice(self, sizes: Bytes, stage: int, chunk: int, chunks: range) -> int:
         """Of some chunks, what each rank of the run of `chunk` has of [stages, chunks] bytes."""

@@ -65,13 +65,33 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     for message in messages(schedule).values():
         links.setdefault((message.source, message.target), []).append(message)
     for (source, target), sent in links.items():
+        made = dict(zip(sent, _sending_steps(places, source, sent), strict=True))
+        if len(made) > 1:
+            sent.sort(key=lambda message: made[message])
         # The order of sends; where a receive must be listed for it is that of its last use or less.
         steps = _receiving_steps(places, target, sent, receives_ahead)
         latest = list(accumulate(reversed(steps), min))[::-1]
         for message, step in zip(sent, latest, strict=True):
-            places.add_after(source, places.step(source, message.made), message.send)
+            places.add_after(source, made[message], message.send)
             places.add_before(target, step, message.receive)
     return places.schedule()
+
+
+def _sending_steps(places: _Places, source: int, sent: Sequence[Message]) -> list[int]:
+    """Behind which step each message of a link is sent: as soon as it can be.
+
+    Of sums of gradients many can be at once, and are needed one by one: the first two are, the
+    others follow a compute later each, and wait where they were summed.
+    """
+    before: dict[Action, int] = {}
+    steps: list[int] = []
+    for message in sent:
+        if message.send.kind != "SEND_DKV":
+            steps.append(places.step(source, message.made))
+            continue
+        count = before[message.made] = before.get(message.made, -1) + 1
+        steps.append(places.compute_after(source, message.made, max(0, count - 1)))
+    return steps
 
 
 def _receiving_steps(

@@ -33,7 +33,7 @@ from sppo_hf.pipeline.stage_plans import BatchPlans
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.measured import MeasuredStep
-from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.reporting.plan_tables import render_plan
@@ -102,21 +102,22 @@ class Held:
         """In the stores of all runs, and on the device besides."""
         units = self.engine._units
         assert units is not None
+        runners = [running.sequence for running in units._running.values()]
+        stores = {s for runner in runners for s in runner.key_stores(runner._layers)}
+        stores |= {store for ended, _ in shared._sums.values() for store in ended}
         keys = sums = 0
-        for running in units._running.values():
-            for store in running.sequence.key_stores(running.sequence._layers):
-                if isinstance(store, LayerKV):
-                    keys, sums = keys + store.kv_bytes, sums + store.gradient_bytes
-                    continue
-                assert isinstance(store, StreamedKV)
-                like = store._like
-                sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in like.items()}
-                keys += sum(sizes[c] * like[c].dtype.itemsize for c in store._keys)
-                sums += sum(sizes[c] * like[c].sum_dtype.itemsize for c in store._sums)
+        for store in stores:
+            if isinstance(store, LayerKV):
+                keys, sums = keys + store.kv_bytes, sums + store.gradient_bytes
+                continue
+            assert isinstance(store, StreamedKV)
+            like = store._like
+            sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in like.items()}
+            keys += sum(sizes[c] * like[c].dtype.itemsize for c in store._keys)
+            sums += sum(sizes[c] * like[c].sum_dtype.itemsize for c in store._sums)
         coming = shared._transport._coming.items()
         came = sum(buffer.nbytes for key, (_, buffer) in coming if "RECV_KV" in str(key))
-        kept = sum(x.nbytes for pairs in shared._sums.values() for pair in pairs for x in pair)
-        found = {"device kv": came, "device dkv": kept}
+        found = {"device kv": came, "device dkv": 0}
         for cause, size in (("kv", keys), ("dkv", sums)):
             tier = self.plans().by_stage[0].kv_tier
             found[f"{tier} {cause}"] = found.get(f"{tier} {cause}", 0) + size
@@ -137,14 +138,19 @@ class Held:
         costs = PipelineCost.of(compute, cost, plans.bounds, kv_tier=tier)
         return compute, dataclasses.replace(costs, stages=engine.staged.cut.layers)
 
-    def left(self) -> dict[str, tuple[int, int]]:
-        """By tier, what the rank's plan leaves of its budget to slices; and own K/V in the plan."""
+    def left(self) -> dict[str, tuple[int, int, int]]:
+        """By tier, slices as planned, own K/V in the plan, and what this leaves of its budget."""
         rank, config = self.engine.mesh.pp_rank, self.engine.config
         plan = self.plans().by_stage[rank]
         budgets = read_budgets(config, device_facts(torch.device("cpu"), config))
-        own = self.costs()[1].own_keys(rank)
+        compute, costs = self.costs()
+        slices, own = bytes_of_slices(costs, compute, rank), costs.own_keys(rank)
         return {
-            tier: ((budgets.of(tier) or 0) - (plan.budgets.of(tier) or 0), own.get(tier, 0))
+            tier: (
+                slices.get(tier, 0),
+                own.get(tier, 0),
+                (budgets.of(tier) or 0) - (plan.budgets.of(tier) or 0),
+            )
             for tier in {"device", plan.kv_tier}
         }
 

@@ -139,9 +139,10 @@ def test_keys_and_values_of_shared_units_are_as_many_as_planned(ranks: int, tmp_
             least = {"device kv"} if one["name"] == "host" and rank == ranks - 1 else set()
             assert {key for key, size in most.items() if not size} == least, (one["name"], rank)
             # The plan of the rank's own stage leaves room for that, and for what is being sent.
-            for tier, (left, own) in told["left"].items():
+            for tier, (slices, own, left) in told["left"].items():
                 held = [h[f"{tier} kv"] + h[f"{tier} dkv"] for _, h in told["measured"]]
-                assert max(held) <= left + own <= 2.5 * max(max(held), own), (one["name"], rank)
+                assert max(held) <= slices + own <= 2.5 * max(max(held), own), (one["name"], rank)
+                assert slices <= left
             if rank < ranks - 1:
                 assert told["left"]["device"][0] > 0
 

@@ -268,18 +268,18 @@ def test_what_shared_units_take_they_give_back(kv_tier: str, rows: int) -> None:
 
 
 def test_ranks_hold_slices_of_stages_that_they_help() -> None:
-    """The first one of each later stage's K/V, while sums that are twice as large go back."""
+    """The first ones most. Where K/V rest on the host nearly all of it is there, too."""
     schedule, bounds = generate("msp", Size(4, 1, 8)), even_bounds(TOKENS, 8)
     slices: dict[str, list[dict[str, int]]] = {}
     for tier in ("device", "host"):
         costs = PipelineCost.of(schedule, COST, bounds, kv_tier=tier)
         slices[tier] = [bytes_of_slices(costs, schedule, rank) for rank in range(4)]
         own = costs.own_keys(0)[tier]
-        # Half of stage 1's sums at once, packed to be sent back, wherever they were summed.
-        assert 0.2 * own < slices[tier][0]["device"] < own
-        assert slices[tier][0]["device"] > slices[tier][3].get("device", 0)
+        assert 0.2 * own < slices[tier][0][tier] < 0.6 * own
+        assert slices[tier][3] == {}
     assert "host" not in slices["device"][0]
-    assert slices["host"][0]["device"] < slices["device"][0]["device"]
+    # What comes for a first unit, and what is being sent, waits on the device for a while.
+    assert 0 < slices["host"][0]["device"] < 0.2 * slices["device"][0]["device"]
 
 
 def test_helpers_have_frozen_weights_or_are_sent_others() -> None:
