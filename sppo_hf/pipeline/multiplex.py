@@ -27,10 +27,18 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   far; a chunk's are sent as soon as it has run. Each run of units that one set computes has a store
   of its own, so the old set's stay where they are for backward.
 - *Their gradients.* What later sets add to the gradients of a chunk's keys comes back the same way,
-  in the precision in which it was summed, before that chunk's own backward.
+  in the precision in which it was summed, before that chunk's own backward. Until then it waits in
+  the store that summed it, of which nothing else is left when its run has ended. In float32 that is
+  twice what 16-bit keys are, so chunks' sums are not packed all at once: they go a unit apart.
 - *Keys and values elsewhere.* Where a plan has them wait on the host or a disk, each rank's heads
-  of a shared unit do, too, and stream in and out beside its share. What comes from another set is
-  on the device from its arrival until the set's first unit begins, which sends it away.
+  of a shared unit do, too, and stream in and out beside its share. What comes from another set
+  comes in the units before the set's first one, a chunk's beside each, and is on the device until
+  that one begins, which sends it away: at most a rank's share of a stage's keys and values. To send
+  it away as it comes somebody has to wait for it in the middle of other units, of other stages.
+  Without an action of its own in the program nobody would know that they cannot wait for each
+  other (a message comes when its sender has come that far), and in a copy's lane it would stand
+  between theirs; and where a chunk's heads come from several ranks, a store can take it only with
+  the last of them. So it waits, and is counted (`sppo_hf.planning.pipeline_cost`).
 - *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the
   message, like keys of its own.
 - *Tokens.* Parts are cut as in sequence parallelism (`part_of`), of any length; what passes between

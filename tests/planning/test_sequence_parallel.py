@@ -49,7 +49,7 @@ def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[Pipe
     schedule = generate(name, size)
     bounds = even_bounds(TOKENS, size.num_chunks)
     costs = PipelineCost.of(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
-    lowered = lower(schedule, leaves=costs.leaves)
+    lowered = lower(schedule, leaves=costs.leaves, stores=costs.stores)
     timeline = simulate_pipeline(
         lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
     )
@@ -254,10 +254,21 @@ def test_shared_units_fill_the_pipeline(frames: tuple[str, str], kv_tier: str) -
         assert max(mine.peak_bytes) < 1.1 * max(plain.peak_bytes) + helping
 
 
-@pytest.mark.parametrize("kv_tier", ["device", "host"])
+@pytest.mark.parametrize(
+    ("kv_tier", "frame_tier"), [("device", "host"), ("host", "host"), ("host", "disk")]
+)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_what_shared_units_take_they_give_back(kv_tier: str, rows: int) -> None:
-    costs, timeline = run("msp", Size(4, rows, 8), shared(2), offload="full", kv_tier=kv_tier)
+def test_what_shared_units_take_they_give_back(kv_tier: str, frame_tier: str, rows: int) -> None:
+    tiers = {"kv_tier": kv_tier, "frame_tier": frame_tier}
+    costs, timeline = run("msp", Size(4, rows, 8), shared(2), offload="full", **tiers)
+    if frame_tier == "disk":
+        for rank in range(4):
+            # In host memory frames are while they pass: one that leaves, and one that comes.
+            frames = {
+                tier: max(n for _, n in timeline.curves_by_cause(f"{rank}.{tier}")[FRAMES])
+                for tier in ("host", "disk")
+            }
+            assert 0 < frames["host"] < 0.6 * frames["disk"]
     standing: dict[str, int] = {}
     for change in costs.standing():
         standing[change.tier] = standing.get(change.tier, 0) + change.num_bytes

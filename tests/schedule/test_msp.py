@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.formulas import msp_forward_units
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_offload, add_transfers, lower
@@ -208,13 +208,22 @@ def test_shares_go_on_behind_the_host_and_come_back_from_there() -> None:
         validate(lowered.keep(lambda action: str(action) != "0S0#3"))
 
 
-def test_sums_of_gradients_come_in_the_order_in_which_they_are_needed() -> None:
-    """Else all of them would have to be there before the first, of which each is half a stage's."""
-    schedule = add_transfers(msp(4, 8))
-    received = [a for a in schedule.ranks[1] if a.kind == "RECV_DKV" and a.stage == 1]
-    assert [a.unit for a in received[:7]] == [6, 5, 4, 3, 2, 1, 0]
-    steps = [schedule.ranks[1].index(a) for a in received]
-    assert max(b - a for a, b in pairwise(steps)) > 1
+@pytest.mark.parametrize("rows", [1, 2])
+def test_sums_of_gradients_go_one_by_one_in_the_order_in_which_they_are_needed(rows: int) -> None:
+    """Else all of a stage's would be packed, and wait, at both ends at once."""
+    schedule = add_transfers(msp(4, 8, rows))
+    validate(schedule)
+    for rank, kind in ((0, "SEND_DKV"), (1, "RECV_DKV")):
+        actions = schedule.ranks[rank]
+        passed = [a for a in actions if (a.kind, a.stage) == (kind, 1)][:7]
+        assert [a.unit for a in passed] == [6, 5, 4, 3, 2, 1, 0]
+        steps = [actions.index(a) for a in passed]
+        beside = [
+            sum(a.kind in COMPUTE_KINDS for a in actions[before:after])
+            for before, after in pairwise(steps)
+        ]
+        assert max(beside) == 1
+        assert sum(beside) == (5 if kind == "SEND_DKV" else 4)
 
 
 def test_keys_that_wait_elsewhere_stream_beside_each_share() -> None:
