@@ -15,6 +15,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -110,15 +111,24 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     }
 
 
-def refusal(case: Case, sp_size: int) -> str:
+def refusal(case: Case, sp_size: int, **settings: Any) -> str:
     """What conversion, or the first forward, says about a case that it refuses."""
     try:
         model = build(case)
-        convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False))
+        config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
+        convert_to_shared_sequences(model, config)
         model(**batches_of(case, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def between_machines(sp_size: int) -> list[str]:
+    """What ranks say that are on a machine each, as things are and where that is allowed."""
+    mine = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    case: Case = {"name": "between machines", "family": "llama"}
+    with mock.patch.dict(os.environ, mine):
+        return [refusal(case, sp_size, **{"sp_across_nodes": allowed}) for allowed in (False, True)]
 
 
 def kept_bytes(sp_size: int) -> dict[str, int]:
@@ -210,6 +220,8 @@ def main(job: dict[str, Any]) -> None:
         result["cases"].append({**found, "seconds": time.perf_counter() - start})
     for case in job.get("refused", ()):
         result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
+    if job.get("machines"):
+        result["machines"] = gathered(between_machines(job["sp_size"]))
     result["orders"] = [exchanges_in_order(job["sp_size"], r) for r in job.get("orders", ())]
     if job.get("bytes"):
         result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]

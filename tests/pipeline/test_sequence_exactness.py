@@ -172,7 +172,12 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     named = {case["name"]: case for case in (*BATCHES, *PLANS, *MODELS)}
     cases = [named[name] for name in FAST]
     recomputes = ["none", "full"]
-    result = launch(cases, tmp_path, sp_size=2, ranks=2, bytes=True, orders=recomputes)
+    result = launch(
+        cases, tmp_path, sp_size=2, ranks=2, bytes=True, orders=recomputes, machines=True
+    )
+    for refused, allowed in result["machines"]:
+        assert "sp_size=2 lets ranks 0 to 1 share a sequence, but this machine has" in refused
+        assert allowed == "nothing"
     assert result["orders"] == [EXCHANGES[recompute] for recompute in recomputes]
     assert_attended_once(result, cases)
     # By what each of them has measured they would have two.
