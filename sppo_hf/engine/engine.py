@@ -141,11 +141,15 @@ class Engine:
             check_trainable(self.parts)
         check_router_loss(self.parts)
         with self._alone():
-            if not self._kernels_tried:
-                check_mixer_kernels(self.parts, call.device)
-                self._kernels_tried = True
+            self._try_kernels(call.device)
             output = self._run(call)
         return output if call.return_dict else output.to_tuple()
+
+    def _try_kernels(self, device: torch.device) -> None:
+        """Before the first step: see `check_mixer_kernels`."""
+        if not self._kernels_tried:
+            check_mixer_kernels(self.parts, device)
+            self._kernels_tried = True
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
         """Run the untouched model."""
