@@ -131,8 +131,8 @@ def convert_to_shared_sequences(
         observer: Is told about plans, units and records.
 
     Raises:
-        ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of a
-            sequence would lie on several machines.
+        ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
+            one sequence are on several machines.
         UnsupportedModelError: The model cannot be trained exactly.
     """
     engine = get_engine(model)
