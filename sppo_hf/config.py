@@ -117,6 +117,10 @@ class SPPOConfig:
     """Ranks that share every sequence: each has a part of every chunk's tokens, and in attention a
     part of the heads."""
 
+    sp_across_nodes: bool = False
+    """Whether ranks that share a sequence may lie on several machines. Every layer then exchanges
+    every chunk's tokens over the network, so a launch that would is refused otherwise."""
+
     pp_size: int = 1
     """Ranks of a pipeline that the model's layers are spread over; 1 keeps the model whole."""
 
@@ -384,6 +388,7 @@ _RULES: dict[str, Rule] = {
     "compile": flag,
     "micro_batch_size": integer(1, None),
     "sp_size": count(1),
+    "sp_across_nodes": flag,
     "pp_size": count(1),
     "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
     "pp_virtual_stages": count(1),
@@ -476,7 +481,13 @@ def _check_places(config: SPPOConfig) -> None:
 
 
 def _check_pipeline(config: SPPOConfig) -> None:
-    """Refuse pipeline settings that need others."""
+    """Refuse settings of several ranks that need others."""
+    if config.sp_across_nodes and config.sp_size == 1:
+        raise ConfigError(
+            "sp_across_nodes=True is of sequences that ranks share, but sp_size=1 shares none. "
+            "Allowed: sp_across_nodes=False with sp_size=1. Remedy: set sp_size to the number of "
+            "ranks that share a sequence, or drop sp_across_nodes."
+        )
     if config.sp_size > 1 and config.order == "by_layer":
         raise ConfigError(
             f"order='by_layer' contradicts sp_size={config.sp_size}: ranks that share a sequence "

@@ -182,6 +182,13 @@ def test_shared_units_need_a_pipeline_of_their_own(
     SPPOConfig(**{**settings, "pp_msp": "off"})
 
 
+def test_machines_are_crossed_by_sequences_that_ranks_share() -> None:
+    message = refused({"sp_across_nodes": True})
+    for part in ["sp_across_nodes=True", "sp_size=1 shares none", "Allowed: ", "Remedy: "]:
+        assert part in message
+    SPPOConfig(sp_size=2, sp_across_nodes=True)
+
+
 def test_even_partition_contradicts_uneven_lengths() -> None:
     message = refused({"partition": "even", "chunk_lengths": [5, 9]})
     assert "partition='even'" in message

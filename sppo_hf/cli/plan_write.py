@@ -192,19 +192,23 @@ def launch_of_layout(
         }
         shares = layout.schedule == MSP
         settings |= {"pp_msp": "on"} if shares else {"pp_schedule": layout.schedule}
-    if layout.sp > 1:
-        settings["sp_size"] = layout.sp
     if layout.frame_tier != HOST:
         settings["offload_tier"] = layout.frame_tier
     elif layout.offload != "none" and base.offload_dir is not None:
         settings["offload_tier"] = HOST
     processes = layout.stages * layout.replicas * layout.sp
+    machines = max(1, -(-processes // question.gpus_per_node))
+    if layout.sp > 1:
+        settings["sp_size"] = layout.sp
+        # The launcher starts as many processes on each machine.
+        if machines > 1 and processes // machines % layout.sp:
+            settings["sp_across_nodes"] = True
     rows = question.rows // layout.replicas
     return Launch(
         config=SPPOConfig.from_dict(settings),
         title=f"{arguments.title}, {question.total_tokens:,} tokens, {processes} devices",
         processes=processes,
-        machines=max(1, -(-processes // question.gpus_per_node)),
+        machines=machines,
         # Rows of a batch pass a pipeline one after the other; a device takes one at a time.
         batch_rows=rows if pipeline else 1,
         accumulated=1 if pipeline else rows,

@@ -129,7 +129,9 @@ class ChunkInputs:
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
         """Keyword arguments of the base model for tokens `[start, end)`."""
-        tokens = {name: x[:, start:end] for name, x in self.tokens.items()}
+        # Dense, as the copies are from which layers are recomputed: compiled code, which backward
+        # runs once more on those, asks for the strides that it was made for.
+        tokens = {name: x[:, start:end].contiguous() for name, x in self.tokens.items()}
         first = next(iter(tokens.values()))
         return {
             **self.constants,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,13 +175,14 @@ def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelS
     """
     parameters = list(parts.causal_lm.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    return ModelShape.from_profile(
+    shape = ModelShape.from_profile(
         model_profile(parts, device),
         total_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in trained),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
     )
+    return replace(shape, cpu_threads=torch.get_num_threads())
 
 
 def whole_shape(parts: ModelParts) -> ModelShape:

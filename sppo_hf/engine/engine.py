@@ -105,8 +105,11 @@ class Engine:
         """What rests on the host, once it was put there."""
         self._placed = config
         """The settings, with weights and optimizer where they are now."""
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those whose states go where the weights go."""
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Those whose states go where the weights go; what these take, see `_resting_bytes`, or
+        None where an update may have changed it."""
         self._warned: set[str] = set()
         self._kernels_tried = False
         self._has_run = False
@@ -141,11 +144,15 @@ class Engine:
             check_trainable(self.parts)
         check_router_loss(self.parts)
         with self._alone():
-            if not self._kernels_tried:
-                check_mixer_kernels(self.parts, call.device)
-                self._kernels_tried = True
+            self._try_kernels(call.device)
             output = self._run(call)
         return output if call.return_dict else output.to_tuple()
+
+    def _try_kernels(self, device: torch.device) -> None:
+        """Before the first step: see `check_mixer_kernels`."""
+        if not self._kernels_tried:
+            check_mixer_kernels(self.parts, device)
+            self._kernels_tried = True
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
         """Run the untouched model."""
@@ -614,6 +621,7 @@ class Engine:
                         for name, value in state.items()
                         if isinstance(value, Tensor)
                     )
+            self._optimizers[optimizer] = None
 
     def offer_host(
         self, optimizer: torch.optim.Optimizer, states_bytes: int | None, why_not: str = ""
@@ -627,7 +635,10 @@ class Engine:
         """
         if optimizer in self._optimizers:
             return
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = None
+        known = self._optimizers  # and not the engine, which the optimizer would keep alive
+        optimizer.register_step_post_hook(lambda one, *_: known.update({one: None}))
+        optimizer.register_load_state_dict_post_hook(lambda one: known.update({one: None}))
         if states_bytes is not None:
             self.plans.optimizer_bytes = states_bytes + (self.plans.optimizer_bytes or 0)
         if len(self._optimizers) == 1 or why_not:
@@ -686,16 +697,25 @@ class Engine:
         """
         if self.weights is None:
             return 0
+        total = sum(tensor.nbytes for tensor in self.weights.gradients if not tensor.is_pinned())
+        for optimizer, known_bytes in list(self._optimizers.items()):
+            if known_bytes is None:
+                # Every forward asks, and states are many.
+                known_bytes = self._optimizers[optimizer] = self._states_bytes(optimizer)
+            total += known_bytes
+        return total
+
+    def _states_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Host memory that an optimizer's states of weights at rest take, if not pinned."""
+        assert self.weights is not None, "weights rest"
         states = (
             value
-            for optimizer in self._optimizers
             for parameter, state in optimizer.state.items()
             if self.weights.holds(parameter)
             for value in state.values()
             if isinstance(value, Tensor) and value.device.type == "cpu"
         )
-        kept = (*self.weights.gradients, *states)
-        return sum(tensor.nbytes for tensor in kept if not tensor.is_pinned())
+        return sum(value.nbytes for value in states if not value.is_pinned())
 
     def begin_update(self) -> None:
         """The optimizer's step begins: what rests on the host is there, and whole."""

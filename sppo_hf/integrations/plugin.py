@@ -40,7 +40,7 @@ from sppo_hf.integrations.pipeline import refuse_for_pipeline, refuse_for_shared
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
-from sppo_hf.pipeline.mesh import check_world
+from sppo_hf.pipeline.mesh import check_nodes, check_world
 from sppo_hf.pipeline.watchdog import watch_launch_soon
 from sppo_hf.rules import show
 
@@ -313,6 +313,7 @@ class SPPOPlugin(ParallelismConfig):
         sp_size = self.config.sp_size
         refuse_for_shared_sequences(accelerator, sp_size)
         check_world(1, accelerator.num_processes, sp_size)
+        check_nodes(self.config)
         launch_watchdog(1, self.config.pp_timeout_seconds, sp_size)
 
     def _lay_out_pipeline(self, accelerator: Accelerator) -> None:
@@ -329,6 +330,7 @@ class SPPOPlugin(ParallelismConfig):
         pp_size, sharing = self.config.pp_size, self.config.sharing_ranks
         refuse_for_pipeline(accelerator, pp_size)
         check_world(pp_size, accelerator.num_processes, self.config.sp_size)
+        check_nodes(self.config)
         launch_watchdog(pp_size, self.config.pp_timeout_seconds)
         given = {k: v for k, v in self._given_sizes.items() if v > 1}
         replicas = accelerator.num_processes // sharing

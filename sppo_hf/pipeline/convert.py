@@ -41,7 +41,13 @@ from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline.exchange import refuse_unshareable
-from sppo_hf.pipeline.mesh import PipelineMesh, check_world, make_mesh, with_sets
+from sppo_hf.pipeline.mesh import (
+    PipelineMesh,
+    check_nodes,
+    check_world,
+    make_mesh,
+    with_sets,
+)
 from sppo_hf.pipeline.multiplex import refuse_unsharable_units
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
@@ -409,6 +415,7 @@ def convert_to_stages(
     device = next(parts.causal_lm.parameters()).device if device is None else device
     if config.sp_size > 1:
         refuse_unshareable(parts, config.sp_size)
+        check_nodes(config)
     if config.pp_msp == "on":
         refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
@@ -507,6 +514,7 @@ def load_model_stages(
     """
     launch_watchdog(config.pp_size, config.pp_timeout_seconds)
     check_world(config.pp_size, dist.get_world_size(), config.sp_size)
+    check_nodes(config)
     if config.pp_msp == "on":  # ranks run units of all stages
         return model_class.from_pretrained(name_or_path, **kwargs)
     pp_rank = dist.get_rank() // config.sp_size % config.pp_size

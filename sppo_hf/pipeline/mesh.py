@@ -12,8 +12,8 @@ go one way.
 
 from __future__ import annotations
 
+import math
 import os
-import warnings
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 
 STORAGE_TIMEOUT = timedelta(hours=2)
@@ -119,22 +120,43 @@ def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
         )
 
 
-def warn_across_machines(sp_size: int, local_size: int) -> None:
-    """Warn where ranks of different machines share a sequence, which is right but slow.
+def check_nodes(config: SPPOConfig) -> None:
+    """Refuse launches in which this rank shares its sequences with ranks of another machine.
 
-    Args:
-        sp_size: Ranks that share a sequence.
-        local_size: Processes of each machine.
+    Which ranks are on this machine the launcher says in the environment: RANK, LOCAL_RANK and
+    LOCAL_WORLD_SIZE, as torchrun and Accelerate do. Where it does not, all are taken to be.
+
+    Raises:
+        ConfigError: It does, and `sp_across_nodes` does not allow it.
     """
-    if local_size % sp_size:
-        within = [n for n in range(1, local_size + 1) if local_size % n == 0]
-        warnings.warn(
-            f"sp_size={sp_size} does not divide the {local_size} processes of each machine, so "
-            "some sequences are shared between machines: every layer exchanges every chunk's "
-            f"tokens over the network. sp_size={' or '.join(map(str, within))} stays within a "
-            "machine; pp_size may cross machines, for stages pass on hidden states alone.",
-            stacklevel=2,
+    size = config.sp_size
+    if size == 1 or config.sp_across_nodes or "LOCAL_WORLD_SIZE" not in os.environ:
+        return
+    rank, local_rank, here = (
+        int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    first, start = rank - local_rank, rank // size * size
+    if first <= start and start + size <= first + here:
+        return
+    seen = (
+        f"sp_size={size} lets ranks {start} to {start + size - 1} share a sequence, but this "
+        f"machine has ranks {first} to {first + here - 1}: every layer would exchange every "
+        "chunk's tokens over the network. Allowed: "
+    )
+    fits = math.gcd(size, here)
+    if fits == size:
+        raise ConfigError(
+            f"{seen}ranks that share a sequence on one machine, or sp_across_nodes=True. Remedy: "
+            "number the ranks machine after machine, as torchrun and accelerate launch do on "
+            f"machines with a multiple of {size} processes each, or sp_across_nodes=True."
         )
+    within = [n for n in range(1, here + 1) if here % n == 0]
+    raise ConfigError(
+        f"{seen}sp_size={' or '.join(map(str, within))}, which divide the {here} processes of this "
+        f"machine; others with sp_across_nodes=True. Remedy: sp_size={fits} with "
+        f"pp_size={config.pp_size * size // fits}, for stages, which pass on hidden states alone, "
+        "may lie on several machines; or sp_across_nodes=True where nothing else fits."
+    )
 
 
 def make_mesh(
@@ -154,8 +176,6 @@ def make_mesh(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     check_world(pp_size, world, sp_size)
-    if world > 1 and dist.get_rank() == 0:
-        warn_across_machines(sp_size, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     dp_size = world // (pp_size * sp_size)
     shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
     # Named backends give every dim groups of its own, apart from the launch's.

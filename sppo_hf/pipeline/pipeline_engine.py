@@ -379,6 +379,7 @@ class PipelineEngine(Engine):
         return output
 
     def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
+        self._try_kernels(call.device)
         if call.head_arguments:
             return TokenCall(self, call, layout).forward()
         gradients, units = self.run_schedule(

@@ -27,7 +27,7 @@ from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedM
 from sppo_hf.pipeline.agreement import agree, settings_number
 from sppo_hf.pipeline.convert import launch_watchdog, shared_mesh
 from sppo_hf.pipeline.exchange import SequenceRanks, refuse_unshareable
-from sppo_hf.pipeline.mesh import PipelineMesh
+from sppo_hf.pipeline.mesh import PipelineMesh, check_nodes
 from sppo_hf.pipeline.watchdog import Watchdog
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -131,7 +131,8 @@ def convert_to_shared_sequences(
         observer: Is told about plans, units and records.
 
     Raises:
-        ConfigError: The launch or the settings do not fit, or the heads cannot be divided.
+        ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
+            one sequence are on several machines.
         UnsupportedModelError: The model cannot be trained exactly.
     """
     engine = get_engine(model)
@@ -139,6 +140,7 @@ def convert_to_shared_sequences(
         return convert(model, config, observer=observer)  # says so if settings differ
     parts = find_parts(model)
     refuse_unshareable(parts, config.sp_size)
+    check_nodes(config)
     device = next(parts.causal_lm.parameters()).device if device is None else device
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
     make_engine = functools.partial(

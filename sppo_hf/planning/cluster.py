@@ -460,8 +460,11 @@ class ClusterQuestion:
 
     def exchange_rate(self, sp: int) -> float:
         """Returns the bytes per second between sequence-parallel devices, each way."""
-        within = sp <= self.gpus_per_node and self.gpus_per_node % sp == 0
-        return self._within_node if within else self.link_bytes_per_second
+        return self.link_bytes_per_second if self.crosses_nodes(sp) else self._within_node
+
+    def crosses_nodes(self, sp: int) -> bool:
+        """Returns whether some of the groups of so many devices lie on two nodes or more."""
+        return self.gpus > self.gpus_per_node and self.gpus_per_node % sp != 0
 
     @property
     def sequence_parallel(self) -> tuple[int, ...]:
@@ -805,16 +808,16 @@ def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layo
 
     Args:
         question: what is asked.
-        across: those whose groups of sequence-parallel devices are larger than a node; otherwise
-            all others.
+        across: those some of whose groups of sequence-parallel devices leave a node; otherwise all
+            others.
     """
-    per_node, space = question.gpus_per_node, question.space
+    space = question.space
     found = space.layouts(
         gpus=question.gpus,
         rows=question.rows,
         total_tokens=question.total_tokens,
         num_layers=question.cost.shape.num_layers,
-        sp=[sp for sp in question.sequence_parallel if (sp > per_node) == across],
+        sp=[sp for sp in question.sequence_parallel if question.crosses_nodes(sp) == across],
     )
     return (layout for layout in found if space.beyond_runtime or question.can_run(layout))
 

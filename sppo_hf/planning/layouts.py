@@ -132,7 +132,7 @@ class SearchSpace:
     """Where what leaves of frames may go."""
 
     sp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Sequence-parallel devices of a rank. Groups larger than a node are looked at only where
+    """Sequence-parallel devices of a rank. Groups that leave a node are looked at only where
     nothing else fits."""
 
     sharded: tuple[bool, ...] = (False,)

@@ -705,11 +705,13 @@ def _between_layers(tables: ByteTables) -> Level:
     """Returns the level of hidden states of all tokens: a layer's input and output, and gradients.
 
     Behind the last layer, what the final norm was given and what it returned; what the loss leaves
-    there are gradients, chunk by chunk.
+    there are gradients, chunk by chunk. Inputs of layers beside hidden states are there for all
+    layers at once, and so are their gradients.
     """
     points, sizes = tables.points, tables.hidden_states
-    two = 2 * int(sizes.sum())
-    during = points.lay(two, two + np.cumsum(sizes) * points.training, two)
+    beside = tables.per_layer_inputs
+    two = 2 * int(sizes.sum()) + beside
+    during = points.lay(two, two + np.cumsum(sizes) * points.training, two + beside)
     return Level(0, during, np.append(np.minimum(during[:-1], during[1:]), 0))
 
 

@@ -22,6 +22,7 @@ from sppo_hf.planning.memory_snapshots import Bytes, Points
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import FLOAT32_BYTES, ModelShape
 from sppo_hf.planning.tiers import Tier
+from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
 from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
@@ -104,6 +105,7 @@ class ByteTables:
     ) -> None:
         """Work out what all other quantities rest on; see `byte_tables`."""
         sp, self._all_tokens, alike = shape.sp, bounds[-1][1], shape.alike
+        self._sp = sp
         if sp > 1:
             # A rank's shares of chunks, laid end to end.
             own = (shape.own_tokens(end - start) for start, end in bounds)
@@ -258,13 +260,15 @@ class ByteTables:
         (of a tile, where it runs in tiles), beside two or four full-width tensors; attention holds
         q, its output and (in backward) their gradients, and one layer's whole prefix of K/V (and
         dK/dV of one call) once more. CUDA's flash kernels (FlashAttention 2's and cuDNN's) write
-        dK/dV for every query head before they sum those that share a key head.
+        dK/dV for every query head before they sum those that share a key head. A CPU's may be given
+        K/V of a call with repeated heads, and gives back as many gradients.
         """
         copies = 4 if backward else 2
         nothing = np.zeros_like(self.ends)
         prefix = nothing if self.streams else np.where(self.starts > 0, self.ends, 0)
         keys_of_a_call = self.block_tokens if self.streams else self.ends
         rows: list[Bytes] = []
+        repeated: list[Bytes] = []
         for kind in self.kinds:
             layer = self.shape.layers[kind]
             full_width = copies * layer.hidden_size
@@ -277,7 +281,20 @@ class ByteTables:
             attention = self.lengths * (copies // 2) * per_query
             busiest = np.maximum(self._at_once * mlp, attention) + self.lengths * full_width
             rows.append(busiest + joined)
-        return np.array(rows) * (self.shape.dtype_bytes * self.rows)
+            repeated.append(2 * self._repeated_bytes(layer, keys_of_a_call) * backward)
+        return np.array(rows) * (self.shape.dtype_bytes * self.rows) + np.array(repeated)
+
+    def _repeated_bytes(self, layer: LayerProfile, keys: Bytes) -> Bytes:
+        """[chunks] Copies of keys and values with which a CPU's attention keeps threads busy."""
+        own = layer.num_kv_heads // self._sp
+        if self.device_kind != "cpu" or not own:
+            return np.zeros_like(keys)
+        heads = layer.num_heads // self._sp
+        repeated = parallel_heads(self.rows, heads, own, self.shape.cpu_threads)
+        # A token of a rank's share stands for its heads of as many tokens as there are ranks.
+        elements = self._sp * repeated * (layer.qk_head_size + layer.v_head_size)
+        size = max(FLOAT32_BYTES, self.shape.dtype_bytes) * self.rows * elements * keys
+        return np.where((repeated > own) & (size <= MOST_COPIED_BYTES), size, 0)
 
     def _wide_adapters_elements(self, layer: LayerProfile) -> int:
         """Elements, of the model's dtype, of what wider adapters of the MLP compute beside it.
@@ -392,9 +409,24 @@ class ByteTables:
 
     @cached_property
     def hidden_states(self) -> Bytes:
-        """[chunks] A layer's input, or its output: under autocast as wide as the weights."""
-        element_bytes = max(self.shape.dtype_bytes, self._parameter_bytes)
-        return self.rows * self.shape.hidden_size * element_bytes * self.lengths
+        """[chunks] A layer's input, or its output: under autocast as wide as the weights.
+
+        Gemma 3n's are several hidden states of each token.
+        """
+        return self.rows * self._hidden_bytes * self.lengths
+
+    @cached_property
+    def per_layer_inputs(self) -> int:
+        """Inputs of all layers beside hidden states, of all tokens: those of Gemma 3n and 4."""
+        if not self.shape.message_elements:
+            return 0
+        beside = self.shape.message_bytes_per_token(0) - self._hidden_bytes
+        return self.rows * beside * int(self.lengths.sum())
+
+    @property
+    def _hidden_bytes(self) -> int:
+        """What a layer is given of a token, and returns."""
+        return self.shape.frame_bytes_per_token(self.shape.num_layers - 1, "hidden")
 
     @cached_property
     def hidden(self) -> tuple[Bytes, int, int]:

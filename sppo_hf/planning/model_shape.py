@@ -116,6 +116,10 @@ class ModelShape:
     """By layer, elements of a token that a stage is given which begins with it; empty where that is
     one hidden state."""
 
+    cpu_threads: int = 1
+    """Threads of a CPU that attends; where they outnumber key heads, these are repeated for them
+    (`parallel_heads`)."""
+
     sp: int = 1
     """Sequence-parallel ranks that share every chunk. FLOPs are of all of them, weights and their
     gradients on each; what tokens take on one of them is said by `one_rank`."""

@@ -81,6 +81,18 @@ def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
     assert ("--machine_rank" in answer["launch"]) == (launch["num_machines"] > 1)
 
 
+def test_a_sequence_shared_between_nodes_is_allowed_where_nothing_else_fits(tmp_path: Path) -> None:
+    model = write_config(tmp_path, {**TINY, "num_hidden_layers": 1})
+    question = (model, "--seq-len", "16K", "--gpus", "2", "--rows", "1")
+    for per_node, across in (("1", True), ("2", False)):
+        folder = tmp_path / per_node
+        code, _, _ = run(*question, "--gpus-per-node", per_node, "--write", str(folder))
+        assert code == 0
+        launch, config = written(folder)
+        assert (config.sp_size, config.sp_across_nodes) == (2, across)
+        assert launch["num_machines"] == 2 // int(per_node)
+
+
 def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
     """Of several processes none can have them on the host by itself, whatever does not fit."""
     config = SPPOConfig(num_chunks=2)

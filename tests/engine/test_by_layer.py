@@ -18,9 +18,11 @@ from sppo_hf.engine.by_layer import CutCall, Example, NotByLayer, PrefixLength
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.planning.activation_modes import FrameMode, mode_of
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import compare
@@ -332,3 +334,41 @@ def test_units_are_reported_layer_by_layer() -> None:
         *(("forward", unit, 9) for unit in range(9)),
         *(("backward", unit, 9) for unit in reversed(range(9))),
     ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3n_text", "gemma4_text"])
+def test_plans_count_what_layers_are_given_of_all_tokens(family: str) -> None:
+    """Gemma 3n's several hidden states, and inputs of all layers that are cut from one tensor."""
+    model = build_tiny_model(family)
+    layers = find_parts(model).layers
+    given: list[list[Tensor]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        width = getattr(model.config, "hidden_size_per_layer_input", None)
+        given.append([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)][:2])
+        given[-1][1:] = [x for x in given[-1][1:] if x.shape[-1] == width]
+
+    layers[1].register_forward_pre_hook(note, with_kwargs=True)
+    plans: list[Plan] = []
+
+    class Told(StepObserver):
+        def on_plan(self, plan: Plan, model_name: str) -> None:
+            plans.append(plan)
+
+    gradients: list[int] = []
+    for name, module in model.named_modules():
+        if name.endswith("per_layer_projection_norm"):
+            module.register_full_backward_hook(lambda *x: gradients.append(x[-1][0].nbytes))
+    convert(model, _config(show_plan=False), observer=Told())
+    model(**make_batch(rows=2, tokens=23)).loss.backward()
+    ((hidden, *beside),) = given
+    assert hidden.shape[-2:] == (23, model.config.hidden_size)
+    assert hidden.ndim == (4 if family == "gemma3n_text" else 3)
+    assert len(beside) == (family != "llama")
+    (plan,) = plans
+    program = plan.program()
+    held = program.levels["device"][Cause.HIDDEN].during
+    # Input and output of the layer.
+    wanted = 2 * hidden.nbytes + sum(x.untyped_storage().nbytes() for x in beside)
+    assert set(held[: 3 * len(layers)]) == {wanted}
+    assert held[program.points.num_forward] == wanted + sum(gradients)

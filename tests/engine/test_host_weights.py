@@ -233,7 +233,9 @@ def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
     assert not {id(w.parameter) for w in of_twin._all()} & {id(w.parameter) for w in held._all()}
 
 
-def test_what_rests_beside_weights_is_known_to_the_next_plan() -> None:
+def test_what_rests_beside_weights_is_known_to_the_next_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = _converted(weights="host")
     engine = get_engine(model)
     assert engine is not None
@@ -247,7 +249,17 @@ def test_what_rests_beside_weights_is_known_to_the_next_plan() -> None:
     steps = sum(state["step"].nbytes for state in optimizer.state.values())
     assert engine._resting_bytes() == 3 * trained + steps
     optimizer.zero_grad()
+    with monkeypatch.context() as patched:
+        # Forwards between two updates count no states.
+        patched.setattr(engine, "_states_bytes", lambda optimizer: pytest.fail("counted again"))
+        assert engine._resting_bytes() == 2 * trained + steps
+    engine._rest(Places(weights=True, optimizer=True), torch.device("cpu"))
     assert engine._resting_bytes() == 2 * trained + steps
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["more"] = torch.zeros(3)
+    optimizer.load_state_dict(saved)
+    assert engine._resting_bytes() == 2 * trained + steps + 24 * len(saved["state"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ call); stand-ins compute what its functions compute, and write where they write.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 from types import SimpleNamespace
@@ -298,8 +299,9 @@ def test_inductors_code_computes_the_same_in_every_mode(monkeypatch: pytest.Monk
     model = build_tiny_model("llama", dtype=torch.float64).train()
     ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
     expected = step(model, ids)
-    for mode in MODES.values():
-        convert(model, SPPOConfig(chunk_lengths=(9, 1, 14), show_plan=False, compile=True, **mode))
+    settings = {"chunk_lengths": (9, 1, 14), "show_plan": False, "compile": True}
+    for mode, order in itertools.product(MODES.values(), ("by_layer", "by_chunk")):
+        convert(model, SPPOConfig(**settings, **mode, order=order))
         ours = step(model, ids)
         revert(model)
         for value, exact in zip(ours, expected, strict=True):

@@ -12,6 +12,8 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import trace_profile
+from sppo_hf.engine import mixer_kernels, trace_profile
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.family_guard import unchecked
@@ -46,6 +48,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.float64 import float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.pipeline.pipeline_cases import TOKENS, Case
 
 Named = dict[str, Tensor | None]
@@ -298,6 +301,20 @@ def attending_units(engine: PipelineEngine) -> int:
     return sum(layer in attending for stage in forwards for layer in layers[stage])
 
 
+@contextmanager
+def kernel_of(case: Case) -> Iterator[None]:
+    """Let a kernel of the case's family be installed that fails when it is called."""
+    if "kernel" not in case:
+        yield
+        return
+    installed = Installed(case["family"], case["kernel"], not_here)
+    try:
+        with mock.patch.object(mixer_kernels, "PACKAGES", ("torch",)):
+            yield
+    finally:
+        setattr(installed.module, installed.name, installed.own)
+
+
 def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     """Run one case on this rank; rank 0 returns what came of it."""
     model = traced_once(build(case))
@@ -306,7 +323,8 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     convert_to_stages(model, config, observer=written)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
-    ran = run_steps(model, case, engine.mesh.dp_rank, engine.mesh.dp_size)
+    with kernel_of(case):
+        ran = run_steps(model, case, engine.mesh.dp_rank, engine.mesh.dp_size)
     mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls}
     mine |= {"dp_rank": engine.mesh.dp_rank, "sp_rank": engine.mesh.sp_rank}
     mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()

@@ -1,9 +1,10 @@
 """A job for each rank: tiny models whose sequences ranks share, against one unmodified process.
 
 The job holds `cases` (as in `pipeline_cases`), `refused` (cases that are refused), `sp_size` and
-`out`; with `bytes`, what a forward leaves behind is measured, and with `orders` (of `recompute`)
-when exchanges run. Rank 0 writes what was found. Gradients are averaged over all ranks, as DDP and
-FSDP2 do.
+`out`; with `bytes`, what a forward leaves behind is measured, with `orders` (of `recompute`) when
+exchanges run, with `compiled` (likewise) what compiled code computes, and with `machines` what
+ranks of different machines are told. Rank 0 writes what was found. Gradients are averaged over all
+ranks, as DDP and FSDP2 do.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.attention.kv_cache import LayerKV
@@ -28,7 +32,7 @@ from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, convert_to_shared_sequences
 from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
-from sppo_hf.testing.tiny_models import make_batch
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
     Named,
@@ -110,15 +114,60 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     }
 
 
-def refusal(case: Case, sp_size: int) -> str:
+def refusal(case: Case, sp_size: int, **settings: Any) -> str:
     """What conversion, or the first forward, says about a case that it refuses."""
     try:
         model = build(case)
-        convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False))
+        config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
+        convert_to_shared_sequences(model, config)
         model(**batches_of(case, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def compiled(sp_size: int, recompute: str) -> dict[str, float]:
+    """How far float32 gradients are from float64's, and what was compiled on this rank."""
+    settings: dict[str, Any] = {"chunk_lengths": (9, 1, 14), "recompute": recompute}
+    exact = build_tiny_model("llama")
+    model = build_tiny_model("llama", dtype=torch.float32)
+    model.load_state_dict(exact.state_dict())
+    batch = make_batch(rows=2, tokens=24)
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        shared = get_engine(model) is not None
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        grads, _ = averaged(found) if shared else (found, [])
+        values = [loss, *(grad for grad in grads.values() if grad is not None)]
+        return [value.detach().double() for value in values]
+
+    truth, runs = step(exact), {"plain": step(model)}
+    torch._dynamo.reset()  # what was compiled for another model of its class would serve this one
+    counters.clear()
+    for name in ("eager", "compiled"):
+        assert not counters["stats"]["unique_graphs"], "nothing is compiled unless it is asked for"
+        config = SPPOConfig(
+            sp_size=sp_size, compile=name == "compiled", show_plan=False, offload="none", **settings
+        )
+        convert_to_shared_sequences(model, config)
+        runs[name] = step(model)
+        revert(model)
+    errors = {
+        name: max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
+        for name, found in runs.items()
+    }
+    return {**errors, "gradients": len(truth) - 1, "graphs": counters["stats"]["unique_graphs"]}
+
+
+def between_machines(sp_size: int) -> list[str]:
+    """What ranks say that are on a machine each, as things are and where that is allowed."""
+    mine = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    case: Case = {"name": "between machines", "family": "llama"}
+    with mock.patch.dict(os.environ, mine):
+        return [refusal(case, sp_size, **{"sp_across_nodes": allowed}) for allowed in (False, True)]
 
 
 def kept_bytes(sp_size: int) -> dict[str, int]:
@@ -210,6 +259,10 @@ def main(job: dict[str, Any]) -> None:
         result["cases"].append({**found, "seconds": time.perf_counter() - start})
     for case in job.get("refused", ()):
         result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
+    if job.get("compiled"):
+        result["compiled"] = [gathered(compiled(job["sp_size"], r)) for r in job["compiled"]]
+    if job.get("machines"):
+        result["machines"] = gathered(between_machines(job["sp_size"]))
     result["orders"] = [exchanges_in_order(job["sp_size"], r) for r in job.get("orders", ())]
     if job.get("bytes"):
         result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]

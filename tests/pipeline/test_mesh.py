@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import shared_mesh
-from sppo_hf.pipeline.mesh import PipelineMesh, check_world, link_options, warn_across_machines
+from sppo_hf.pipeline.mesh import PipelineMesh, check_nodes, check_world, link_options
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
 
@@ -42,19 +43,60 @@ def test_sizes_that_fit_the_launch_are_named() -> None:
         check_world(1, 6, 4)
 
 
-@pytest.mark.parametrize(("sp_size", "local_size"), [(16, 8), (3, 8)])
-def test_sequences_between_machines_are_warned_of(sp_size: int, local_size: int) -> None:
-    said = rf"sp_size={sp_size} does not divide the 8 .*sp_size=1 or 2 or 4 or 8 stays within"
-    with pytest.warns(UserWarning, match=said):
-        warn_across_machines(sp_size, local_size)
+def launched(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, here: int) -> None:
+    """Let the environment be that of a rank, of so many on its machine."""
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", here)):
+        monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize(("sp_size", "local_size"), [(1, 8), (4, 8), (8, 8)])
-def test_sequences_within_a_machine_are_not(
-    sp_size: int, local_size: int, recwarn: pytest.WarningsRecorder
+@pytest.mark.parametrize(
+    ("sp_size", "pp_size", "rank", "ranks", "remedy"),
+    [
+        (16, 1, 9, "0 to 15", "sp_size=8 with pp_size=2,"),
+        (16, 2, 9, "0 to 15", "sp_size=8 with pp_size=4,"),
+        (12, 1, 14, "12 to 23", "sp_size=4 with pp_size=3,"),
+        (3, 1, 8, "6 to 8", "sp_size=1 with pp_size=3,"),
+    ],
+)
+def test_sequences_shared_between_machines_are_refused(
+    sp_size: int,
+    pp_size: int,
+    rank: int,
+    ranks: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    warn_across_machines(sp_size, local_size)
-    assert not recwarn
+    launched(monkeypatch, rank, rank - 8, 8)
+    with pytest.raises(ConfigError) as caught:
+        check_nodes(SPPOConfig(sp_size=sp_size, pp_size=pp_size))
+    said = str(caught.value)
+    assert f"sp_size={sp_size} lets ranks {ranks} share a sequence, but this machine has" in said
+    assert "ranks 8 to 15" in said
+    assert "Allowed: sp_size=1 or 2 or 4 or 8," in said
+    assert f"Remedy: {remedy}" in said
+    check_nodes(SPPOConfig(sp_size=sp_size, pp_size=pp_size, sp_across_nodes=True))
+
+
+@pytest.mark.parametrize(("rank", "local_rank"), [(1, 0), (5, 0)])
+def test_ranks_numbered_across_machines_are_refused(
+    rank: int, local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every other rank is on this machine; or one before it has an odd number of them.
+    launched(monkeypatch, rank, local_rank, 8)
+    with pytest.raises(ConfigError, match="Remedy: number the ranks machine after machine"):
+        check_nodes(SPPOConfig(sp_size=4))
+
+
+@pytest.mark.parametrize(
+    ("sp_size", "rank", "here"), [(1, 9, 8), (4, 9, 8), (8, 15, 8), (3, 2, 3), (6, 5, 6)]
+)
+def test_sequences_within_a_machine_are_not(
+    sp_size: int, rank: int, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, rank, rank % here, here)
+    check_nodes(SPPOConfig(sp_size=sp_size))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    check_nodes(SPPOConfig(sp_size=16))
 
 
 def test_one_process_without_a_launch_is_told_how_to_start() -> None:

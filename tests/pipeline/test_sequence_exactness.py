@@ -5,6 +5,7 @@ unmodified model in rank 0's process, in float64.
 """
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,12 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     named = {case["name"]: case for case in (*BATCHES, *PLANS, *MODELS)}
     cases = [named[name] for name in FAST]
     recomputes = ["none", "full"]
-    result = launch(cases, tmp_path, sp_size=2, ranks=2, bytes=True, orders=recomputes)
+    result = launch(
+        cases, tmp_path, sp_size=2, ranks=2, bytes=True, orders=recomputes, machines=True
+    )
+    for refused, allowed in result["machines"]:
+        assert "sp_size=2 lets ranks 0 to 1 share a sequence, but this machine has" in refused
+        assert allowed == "nothing"
     assert result["orders"] == [EXCHANGES[recompute] for recompute in recomputes]
     assert_attended_once(result, cases)
     # By what each of them has measured they would have two.
@@ -186,6 +192,24 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     # keys, so that is as large as keys and values. Labels and a few numbers are of all tokens.
     wanted = one["saved"] / 2 + two["keys_and_values"]
     assert wanted <= two["saved"] < 1.001 * wanted, (one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiled_norms_and_mlps_are_as_exact_as_float32_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other cases run in float64, for which forwards are wrapped and nothing is compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    result = launch([], tmp_path, sp_size=2, ranks=2, compiled=["none", "full"])
+    for ranks in result["compiled"]:
+        for rank in ranks:
+            assert rank["graphs"] >= 3, "norms, MLPs, and those of one token"
+            assert rank["gradients"] > 20
+            # Rounding differs, as between two orders of the same sums.
+            assert 0 < rank["compiled"] < 2 * max(rank["plain"], rank["eager"]) < 1e-5, rank
+            assert rank["compiled"] != rank["eager"], "other code ran"
 
 
 def test_heads_that_three_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:

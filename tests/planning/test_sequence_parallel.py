@@ -209,6 +209,14 @@ def test_groups_leave_a_node_only_where_nothing_else_fits() -> None:
     assert {x.sp for x in layouts(QUESTION)} == {1, 2, 4}
     assert {x.sp for x in layouts(QUESTION, across=True)} == {8}
     assert all(x.devices == 8 for x in layouts(QUESTION))
+    # Of groups of two on nodes of three one has a device of each; a single node has all.
+    uneven = replace(QUESTION, gpus=6, gpus_per_node=3, space=SearchSpace(sp=(1, 2, 8)))
+    assert [uneven.crosses_nodes(sp) for sp in (1, 2, 3)] == [False, True, False]
+    assert {x.sp for x in layouts(uneven)} == {1}
+    assert {x.sp for x in layouts(uneven, across=True)} == {2}
+    together = replace(uneven, gpus_per_node=8)
+    assert not any(x for x in layouts(together, across=True))
+    assert (uneven.exchange_rate(2), together.exchange_rate(2)) == (25e9, 250e9)
     roomy = solve_cluster(QUESTION, keep=1)
     assert roomy.best[0].layout.sp <= 4
     one = replace(QUESTION, space=SearchSpace(schedules=("seq1f1b",), sp=(8,)))

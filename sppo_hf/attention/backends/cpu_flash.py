@@ -4,7 +4,8 @@ The kernel is the one behind `scaled_dot_product_attention` on the CPU. It is ca
 top left, so bands come from `TopLeftBackend`. Not covered: soft-capped scores.
 
 The kernel's backward gives each key head of each row to one thread. Where that leaves threads
-without work, key heads are repeated for it, and the gradients of those that are one are summed.
+without work, key heads are repeated for it, and the gradients of those that are one are summed
+(`parallel_heads`).
 
 16-bit inputs are computed in float32. The kernel would sum key gradients in 16 bits, which puts
 them up to twice as far from the truth, and its float16 backward is ten times slower; a float32
@@ -31,14 +32,9 @@ from sppo_hf.attention.backends.base import (
 )
 from sppo_hf.attention.backends.heads import KernelNeeds, repeat_heads, sum_repeated_heads
 from sppo_hf.attention.backends.top_left import TopLeftBackend
+from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
 
 _DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
-_MOST_COPIED_BYTES = 2**25
-"""Most bytes of repeated keys and values: plans do not count them, nor as many of gradients."""
-
-_WORTH_COPIES = 0.75
-"""Copies of key heads must make the busiest thread's share this small: a backward with three of
-each took 1.26 times the processor's time (9 query heads, 3 key heads, 512 queries, 2,048 keys)."""
 
 
 @register_backend("cpu_flash", cpu=1)
@@ -94,35 +90,13 @@ class CPUFlash(TopLeftBackend):
         rows, num_heads, num_kv_heads = *q.shape[:2], k.shape[1]
         heads = parallel_heads(rows, num_heads, num_kv_heads, torch.get_num_threads())
         copied = rows * heads * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-        if heads > num_kv_heads and copied <= _MOST_COPIED_BYTES:
+        if heads > num_kv_heads and copied <= MOST_COPIED_BYTES:
             k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, attended.lse_BNC, 0.0, causal, scale=scale
         )
         dk, dv = (sum_repeated_heads(x, num_kv_heads) for x in (dk, dv))
         return Gradients(dq, dk, dv)
-
-
-def parallel_heads(rows: int, num_heads: int, num_kv_heads: int, threads: int) -> int:
-    """Returns the key heads with which a backward that gives each to one thread is fastest.
-
-    A repeated head is as many copies, each with its share of the query heads; few are worth it.
-
-    Args:
-        rows: B.
-        num_heads: N.
-        num_kv_heads: K, which divides N.
-        threads: that work side by side.
-    """
-    best, least = num_kv_heads, float("inf")
-    for copies in range(1, num_heads // num_kv_heads + 1):
-        if (num_heads // num_kv_heads) % copies:
-            continue
-        # The busiest thread's heads, each of a share of the work.
-        taken = -(-rows * num_kv_heads * copies // threads) / copies
-        if taken < _WORTH_COPIES * least:
-            best, least = num_kv_heads * copies, taken
-    return best
 
 
 @functools.cache

@@ -1,14 +1,23 @@
 """The fused CPU kernel against the oracle, with and without the kernel's own grouped heads."""
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sppo_hf.attention.backends.base import CausalBand
-from sppo_hf.attention.backends.cpu_flash import CPUFlash, parallel_heads
+from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.memory import byte_tables
+from sppo_hf.planning.tile_sizes import parallel_heads
 from tests.attention.backends.cases import CASES, bands, check
 from tests.attention.oracle import make_problem, solve, visible
+from tests.planning.shapes import llama_config, shape_of
 
 
 @pytest.mark.parametrize("grouped_heads", [True, False])
@@ -119,6 +128,58 @@ def test_backward_with_work_for_every_thread(monkeypatch, threads):
 )
 def test_key_heads_are_repeated_where_threads_would_wait(heads, threads, best):
     assert parallel_heads(*heads, threads) == best
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors which operations make have at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.held:
+                    self.held[storage.data_ptr()] = storage.nbytes()
+                    weakref.finalize(storage, self.held.pop, storage.data_ptr(), None)
+        self.most = max(self.most, sum(self.held.values()))
+        return made
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 4096), (2, 1024), (1, 20_000)])
+def test_repeated_heads_take_the_memory_that_plans_count(monkeypatch, rows, keys):
+    problem = make_problem(
+        rows=8, keys=keys, batch=rows, heads=8, kv_heads=2, head_size=64, dtype=torch.float32
+    )
+    config = llama_config(hidden_size=512, num_attention_heads=8, num_key_value_heads=2)
+    shape = shape_of(config, dtype_bytes=4)
+    decisions = Decisions(
+        batch_rows=rows,
+        bounds=((0, keys - 8), (keys - 8, keys)),
+        layer_modes=(),
+        training=True,
+        tile_tokens=1,
+    )
+    most, counted = {}, {}
+    for threads in (1, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        band, backend = CausalBand(keys - 8), CPUFlash(grouped_heads=True)
+        q, k, v, dout = problem
+        attended = backend.forward(q, k, v, band=band, scale=1.0)
+        with Peak() as peak:
+            backend.backward(dout, q, k, v, *attended, band=band, scale=1.0)
+        most[threads] = peak.most
+        tables = byte_tables(replace(shape, cpu_threads=threads), decisions, "cpu")
+        counted[threads] = int(tables.workspace_backward[0, -1])
+    more = counted[16] - counted[1]
+    # Keys and values of 8 heads in place of 2, and their gradients; none where that is too much.
+    copies = rows * keys * 8 * 128 * 4
+    assert more == (2 * copies if copies <= 2**25 else 0)
+    # The sums of the gradients, which are there in both, and of these the ones that are summed.
+    assert abs(most[16] - most[1] - more) <= copies / 4
 
 
 def test_strides_without_dense_heads():
