@@ -5,6 +5,10 @@ gradient are computed on the spot and the tile's logits are dropped. Forward thu
 gradient of the size of the hidden states and one of the size of the head's trainable weights,
 nothing runs twice, and backward only multiplies by the scale that arrives.
 
+What is large is made once: a tile's gradient of the logits lies where its logarithms of
+probabilities were, and a product with a trained weight adds its gradient to the sum over tiles
+(where they are of one dtype), so that no tile has a gradient of the size of the head beside it.
+
 The sum over chunks is then divided as Transformers divides: by `num_items_in_batch`, or by the
 number of labels that count; with none that count the loss is NaN and every gradient zero, as in
 PyTorch.
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.engine.parameter_hooks import hooks_set_aside
@@ -150,16 +155,10 @@ class ChunkedLoss:
 
     def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
         self.refuse_changes()  # this may be backward, see `_checkpointed`
-        logits_MV = self._head(hidden_MD[None])[0]
-        # Transformers computes the loss in float32; wider models keep their width.
-        wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-        loss = F.cross_entropy(
-            wide_MV,
-            labels_M.to(wide_MV.device),
-            ignore_index=self._ignore_index,
-            reduction="sum",
-        )
-        return loss, logits_MV
+        # Not indexed, or backward would make zeros for another tile of logits.
+        logits_MV = self._head(hidden_MD[None]).squeeze(0)
+        labels_M = labels_M.to(logits_MV.device)
+        return _SummedCrossEntropy.apply(logits_MV, labels_M, self._ignore_index), logits_MV
 
     def tiles(
         self, hidden_BCD: Tensor, labels_BC: Tensor, grad: bool
@@ -191,12 +190,16 @@ class ChunkedLoss:
             loss, dhidden_MD, dweights = fused(*args)
             self._add_head_grads(dweights)
             return loss, dhidden_MD, hidden_MD
-        with torch.set_grad_enabled(grad):
-            leaf_MD = hidden_MD.detach().requires_grad_(grad)
-            loss, logits_MV = self._tile_loss(leaf_MD, labels_M)
-            if not grad:
-                return loss, None, logits_MV
+        if not grad:
+            loss, logits_MV = self._tile_loss(hidden_MD, labels_M)
+            return loss, None, logits_MV
+        with torch.enable_grad():
+            leaf_MD = hidden_MD.detach().requires_grad_()
+            with _SummedGradients(self._trainable, self._head_grads):
+                loss, logits_MV = self._tile_loss(leaf_MD, labels_M)
             self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
+            if self._on_logits is None:
+                logits_MV = logits_MV.new_empty(0)  # nobody needs them any more
             # The ordinary backward runs outside autocast; so must this one.
             # The head's own hooks see the sum, when `_TiledLoss` hands it out.
             with (
@@ -225,6 +228,91 @@ class ChunkedLoss:
         for index in indices:
             self._head_grads[index] = None
         return taken
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """`F.cross_entropy(..., reduction="sum")` in float32 (float64), with one tensor of `[M, V]`.
+
+    Transformers computes the loss in float32; wider models keep their width.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor, ignore_index: int) -> Tensor:  # type: ignore[override]
+        wide = torch.promote_types(logits_MV.dtype, torch.float32)
+        logs_MV = F.log_softmax(logits_MV, -1, dtype=wide)
+        counts_M1 = (labels_M != ignore_index)[:, None]
+        labels_M1 = torch.where(counts_M1, labels_M[:, None], 0)
+        ctx.logits_dtype = logits_MV.dtype
+        ctx.save_for_backward(logs_MV, labels_M1, counts_M1)
+        # Not times zero: a label that does not count may stand at an infinite logit.
+        return -logs_MV.gather(-1, labels_M1).where(counts_M1, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        logs_MV, labels_M1, counts_M1 = ctx.saved_tensors
+        # In place: a second backward finds another version of it, and autograd refuses.
+        dlogits_MV = logs_MV.exp_()
+        dlogits_MV.scatter_(-1, labels_M1, dlogits_MV.gather(-1, labels_M1) - 1.0)
+        dlogits_MV.mul_(torch.where(counts_M1, dloss, 0.0))
+        return dlogits_MV.to(ctx.logits_dtype), None, None
+
+
+class _SummedGradients(TorchFunctionMode):
+    """Has the products with some weights add their gradients to sums, instead of returning them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums: list[Tensor | None]) -> None:
+        super().__init__()
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._sums = sums
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `F.linear` as `_SummedLinear` where that is the same; all else is as it is."""
+        number = None
+        if func is F.linear and len(args) > 1 and not kwargs and not torch.compiler.is_compiling():
+            number = self._numbers.get(id(args[1]))
+        if number is None or not _is_plain_product(*args[:2]):
+            return func(*args, **(kwargs or {}))
+        return _SummedLinear.apply(*args[:2], *(args[2:] or (None,)), self._sums, number)
+
+
+def _is_plain_product(x: Tensor, weight: nn.Parameter) -> bool:
+    """Whether the weight's gradient is one product of the dtype in which it is summed."""
+    if type(weight) is not nn.Parameter or type(x) is not Tensor:
+        return False
+    wide = weight.dtype in (torch.float32, torch.float64) and x.dtype == weight.dtype
+    return wide and not torch.is_autocast_enabled(x.device.type)
+
+
+class _SummedLinear(torch.autograd.Function):
+    """`F.linear`, whose backward adds the weight's gradient to a sum."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sums: list[Tensor | None],
+        number: int,
+    ) -> Tensor:
+        ctx.sums, ctx.number = sums, number
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        dy_MV, x_MD = dy.flatten(0, -2), x.flatten(0, -2)
+        held = ctx.sums[ctx.number]
+        if held is None:
+            ctx.sums[ctx.number] = dy_MV.t().mm(x_MD)
+        else:
+            held.addmm_(dy_MV.t(), x_MD)
+        needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+        dx = dy.matmul(weight) if needs_x else None
+        return dx, None, dy_MV.sum(0) if needs_bias else None, None, None
 
 
 class _TiledLoss(torch.autograd.Function):

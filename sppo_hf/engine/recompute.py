@@ -455,25 +455,52 @@ class RecomputedLayer:
         Raises:
             SPPOError: What the layer reads has changed, or its forward was interrupted.
         """
-        hidden_holder, rest = self._hidden, self._rest
+        hidden_holder = self._hidden
         if hidden_holder is None:
             raise SPPOError(f"{self._label}: nothing to make keys from; was forward interrupted?")
         self._refuse_changes()
-        found: list[tuple[Tensor, Tensor]] = []
-
-        def take(k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-            found.append((k_BKCH, v_BKCH))
-            raise _Stop
-
         with contextlib.ExitStack() as borrowed:
             hidden = borrowed.enter_context(hidden_holder.borrow())
             states = {
                 key: borrowed.enter_context(holder.borrow())
                 for key, (holder, _) in self._states.items()
             }
-            with self._run_context.restored(), torch.no_grad(), contextlib.suppress(_Stop):
-                self._run_layer(*_with_hidden(hidden, *rest), states, take)
+            kind = ("keys", self._kind())  # queries are needless here
+            found = self._run_to_keys(hidden, states, self._beside_all(hidden, kind), kind)
+            if found is None:
+                _needless(self._layer)[kind] = None
+                found = self._run_to_keys(hidden, states, _Nothing(), kind)
+        assert found is not None, "a layer whose keys are made again attends"
+        return found
+
+    def _run_to_keys(
+        self, hidden: Tensor, states: States, aside: _Aside, kind: Hashable
+    ) -> tuple[Tensor, Tensor] | None:
+        """Keys and values; None if the layer does not repeat itself beside `aside`."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def take(k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+            aside.saved(k_BKCH)
+            aside.saved(v_BKCH)
+            found.append((k_BKCH, v_BKCH))
+            raise _Stop
+
+        self._beside, self._next_unseen = aside, 0
+        try:
+            with (
+                self._run_context.restored(),
+                torch.no_grad(),
+                contextlib.suppress(_Stop),
+                aside,
+            ):
+                self._run_layer(*_with_hidden(hidden, *self._rest), states, take)
+        except Changed:
+            return None
+        finally:
+            self._beside = _Nothing()
         assert found, "a layer whose keys are made again attends"
+        if isinstance(aside, NeedlessRecorder):
+            _needless(self._layer)[kind] = aside.result()
         return found[0]
 
     def _refuse_changes(self) -> None:
@@ -560,12 +587,16 @@ class RecomputedLayer:
         width = hidden.shape[-1]
         if self._products is not None:
             return SelectiveReplayer(self._products, width=width, label=self._label)
-        known = _needless(self._layer).get(self._kind(), _UNKNOWN)
+        return self._beside_all(hidden, self._kind())
+
+    def _beside_all(self, hidden: Tensor, kind: Hashable) -> _Aside:
+        """What runs beside a second forward that computes all products but needless ones."""
+        known = _needless(self._layer).get(kind, _UNKNOWN)
         if known is _UNKNOWN and not is_compiled(self._layer):
             return NeedlessRecorder(hidden)
         if known is _UNKNOWN:
-            known = _needless(self._layer)[self._kind()] = None
-        return _Nothing() if known is None else NeedlessPlayer(known, width=width)
+            known = _needless(self._layer)[kind] = None
+        return _Nothing() if known is None else NeedlessPlayer(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
         """What a layer's forwards have in common whose needless products are the same."""

@@ -318,17 +318,21 @@ class ByteTables:
     def logits(self) -> Bytes:
         """[chunks] Bytes while a chunk's loss is computed, beside logits that are kept.
 
-        A tile in the model's dtype and in float32, its logarithms of probabilities and its
-        gradient; from the second tile on also the head's gradient of one, beside the sum.
+        A tile in the model's dtype and its logarithms of probabilities in float32, in whose place
+        its gradient comes, once more in the model's dtype if that is narrower. From the second tile
+        on also the head's gradient of one, beside the sum, where it is not added on the spot (see
+        `engine.loss`). Not counted: what a head saves that caps its logits.
         """
         shape = self.shape
         tokens = self.lengths * self.rows
         tile = np.minimum(self._tile_tokens, tokens)
         float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
         narrow_bytes = shape.dtype_bytes if shape.dtype_bytes < float32_bytes else 0
-        per_token = shape.vocab_size * (narrow_bytes + 3 * float32_bytes)
+        per_token = shape.vocab_size * (shape.dtype_bytes + float32_bytes + narrow_bytes)
         sums = (tokens > tile) & self.training
         sums[1:] = self.training
+        if self.device_kind == "cpu" and not narrow_bytes:
+            sums[:] = False
         return tile * per_token + sums * self.vocabulary_gradient_bytes(self._parameter_bytes)
 
     @cached_property

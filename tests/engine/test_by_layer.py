@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
@@ -17,6 +18,7 @@ from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.by_layer import CutCall, Example, NotByLayer, PrefixLength
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
@@ -275,6 +277,32 @@ def test_keys_of_a_layer_are_there_while_it_runs_and_their_gradients_of_one_laye
     engine = get_engine(model)
     assert engine is not None
     engine.offload.assert_drained()
+
+
+def test_keys_that_are_made_again_need_no_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    _force(monkeypatch, mode_of("inputs", "device"), "recompute")
+    products: list[int] = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            products[-1] += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return func(*args, **(kwargs or {}))
+
+    keys_again = RecomputedLayer.keys_again
+
+    def counted(frame: RecomputedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        products.append(0)
+        with Counts():  # sees what the frame's own mode lets through
+            return keys_again(frame)
+
+    monkeypatch.setattr(RecomputedLayer, "keys_again", counted)
+    model = build_tiny_model("llama")
+    convert(model, _config())
+    model(**make_batch(tokens=23)).loss.backward()
+    # The first of each kind finds out what keys hang on; a chunk of one token is of another kind.
+    assert products == [3, 3, 2] * 3
 
 
 @pytest.mark.parametrize("kv", ["host", "recompute"])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf import SPPOError
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
@@ -125,6 +126,69 @@ def test_one_tile_of_logits_lives_at_a_time(grad):
     with torch.set_grad_enabled(grad):
         loss.add(hidden, labels, last=True)
     assert len(tiles) == 9
+
+
+class _Made(TorchDispatchMode):
+    """Notes operations that make a new tensor of so many elements."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.calls = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.data_ptr() for x in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(x)}
+        if torch.is_tensor(out) and out.numel() == self.numel and out.data_ptr() not in given:
+            self.calls.append(func.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize("cap", [False, True])
+def test_what_is_as_large_as_the_head_or_a_tiles_logits_is_made_once(cap):
+    head, hidden, labels = _problem(torch.float32)
+    run = (lambda h: torch.tanh(head(h))) if cap else head
+    loss = ChunkedLoss(run, list(head.parameters()), tile_tokens=2)
+    with _Made(head.weight.numel()) as gradients:
+        loss.add(hidden, labels, last=True)
+    assert gradients.calls == ["mm"], "a tile has a gradient of the head beside the sum"
+    loss = ChunkedLoss(run, list(head.parameters()), tile_tokens=64)
+    with _Made(18 * V) as tiles:
+        loss.add(hidden, labels, last=True)
+    made = ["addmm", "_log_softmax"]
+    assert tiles.calls == (["addmm", "tanh", "_log_softmax", "tanh_backward"] if cap else made)
+
+
+@pytest.mark.parametrize("reads_twice", [False, True])
+def test_a_weight_that_is_read_in_other_ways_too_gets_all_of_its_gradient(reads_twice):
+    head, hidden, labels = _problem()
+
+    def run(h):
+        logits = head(h) * head.weight.square().mean()
+        return logits + head(2 * h) if reads_twice else logits
+
+    loss = ChunkedLoss(run, list(head.parameters()), tile_tokens=4)
+    ours = torch.autograd.grad(loss.add(hidden, labels, last=True), [hidden, *head.parameters()])
+    expected = F.cross_entropy(run(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+    theirs = torch.autograd.grad(expected, [hidden, *head.parameters()])
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_labels_that_do_not_count_may_stand_at_infinite_logits(autocast):
+    head, hidden, labels = _problem(torch.float32)
+    forbidden = torch.zeros(V)
+    forbidden[0] = float("-inf")
+    labels = labels.clamp(max=V - 1).where(labels != 0, 1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = ChunkedLoss(lambda h: head(h) + forbidden, list(head.parameters()), tile_tokens=4)
+        total = loss.add(hidden, labels, last=True)
+        logits = head(hidden) + forbidden
+    expected = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(total, expected)
+    ours = torch.autograd.grad(total, [hidden, head.weight])
+    theirs = torch.autograd.grad(expected, [hidden, head.weight])
+    rounding = 2e-2 if autocast else 1e-5
+    torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
 
 
 def _run_hooks(head, hidden, labels, run):

@@ -64,7 +64,7 @@ def test_standing_bytes() -> None:
     assert [moments[0].device["weights"] for moments in both] == [SHAPE.weight_bytes] * 2
     assert [moments[-1].device["gradients"] for moments in both] == [2000, 0]
     assert [moments[-1].device["optimizer"] for moments in both] == [8000, 0]
-    assert both[0][0].device["logits_tile"] == 64 * 128_256 * (2 + 4 + 4 + 4)
+    assert both[0][0].device["logits_tile"] == 64 * 128_256 * (2 + 4 + 2)
     assert both[0][-1].device["logits_tile"] == 0, "the loss has its gradient in forward"
 
 
@@ -86,7 +86,7 @@ def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
     shape = shape_of(llama_config(), dtype_bytes=2)
     size = 128_256 * 4096 * 2
     moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128)))).moments
-    tile = 64 * 128_256 * (2 + 4 + 4 + 4)
+    tile = 64 * 128_256 * (2 + 4 + 2)
     # The head's of the first tile is the sum itself; the embedding's comes chunk by chunk.
     assert [m.device["logits_tile"] for m in moments[:2]] == [tile, tile + size]
     assert [m.device["workspace"] >= size for m in moments] == [False] * 3 + [True, False, True]
@@ -94,14 +94,23 @@ def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
     assert [m.device["workspace"] >= size for m in on_cpu] == [False] * 5 + [True]
 
 
+@pytest.mark.parametrize(("device", "more"), [("cpu", 0), ("cuda", 128_256 * 4096 * 4)])
+def test_on_a_cpu_a_wide_heads_gradient_is_added_on_the_spot(device: str, more: int) -> None:
+    shape = shape_of(llama_config(), dtype_bytes=4)
+    moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128))), device_kind=device).moments
+    tile = 64 * 128_256 * (4 + 4)
+    assert [m.device["logits_tile"] for m in moments[:2]] == [tile, tile + more]
+
+
 def test_kept_frames_peak_where_forward_ends() -> None:
     predicted = predict(KEEP)
     shape = SHAPE
-    assert predicted.moment == "loss of chunk 2 of 2"
+    assert predicted.moment == "start of backward of chunk 2 of 2"
     assert predicted.device["frames"] == 32 * 1000 * shape.frame_bytes_per_token(0)
     assert predicted.device["kv"] == 1000 * shape.kv_bytes_per_token()
-    assert predicted.device["dkv"] == predicted.device["skeletons"] == 0
-    assert predicted.host.total == 0
+    # Of the layer whose backward begins, the keys of the chunk before.
+    assert predicted.device["dkv"] == 600 * shape.dkv_bytes_per_token() // 32
+    assert predicted.device["skeletons"] == predicted.host.total == 0
 
 
 def test_offloaded_skeletons_leave_kv_and_dkv_on_the_device() -> None:
