@@ -1,6 +1,7 @@
 """The validator: takes what can run, finds every corruption of it, and shows where."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,20 +12,29 @@ from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.validate import validate
+from sppo_hf.schedule.validate import explain, is_plainly_right, validate
 from tests.schedule.order_oracle import can_run
 from tests.schedule.sizes import SOME
 
 Lists = list[list[Action]]
+
+
+def _all(stage: int, unit: int) -> bool:
+    return True
+
+
 PLAIN = [generate(*case) for case in SOME]
 LOWERED = [lower(schedule, leaves=lambda stage, unit: unit % 2 == 0) for schedule in PLAIN]
 ALL = [*PLAIN, *LOWERED]
 
 
 def is_valid(schedule: Schedule) -> bool:
+    """By the check action by action; what is taken without it must be right."""
+    plain = is_plainly_right(schedule)
     try:
-        validate(schedule)
+        explain(schedule)
     except ScheduleError:
+        assert not plain
         return False
     return True
 
@@ -42,7 +52,8 @@ def fault_of(schedule: Schedule) -> str:
 @pytest.mark.parametrize("schedule", ALL, ids=range(len(ALL)))
 def test_oracle_and_validator_take_what_is_valid(schedule: Schedule) -> None:
     assert can_run(schedule)
-    validate(schedule)
+    assert is_plainly_right(schedule)
+    explain(schedule)
 
 
 @settings(max_examples=300)
@@ -52,6 +63,35 @@ def test_a_missing_action_is_found(schedule: Schedule, data: st.DataObject) -> N
     rank = data.draw(st.sampled_from(lists))
     rank.pop(data.draw(st.integers(0, len(rank) - 1)))
     assert not is_valid(remade(schedule, lists))
+
+
+UNEVEN = generate("seq1f1b", Size.uneven(3, (3, 1, 2)))
+MORE = [
+    lower(generate("seq1f1b", Size(2, 2, 4)), leaves=_all, stores=_all, reduce=True),
+    lower(generate("interleaved_seq1f1b", Size(2, 1, 4, 2)), leaves=_all, reduce=True),
+    lower(generate("zb_seq1f1b", Size(3, 1, 4)), reduce=True),
+    add_transfers(generate("seq1f1b", Size(3, 2, 2)).keep(lambda action: action.kind == "F")),
+    lower(UNEVEN, leaves=_all, reduce=True),
+]
+"""With disk, several stages on a rank, reductions, uneven micro-batches; and an evaluation."""
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(MORE), st.data())
+def test_what_is_taken_without_a_closer_look_is_right(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    assert is_plainly_right(schedule)
+    lists = [list(rank) for rank in schedule.ranks]
+    for _ in range(data.draw(st.integers(1, 2))):
+        rank = data.draw(st.sampled_from([rank for rank in lists if rank]))
+        step = data.draw(st.integers(0, len(rank) - 1))
+        action = rank.pop(step)
+        kind = data.draw(st.sampled_from([action.kind, action.kind, "F", "D", "W", "RECV_F"]))
+        unit = max(0, action.unit + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
+        at = max(0, step + data.draw(st.integers(-4, 4)))
+        rank.insert(at, action._replace(kind=kind, unit=unit))
+    is_valid(Schedule(tuple(map(tuple, lists)), schedule.chunks))
 
 
 @settings(max_examples=100)
@@ -235,7 +275,10 @@ def test_evaluation_needs_no_backward() -> None:
     assert "Unit 3 of stage 2 has no action" in fault_of(schedule.keep(lambda a: str(a) != "2F3"))
 
 
-def test_it_takes_as_long_as_there_are_actions() -> None:
+@pytest.mark.parametrize(("check", "times"), [(is_plainly_right, 5), (explain, 1)])
+def test_it_takes_as_long_as_there_are_actions(
+    check: Callable[[Schedule], object], times: int
+) -> None:
     """Every schedule is validated before it is run, so nothing may grow faster than its length."""
     seconds: list[float] = []
     for chunks in (48, 192):
@@ -245,7 +288,8 @@ def test_it_takes_as_long_as_there_are_actions() -> None:
         taken: list[float] = []
         for _ in range(3):
             begin = time.process_time()
-            validate(schedule)
+            for _ in range(times):
+                check(schedule)
             taken.append(time.process_time() - begin)
         seconds.append(min(taken))
     assert seconds[1] < 2.5 * 4 * seconds[0]
