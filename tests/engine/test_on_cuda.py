@@ -14,8 +14,9 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.testing.exactness import compare_drift
-from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.attention.backends.usable import usable_backend
 
 LARGE = {
@@ -42,11 +43,23 @@ WAYS = {
 }
 
 
+def with_adapters(model):
+    """As users make them, but both factors have gradients."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    with quiet_peft():
+        model = peft.get_peft_model(model, settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
 def check(device, sizes, *, tokens, dtype, lora=False, **settings):
     torch.manual_seed(0)
     model = build_tiny_model("llama", dtype=torch.float32, **sizes)
     if lora:
-        model = add_lora(model)
+        model = with_adapters(model)
     model.to(device).train()
     batches = [
         {"input_ids": ids, "labels": ids}
