@@ -1,27 +1,36 @@
 #!/usr/bin/env bash
-# A first hour on a GPU, in the order in which results are worth having: are the kernels right, how
-# fast are they and the copies, one traced step, then the benchmark length by length. Every step has
-# a time limit, writes its log and its results at once, and is skipped when it is run again after it
-# has succeeded; a step that fails does not stop the next one. So run it again as often as needed:
+# A first half hour on a GPU, in the order in which results are worth having: are steps right, how
+# fast are kernels and copies, one traced step beside checkpointing's, then the comparison length by
+# length. Every step has a time limit, writes its log and its results at once, and is skipped when it
+# is run again after it has succeeded; a step that fails does not stop the next one. So run it again
+# as often as needed:
 #
 #   bash recipes/benchmarks/first_gpu_run.sh                     # all steps
 #   bash recipes/benchmarks/first_gpu_run.sh kernels bench-32K   # some
 #   bash recipes/benchmarks/first_gpu_run.sh --tiny              # on a CPU, small: does it all run?
 #
-# --output FOLDER  where results go (default gpu_run)
+# On a machine that is there for minutes, ends by itself and keeps what it found outside of it:
+#
+#   bash recipes/benchmarks/first_gpu_run.sh --seconds 570 --keep "$OUT/results.tar.gz"
+#
+# --output FOLDER  where results go (default gpu_run); unpack an earlier results.tar.gz there to go on
 # --model MODEL    what trains (default llama-3.1-8b: random weights, LoRA r=16, bfloat16)
 # --again          run steps that have succeeded, too
+# --seconds N      for all steps together: the last one is cut short, or not begun
+# --keep FILE      pack everything but traces into FILE after every step; small traces go beside it
 # SPPO_PYTHON      the Python that has this package (default python3)
 # SPPO_STEP_SECONDS  a time limit for every step, in place of its own
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${SPPO_PYTHON:-python3}
-output=gpu_run model=llama-3.1-8b tiny=0 again=0 wanted=()
+output=gpu_run model=llama-3.1-8b tiny=0 again=0 keep='' seconds='' wanted=()
 
 while (($#)); do
     case $1 in
         --output) output=$2 && shift ;;
         --model) model=$2 && shift ;;
+        --seconds) seconds=$2 && shift ;;
+        --keep) keep=$2 && shift ;;
         --tiny) tiny=1 ;;
         --again) again=1 ;;
         -*) echo "first_gpu_run.sh: unknown option $1; see the top of the file" >&2 && exit 2 ;;
@@ -31,6 +40,7 @@ while (($#)); do
 done
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
+[[ -n $keep ]] && { mkdir -p "$(dirname "$keep")" && keep=$(realpath "$keep") || exit 2; }
 cd "$root" || exit 2
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
@@ -44,49 +54,96 @@ if ((tiny)); then
  "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096}
 JSON
     lengths=(256 512)
-    bench=(--device cpu --dtype float32 --steps 1 --warm-up 1 --contenders
-        checkpointing+tiled,sppo-auto,ideal --timeout 120 --no-picture)
+    bench=(--device cpu --dtype float32 --timeout 120 --no-picture)
+    right=(tests/offload/test_copy_streams.py) right_kernels=(tests/attention/backends/test_base.py)
     kernels=(--device cpu --chunks 32 --prefixes 64) calibrate=(--device cpu --quick)
-    traced=(--device cpu --dtype float32 --steps 1 --warm-up 0 --no-picture)
 else
     lengths=(32K 64K 128K 256K)
-    bench=(--contenders sppo-auto,checkpointing+tiled,checkpointing-default+tiled,ideal
-        --lora-dtype bfloat16 --timeout 400)
-    kernels=() calibrate=() traced=(--lora-dtype bfloat16 --steps 2 --warm-up 2)
+    bench=(--lora-dtype bfloat16)
+    right=(-m gpu tests/engine/test_on_cuda.py tests/offload/test_gpu.py)
+    # Of a layer like Llama's, without what takes cuDNN a plan for every few rows.
+    right_kernels=(-m gpu tests/attention/backends/test_gpu.py
+        -k "bfloat16 and 128 and 8-2 and not softcap and not window")
+    # One chunk of a short and of a long sequence, and a later one: cuDNN builds plans for each.
+    kernels=(--heads 32/8/128 --chunks 4096 16384 32768 --prefixes 0 32768
+        --backends aten_flash cudnn efficient flash_attention_2 flash_attention_3 flash_attention_4)
+    calibrate=()
 fi
+# Measured steps by length; ours plans anew within its third step, the others know all in the first.
+declare -A steps_of=([32K]=3 [64K]=2) row_seconds=([32K]=240 [64K]=300 [128K]=420 [256K]=900)
 
 # Of each step: its time limit in seconds, and the function that does it.
-declare -A limit=([facts]=60 [right]=540 [kernels]=400 [calibrate]=240 [trace]=500 [tests]=900
-    [longest]=1800 [quickstart]=900 [report]=120)
+declare -A limit=([facts]=60 [right]=240 [kernels]=120 [calibrate]=150 [trace]=480 [tests]=600
+    [attention]=1800 [longest]=1800 [quickstart]=900 [report]=120)
 steps=(facts right kernels calibrate trace)
 for length in "${lengths[@]}"; do
-    steps+=("bench-$length") limit[bench-$length]=1800
+    [[ $length == "${lengths[-1]}" ]] && steps+=(tests)
+    steps+=("bench-$length") limit[bench-$length]=$((3 * ${row_seconds[$length]:-120}))
 done
-steps+=(tests longest quickstart report)
+for length in "${lengths[@]}"; do
+    steps+=("ideal-$length") limit[ideal-$length]=$((3 * ${row_seconds[$length]:-120}))
+done
+steps+=(attention longest quickstart report)
 for step in "${!limit[@]}"; do
     limit[$step]=${SPPO_STEP_SECONDS:-${limit[$step]}}
 done
 
+test_on() { "$python" -m pytest -v --tb=short -p no:cacheprovider "$@"; }
 facts() {
     "$python" -m torch.utils.collect_env
     nvidia-smi -q -d MEMORY,PCI,CLOCK || true
 }
-right() { "$python" -m pytest -q -p no:cacheprovider -m gpu tests/attention; }
+right() {
+    local status=0
+    test_on "${right[@]}" || status=$?
+    test_on "${right_kernels[@]}" || status=$?
+    return "$status"
+}
 kernels() {
     "$python" recipes/benchmarks/attention_kernels.py "${kernels[@]}" --json "$output/kernels.json"
 }
 calibrate() { sppo calibrate "${calibrate[@]}" --output "$output/hardware.json"; }
-trace() {
-    local length=${lengths[0]}
-    sppo bench "$model" --seq-lens "$length" --contenders sppo-auto --profile --timeout 400 \
-        "${traced[@]}" --output "$output/trace" || return
-    local file
-    for file in "$output"/trace/trace-*.json.gz; do
-        "$python" recipes/benchmarks/trace_summary.py "$file" || return
-    done
+
+# Rows of some contenders at a length, with whatever was measured of this machine's speeds.
+rows() {
+    local length=$1 contenders=$2 warm_up=$3 measured=${steps_of[$1]:-1}
+    shift 3
+    ((tiny)) && warm_up=1
+    local speeds=()
+    ((!tiny)) && [[ -e $output/hardware.json ]] && speeds=(--hardware "$output/hardware.json")
+    sppo bench "$model" --seq-lens "$length" --contenders "$contenders" --warm-up "$warm_up" \
+        --steps "$measured" --timeout "${row_seconds[$length]:-120}" "${speeds[@]}" "${bench[@]}" \
+        "$@" --output "$output/bench"
 }
-run_bench() { sppo bench "$model" --seq-lens "$1" "${bench[@]}" --output "$output/bench"; }
-tests() { "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore tests/attention tests; }
+# Rows that are there are not measured again, so `trace` leaves bench-32K little to do.
+ours() { rows "$1" sppo-auto 3 "${@:2}"; }
+theirs() { rows "$1" checkpointing+tiled 1 "${@:2}"; }
+trace() {
+    local length=${lengths[0]} status=0 file
+    ours "$length" --profile || status=$?
+    theirs "$length" --profile || status=$?
+    for file in "$output"/bench/trace-*.json.gz; do
+        "$python" recipes/benchmarks/trace_summary.py "$file" || status=$?
+    done
+    return "$status"
+}
+run_bench() {
+    local status=0
+    ours "$1" || status=$?
+    theirs "$1" || status=$?
+    rows "$1" checkpointing-default+tiled 1 || status=$?
+    return "$status"
+}
+ideal() { rows "$1" ideal 1; }
+tests() {
+    local files
+    # Named, or collecting them all would take longer than many of them.
+    files=$(grep -rl --include='*.py' '^@pytest.mark.gpu' tests |
+        grep -v -e test_on_cuda -e offload/test_gpu -e attention/)
+    # shellcheck disable=SC2086
+    test_on -m gpu $files
+}
+attention() { test_on -m gpu tests/attention; }
 longest() {
     ((tiny)) && return
     sppo bench "$model" --longest --contenders sppo-auto,checkpointing+tiled --timeout 300 \
@@ -103,28 +160,45 @@ report() {
     cat "$output/steps.tsv"
 }
 
-# A step runs in a process group of its own, so that its limit ends all that it has started.
+# What a machine that goes away must not take along.
+keep_results() {
+    [[ -n $keep ]] || return 0
+    tar -czf "$keep.part" -C "$output" --exclude='trace-*' --exclude=quickstart . &&
+        mv "$keep.part" "$keep"
+    find "$output" -name 'trace-*.json.gz' -size -15M -exec cp {} "$(dirname "$keep")" \;
+}
+
+# A step runs in a process group of its own, so that its limit ends all that it has started; it is
+# interrupted first, for pytest then says what has failed so far.
 run_step() {
-    local step=$1 began=$SECONDS status=0 command=$1
-    [[ $step == bench-* ]] && command="run_bench ${step#bench-}"
-    echo "== $step (at most ${limit[$step]} s)"
+    local step=$1 began=$SECONDS status=0 command=$1 most=${limit[$1]}
+    [[ -n $seconds ]] && ((most > seconds - SECONDS)) && most=$((seconds - SECONDS))
+    case $step in
+        bench-*) command="run_bench ${step#bench-}" ;;
+        ideal-*) command="ideal ${step#ideal-}" ;;
+    esac
+    echo "== $step (at most $most s)"
     set -m
     ($command) </dev/null >"$output/$step.log" 2>&1 &
     local job=$!
     set +m
-    (sleep "${limit[$step]}" && kill -TERM -- -"$job" && sleep 10 && kill -KILL -- -"$job") \
-        >/dev/null 2>&1 &
+    (
+        sleep "$most" && kill -INT -- -"$job" && sleep 12 && kill -TERM -- -"$job" && sleep 4 &&
+            kill -KILL -- -"$job"
+    ) >/dev/null 2>&1 &
     local clock=$!
     wait "$job" || status=$?
     pkill -P "$clock" 2>/dev/null
     kill "$clock" 2>/dev/null
+    kill -KILL -- -"$job" 2>/dev/null
     tail -n 30 "$output/$step.log"
     local said=ok
     ((status)) && said="failed ($status)"
-    ((status >= 128 && SECONDS - began >= limit[$step])) && said="out of time"
+    ((status && SECONDS - began >= most)) && said="out of time"
     printf '%s\t%s\t%s s\n' "$step" "$said" "$((SECONDS - began))" >>"$output/steps.tsv"
     ((status == 0)) && touch "$output/.done-$step"
     echo "== $step: $said after $((SECONDS - began)) s"
+    keep_results
     return "$status"
 }
 
@@ -136,6 +210,12 @@ for step in "${wanted[@]:-${steps[@]}}"; do
     fi
     if [[ -e $output/.done-$step && $step != report ]] && ! ((again)); then
         echo "== $step: done before"
+        continue
+    fi
+    # The interrupted step needs a few seconds to end in.
+    if [[ -n $seconds ]] && ((seconds - SECONDS < 20)); then
+        echo "== $step: no time left"
+        failed=1
         continue
     fi
     run_step "$step" || failed=1

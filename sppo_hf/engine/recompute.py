@@ -233,7 +233,12 @@ class RecomputedLayer:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         if self._mode.saved == "matmuls":
-            self._recorder = SelectiveRecorder(self._layer, hidden, hold=self._hold_product)
+            self._recorder = SelectiveRecorder(
+                self._layer,
+                hidden,
+                hold=self._hold_product,
+                model=self._context.model.causal_lm,
+            )
             self._recorder.start(*given.values())
 
     @property

@@ -26,8 +26,10 @@ constant stops being suspect when torch itself writes into it, as scattering int
 [Note: writing into a product]
 A kept product must be what the product returned, and not what became of it. If an operation is
 about to write into it, a copy is kept instead. A kernel that torch does not see may do so too
-(rotary embedding in place, say). Therefore a layer's first recorder copies all products at once and
-compares in the end; where something has changed, all recorders of that layer copy from then on.
+(rotary embedding in place, say). Therefore the first recorder of a kind of layer copies all
+products at once and compares in the end, which the host waits for; where something has changed, all
+recorders of such layers copy from then on. Not the first of each layer: the last one's copies would
+come when the device is full.
 
 [Note: needless products]
 Where no product is kept, the second forward computes them, but not all are needed: key and value
@@ -182,8 +184,30 @@ _CONSTANT = -2
 
 _ALLOCATED = {"empty": _EVERYTHING, "constant": _CONSTANT}
 
-_written_unseen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-"""By layer: whether something torch does not see writes into products; see the note."""
+_written_unseen: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]]
+_written_unseen = weakref.WeakKeyDictionary()
+"""By model and kind of layer: whether something torch does not see writes into products; see the
+note."""
+
+
+_kinds: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
+
+
+def _kind_of(layer: nn.Module) -> Hashable:
+    """What is the same for layers of a model that run the same code, whatever their number is."""
+    if layer not in _kinds:
+        _kinds[layer] = tuple(
+            (type(module), "forward" in module.__dict__, tuple(_settings(module)))
+            for module in layer.modules()
+        )
+    return _kinds[layer]
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Attributes that may make one layer of a class another one: a window, no rotary embedding."""
+    for name, value in vars(module).items():
+        if name != "layer_idx" and isinstance(value, bool | int | float | str):
+            yield name, value
 
 
 _UNSEEN = "a module in tiles"
@@ -308,24 +332,27 @@ class SelectiveRecorder(_DependencyTracker):
         hidden: Tensor,
         *,
         hold: Callable[[str, Tensor], Holder],
+        model: nn.Module | None = None,
         without_memory: bool = False,
     ) -> None:
         """Prepare.
 
         Args:
-            layer: What runs; only remembered, see [Note: writing into a product].
+            layer: What runs; only its kind is asked for, see [Note: writing into a product].
             hidden: The layer's input `[..., D]`.
             hold: Gives an output its place until backward; called with a name that is the same
                 in every layer of the same kind, at most once for a name unless an output is
                 written into.
+            model: Whose layers of a kind run the same code; None where this one is alone.
             without_memory: Whether tensors are fake: nothing is written into them unseen, and
                 they are no more than their shape.
         """
         super().__init__(hidden)
-        self._layer = layer
+        self._kind = _kind_of(layer)
+        self._written_unseen = _written_unseen.setdefault(layer if model is None else model, {})
         self._hold = hold
         self._without_memory = without_memory
-        self._copies = not without_memory and _written_unseen.get(layer, True)
+        self._copies = not without_memory and self._written_unseen.get(self._kind, True)
         self._products: list[Product] = []
         self._fresh: list[_Fresh] = []
         self._index_of: dict[int, int] = {}
@@ -362,8 +389,8 @@ class SelectiveRecorder(_DependencyTracker):
     def stop(self) -> tuple[Product, ...]:
         """Stop watching; returns all products in order."""
         self.abandon()
-        if self._layer not in _written_unseen and not self._without_memory:
-            _written_unseen[self._layer] = any(
+        if self._kind not in self._written_unseen and not self._without_memory:
+            self._written_unseen[self._kind] = any(
                 not fresh.written and fresh.copy is not None and _differ(fresh.output, fresh.copy)
                 for fresh in self._fresh
             )

@@ -52,11 +52,16 @@ class BenchTimer:
         takes up to a hundred times what they then do. Work whose second call takes more than a
         third of `most_seconds` is not repeated.
         """
-        spent = self._sample(work, 1)
+        return self._timed(work)[0]
+
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        """Median seconds of a call, and the seconds of all calls but what the first one built."""
+        first = self._sample(work, 1)
         single = self._sample(work, 1)
+        # A kernel that plans (cuDNN) takes a second for each new size, before it does anything.
+        spent = min(first, single) + single
         if 3 * single > self._most_seconds:
-            return single
-        spent += single
+            return single, spent
         wanted = math.ceil(_LEAST_SAMPLE_SECONDS / max(single, 1e-9))
         calls = min(max(1, wanted), _MOST_CALLS)
         samples: list[float] = []
@@ -66,7 +71,7 @@ class BenchTimer:
             spent += sample
             if spent > self._most_seconds:
                 break
-        return statistics.median(samples)
+        return statistics.median(samples), spent
 
     def curve(
         self,
@@ -81,20 +86,22 @@ class BenchTimer:
             tokens: strictly increasing.
             work_of: makes the work for so many tokens, and says how much it is (FLOPs).
             budget_seconds: larger sizes are left out when two more calls, as long as the rate so
-                far lets expect, would exceed this; the first is always measured.
+                far lets expect, would exceed this; the first is always measured. Building kernels
+                does not count: the sizes that matter are the last.
 
         Returns:
             The curve up to the largest size that fits into time and memory.
         """
-        start_seconds = self.clock()
+        spent = 0.0
         points: list[tuple[int, float]] = []
         for count in tokens:
             try:
                 work, amount = work_of(count)
-                spent = self.clock() - start_seconds
                 if points and spent + 2 * amount / points[-1][1] > budget_seconds:
                     break
-                points.append((count, amount / self.seconds(work)))
+                seconds, took = self._timed(work)
+                points.append((count, amount / seconds))
+                spent += took
             except torch.OutOfMemoryError:
                 if not points:
                     raise

@@ -457,7 +457,8 @@ def _drift(runs: Sequence[Gradients], exact: Sequence[Gradients]) -> float:
             if grad is None:
                 continue
             ours = run.by_name[name]
-            ours = torch.zeros_like(grad) if ours is None else ours
+            # Gradients of weights that rest on the host are there.
+            ours = torch.zeros_like(grad) if ours is None else ours.to(grad.device)
             squared_difference += (ours.double() - grad.double()).square().sum().item()
             squared_norm += grad.double().square().sum().item()
     return math.sqrt(squared_difference / squared_norm) if squared_norm else 0.0

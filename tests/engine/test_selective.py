@@ -50,7 +50,7 @@ def _input() -> Tensor:
 
 
 def _record(
-    layer: Weights, forward: Forward, x: Tensor
+    layer: Weights, forward: Forward, x: Tensor, *, model: nn.Module | None = None
 ) -> tuple[Tensor, list[Tensor], tuple[Product, ...]]:
     saved: list[Tensor] = []
 
@@ -59,7 +59,7 @@ def _record(
         saved.append(tensor.detach().clone())
         return tensor
 
-    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedTensor(tensor))
+    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedTensor(tensor), model=model)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         recorder.start()
         output = forward(layer, x)
@@ -235,6 +235,27 @@ def test_products_without_copies_share_the_output_s_memory() -> None:
         assert product.holder is not None
         shared.append(product.holder.take().data_ptr() == outputs[-1].data_ptr())
     assert shared == [False, True], "only the first frame of a layer copies"
+
+
+def test_the_first_layer_of_a_kind_copies_for_all_of_its_model() -> None:
+    """The last layer's copies would come when the device is full, and the host waits for each."""
+    x = _input().requires_grad_()
+    model = nn.ModuleList(Weights() for _ in range(3))
+    for index, layer in enumerate(model):
+        layer.layer_idx, layer.rotary = index, index != 1
+    copied = []
+
+    def forward(w: Weights, x: Tensor) -> Tensor:
+        product = x @ w.a
+        outputs.append(product.data_ptr())
+        return torch.sigmoid(product)
+
+    for layer in model:
+        outputs: list[int] = []
+        _, _, (product,) = _record(layer, forward, x, model=model)
+        assert product.holder is not None
+        copied.append(product.holder.take().data_ptr() not in outputs)
+    assert copied == [True, True, False], "the second one is not of the first one's kind"
 
 
 def test_operations_while_paused_are_not_products() -> None:

@@ -66,6 +66,16 @@ def test_a_curve_stops_before_its_budget_is_exceeded() -> None:
     assert [tokens for tokens, _ in first_only.points] == [100]
 
 
+def test_what_a_first_call_builds_does_not_end_a_curve() -> None:
+    """A kernel that plans takes a second at each size; no time would be left for long ones."""
+    clock = FakeClock()
+    curve = clock.watch().curve(
+        [1, 2, 4], lambda tokens: (clock.work(60.0, 0.5), 1.0), budget_seconds=6
+    )
+    assert [tokens for tokens, _ in curve.points] == [1, 2, 4]
+    assert curve.at(4) == 2.0
+
+
 def test_a_curve_stops_where_memory_ends() -> None:
     clock = FakeClock()
 

@@ -4,19 +4,29 @@ A made-up Python stands in for all that the steps start; what they start is test
 """
 
 import os
+import shlex
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
+import typer
+
+from sppo_hf.cli import app
+from sppo_hf.cli.benchmark.contenders import parse_list
+from sppo_hf.cli.planning_arguments import parse_tokens
+from sppo_hf.registry import ATTENTION_BACKENDS
 
 pytestmark = pytest.mark.process
 
-SCRIPT = Path(__file__).parents[2] / "recipes" / "benchmarks" / "first_gpu_run.sh"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "recipes" / "benchmarks" / "first_gpu_run.sh"
 PYTHON = """#!/usr/bin/env bash
-echo "$*" >>"$CALLS"
+printf '%q ' "$@" >>"$CALLS"
+echo >>"$CALLS"
 case "$*" in
     *attention_kernels*) [[ -e $CALLS.kernels-work ]] || exit 3 ;;
-    *calibrate*) [[ -e $CALLS.fast ]] || { sleep 61.23 & sleep 61.24; } ;;
+    *cli\\ calibrate*) [[ -e $CALLS.fast ]] || { sleep 61.23 & sleep 61.24; } ;;
     *trace-*) ;;
     *--profile*) mkdir -p "${@: -1}" && touch "${@: -1}/trace-sppo-auto-256.json.gz" ;;
 esac
@@ -31,13 +41,14 @@ def run(tmp_path: Path):
     env = {
         **os.environ,
         "SPPO_PYTHON": str(python),
-        "SPPO_STEP_SECONDS": "2",
+        "SPPO_STEP_SECONDS": "5",
         "CALLS": str(calls),
     }
 
-    def start(*arguments: str) -> tuple[int, str, list[str]]:
+    def start(*arguments: str, size: str = "--tiny") -> tuple[int, str, list[str]]:
         calls.write_text("")
-        command = ["bash", str(SCRIPT), "--tiny", "--output", str(tmp_path / "out"), *arguments]
+        command = ["bash", str(SCRIPT), "--output", str(tmp_path / "out"), *arguments]
+        command += [size] if size else []
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
         return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
 
@@ -50,11 +61,16 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     assert "== kernels: failed (3)" in said
     assert "== calibrate: out of time after" in said
     assert "== trace: ok" in said
-    names = ("collect_env", "-m gpu tests/attention", "attention_kernels", "calibrate", "--profile")
+    names = ("collect_env", "tests/offload", "attention_kernels", "calibrate", "--profile")
     order = [next(i for i, call in enumerate(calls) if name in call) for name in names]
-    assert order == sorted(order), "kernels first, then one step, then the benchmark"
-    measured = [call for call in calls if "/out/bench" in call and "--show" not in call]
-    assert [call.split("--seq-lens ")[1].split()[0] for call in measured] == ["256", "512"]
+    assert order == sorted(order), "what is right first, then one step, then the benchmark"
+    rows = [shlex.split(call) for call in calls if "/out/bench" in call and "--contenders" in call]
+    named = [(row[row.index("--seq-lens") + 1], row[row.index("--contenders") + 1]) for row in rows]
+    others = ["sppo-auto", "checkpointing+tiled", "checkpointing-default+tiled"]
+    lengths = ("256", "512")
+    expected = [("256", name) for name in others[:2]]
+    expected += [(length, name) for length in lengths for name in others]
+    assert named == [*expected, *((length, "ideal") for length in lengths)]
     assert "kernels\tfailed (3)" in said, "the report ends with what became of each step"
 
     (tmp_path / "calls.kernels-work").touch()
@@ -63,7 +79,7 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     assert status == 0
     assert "== facts: done before" in said
     assert [call for call in calls if "attention_kernels" in call or "calibrate" in call]
-    assert len(calls) == 3, "the two that had not succeeded, and the report"
+    assert len(calls) == 3, f"the two that had not succeeded, and the report: {calls}"
 
 
 def test_a_time_limit_ends_all_that_a_step_has_started(run) -> None:
@@ -78,3 +94,50 @@ def test_unknown_words_are_refused_before_anything_runs(run) -> None:
         assert status == 2
         assert word in said
         assert calls == []
+
+
+def test_all_that_is_started_on_a_gpu_is_there_and_takes_its_arguments(run) -> None:
+    """A misspelt contender or option would end a step at once, on the machine that is rare."""
+    _, said, calls = run(size="")
+    assert "no step" not in said
+    commands = typer.main.get_command(app)
+    started = set()
+    for call in map(shlex.split, calls):
+        if call[:2] == ["-m", "sppo_hf.cli"]:
+            name, rest = call[2], call[3:]
+            context = commands.commands[name].make_context(name, rest)  # parses, runs nothing
+            if name == "bench" and context.params["show"] is None:
+                parse_list(context.params["contenders"])
+                assert parse_tokens(context.params["seq_lens"] or context.params["longest_step"])
+            started.add(name)
+        elif call[:2] == ["-m", "pytest"]:
+            paths = [word for word in call if word.startswith("tests/")]
+            assert paths
+            for path in paths:
+                found = ROOT / path
+                files = [found] if found.is_file() else list(found.rglob("test_*.py"))
+                assert any("pytest.mark.gpu" in file.read_text() for file in files), path
+            started.add("pytest")
+        elif call[0] != "-m":
+            assert (ROOT / call[0]).is_file()
+            known = (ROOT / call[0]).read_text() + (ROOT / "recipes" / "options.py").read_text()
+            options = [word.lstrip("-") for word in call[1:] if word.startswith("--")]
+            assert all(option in known for option in options), options
+            if "--backends" in call:
+                names = call[call.index("--backends") + 1 : call.index("--json")]
+                assert set(names) <= set(ATTENTION_BACKENDS.names())
+            started.add(Path(call[0]).stem)
+    wanted = {"bench", "calibrate", "pytest", "attention_kernels", "trace_summary", "finetune"}
+    assert started == wanted
+
+
+def test_it_ends_in_its_time_and_what_it_found_is_kept_outside(run, tmp_path: Path) -> None:
+    kept = tmp_path / "kept" / "results.tar.gz"
+    status, said, _ = run("--seconds", "24", "--keep", str(kept), "facts", "calibrate", "trace")
+    assert "== facts: ok" in said
+    assert "== trace: no time left" in said
+    assert status == 1
+    with tarfile.open(kept) as found:
+        names = found.getnames()
+    assert "./facts.log" in names
+    assert "./.done-facts" in names, "unpacked elsewhere it is not run again"

@@ -87,8 +87,8 @@ class AtenFlash(BottomRightBackend):
         call: KernelCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BottomRightBackend.kernel_backward`."""
-        # The state of the random generator is read only under dropout.
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q_BCNH.device)
+        # The state of the random generator is read only under dropout, so nothing need be in it.
+        random_state = torch.empty(2, dtype=torch.uint64, device=q_BCNH.device)
         return self._aten._flash_attention_backward(
             dout_BCNH,
             q_BCNH,

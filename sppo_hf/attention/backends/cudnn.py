@@ -167,8 +167,8 @@ class CuDNN(TopLeftBackend):
         """The kernel's backward; unmasked only over whole tiles of keys."""
         q_BNCH, k_BKTH, v_BKTH = (_one_row(x) for x in (q_BNCH, k_BKTH, v_BKTH))
         lse = attended.lse_BNC.contiguous()
-        # The seed is read only under dropout.
-        seed = torch.zeros((), dtype=torch.int64, device=q_BNCH.device)
+        # The seed is read only under dropout, so nothing need be in it.
+        seed = torch.empty((), dtype=torch.int64, device=q_BNCH.device)
         return Gradients(
             *self._aten._scaled_dot_product_cudnn_attention_backward(
                 _by_token(dout_BNCH),

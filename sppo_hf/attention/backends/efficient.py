@@ -73,8 +73,8 @@ class Efficient(TopLeftBackend):
         # In 16 bits the kernel sums dout * out itself. It steps through the rows of `out` as those
         # of a dense [B, C, N, H] and, other than with dout, neither asks for that nor copies.
         out_BNCH = attended.out_BNCH.transpose(1, 2).contiguous().transpose(1, 2)
-        # The seed is read only under dropout.
-        seed = torch.zeros((), dtype=torch.int64, device=q_BNCH.device)
+        # The seed is read only under dropout, so nothing need be in it.
+        seed = torch.empty((), dtype=torch.int64, device=q_BNCH.device)
         dq, dk, dv, _ = self._aten._scaled_dot_product_efficient_attention_backward(
             dout_BNCH,
             q_BNCH,

@@ -42,7 +42,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     LIGER: (*THEIRS, *OURS),
     # Logits of the whole sequence are what ends the others first; with the ideal's loss it is
     # their activations, which is what they are compared for. The plain one with it is the ideal.
-    TILED: (CHECKPOINTING, "checkpointing-offload", "trl-offload"),
+    TILED: (CHECKPOINTING, TODAY, "checkpointing-offload", "trl-offload"),
 }
 """What may stand behind a name, and behind which: Liger's kernels, or the ideal's loss in tiles."""
 

@@ -62,7 +62,7 @@ def speed_table(rows: Sequence[Row]) -> Table:
         at = [row for row in rows if row.job.total_tokens == total_tokens]
         speeds = {row.job.contender: row.numbers.tokens_per_second for row in at if row.trained}
         for index, row in enumerate(at):
-            others = [_fastest_checkpointing(speeds), speeds.get(TODAY), speeds.get(IDEAL)]
+            others = [_fastest_checkpointing(speeds), _fastest_today(speeds), speeds.get(IDEAL)]
             cells = _cells(row, others)
             first = f"{total_tokens:,}" if index == 0 else ""
             lines.append((index == len(at) - 1, [first, row.job.contender, *cells]))
@@ -181,8 +181,14 @@ def _fastest_checkpointing(speeds: Mapping[str, float | None]) -> float | None:
     found = [
         speed
         for name, speed in speeds.items()
-        if speed is not None and name != TODAY and parse(name).checkpoints
+        if speed is not None and parse(name).checkpoints and parse(name).base != TODAY
     ]
+    return max(found, default=None)
+
+
+def _fastest_today(speeds: Mapping[str, float | None]) -> float | None:
+    """The same of those with the kernel that PyTorch takes by itself."""
+    found = [speed for name, speed in speeds.items() if speed and parse(name).base == TODAY]
     return max(found, default=None)
 
 

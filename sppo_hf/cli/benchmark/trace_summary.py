@@ -134,31 +134,44 @@ def profiles(rows: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
     """Returns what each trace in `folder` of a measured row says, and writes it into `FILE`.
 
     Each entry has the contender, its length, the steps' microseconds per token when measured and
-    when traced, and the latter's parts by name.
+    when traced, and the latter's parts by name. A trace that is older than the file is not read
+    again, which takes seconds for each.
     """
-    found = []
+    found: list[dict[str, Any]] = []
+    before = _read_before(folder / FILE)
     for row in rows:
         path = trace_path(folder, row.job.contender, row.job.total_tokens)
         if row.kind != "speed" or row.status != "measured" or not path.exists():
             continue
         tokens, measured = row.job.total_tokens, row.numbers.median_step_seconds
+        place = {"contender": row.job.contender, "total_tokens": tokens}
+        now = {"measured_us_per_token": None if measured is None else 1e6 * measured / tokens}
+        known = before.get(tuple(place.values()))
+        if known is not None and path.stat().st_mtime < (folder / FILE).stat().st_mtime:
+            found.append({**known, **now})
+            continue
         try:
             summary = summarise(read_events(path))
         except (ValueError, KeyError, TypeError, EOFError):
             continue  # a worker was killed while it wrote
-        found.append(
-            {
-                "contender": row.job.contender,
-                "total_tokens": tokens,
-                "measured_us_per_token": None if measured is None else 1e6 * measured / tokens,
-                "traced_us_per_token": 1e6 * summary.step_seconds / tokens,
-                "parts_us_per_token": summary.microseconds_per_token(tokens),
-                "on_device": summary.on_device,
-            }
-        )
+        traced = {
+            "traced_us_per_token": 1e6 * summary.step_seconds / tokens,
+            "parts_us_per_token": summary.microseconds_per_token(tokens),
+            "on_device": summary.on_device,
+        }
+        found.append({**place, **now, **traced})
     if found:
         (folder / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
+
+
+def _read_before(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Entries of an earlier call, by contender and length; none if there is no such file."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return {(one["contender"], one["total_tokens"]): one for one in entries}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def profile_table(found: list[dict[str, Any]]) -> Table:

@@ -122,6 +122,27 @@ def test_an_overflow_at_low_scores_is_found(dtype, head_size):
     )
 
 
+class CountingAten(FakeAten):
+    """Counts the plans that the real kernel would build: one for each shape, layout and mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.plans = set()
+
+    def _scaled_dot_product_cudnn_attention(self, q, k, v, *args, **kwargs):
+        self.plans.add((q.shape, q.stride(), k.shape, k.stride(), args[3]))
+        return super()._scaled_dot_product_cudnn_attention(q, k, v, *args, **kwargs)
+
+
+def test_a_kernel_that_plans_each_shape_is_asked_for_few():
+    """Each takes it a second, forward and backward, in every process that uses it."""
+    aten = CountingAten()
+    assert find_mismatch(CuDNN(aten=aten), requirement(gqa_ratio=2), CPU) is None
+    causal = [plan[-1] for plan in aten.plans]
+    assert 0 < causal.count(True) <= 2
+    assert 0 < causal.count(False) <= 3
+
+
 class KeepingScores(Reference):
     """Remembers what it is given and finds."""
 

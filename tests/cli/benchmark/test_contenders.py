@@ -14,6 +14,7 @@ def test_names_come_back() -> None:
     assert parse("plain+liger").liger
     assert parse("plain").offload is None
     assert parse("checkpointing+tiled").tiled
+    assert parse("checkpointing-default+tiled").tiled
     assert parse("ideal").tiled
     assert not parse("checkpointing").tiled
     assert set(BASES) <= set(DEFAULTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def test_contenders_are_laid_side_by_side(tmp_path: Path) -> None:
     assert "attention" in text
     assert "messages" not in text, "nobody sent any"
     assert "10.0" in text
+
+
+def test_a_trace_is_read_once_and_again_when_it_is_new(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "sppo-auto", 100)
+    path.write_text(json.dumps({"traceEvents": made()}))
+    os.utime(path, (1, 1))
+    (first,) = profiles([speed_row("sppo-auto", 100, 0.0008)], tmp_path)
+    path.write_text("no JSON")
+    os.utime(path, (1, 1))
+    (again,) = profiles([speed_row("sppo-auto", 100, 0.0004)], tmp_path)
+    assert again == {**first, "measured_us_per_token": pytest.approx(4.0)}
+    os.utime(path, (2**32, 2**32))
+    assert profiles([speed_row("sppo-auto", 100, 0.0008)], tmp_path) == []
 
 
 def test_without_traces_there_is_nothing_to_say(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def test_ratios_are_to_the_fastest_checkpointing_and_to_what_users_have_today() 
     assert cells(shown, "sppo-auto")[3:5] == ["1.25", "0.62"]
     assert "attention kernel: cudnn" in shown
     assert "Kernels differ" not in shown
+    rows.append(speed_row("checkpointing-default+tiled", 65_536, 8.0, kernel="sdpa's choice"))
+    assert cells(text(rows), "sppo-auto")[3:5] == ["1.25", "0.50"]
     rows.append(speed_row("ideal", 65_536, 15.0, kernel="aten_flash"))
     assert "Kernels differ" in text(rows)
 
