@@ -4,7 +4,8 @@
     python ../sppo_hf/recipes/tools/mutate.py --root . --count 40 --seed 1 --output table.md
 
 Works on a checkout that nobody else uses: each mutant is written into its file, the tests that
-belong to that module run, and the file is put back. A mutant is one change of an operator, a
+belong to that module run, and if none notices all of its room's, several processes included; then
+the file is put back. A mutant is one change of an operator, a
 constant or a condition, or a statement left out; places are drawn at random from the code of all
 rooms asked for, by lines, so long files get more. Text that only people read (docstrings, messages
 of errors and warnings) is left alone.
@@ -42,8 +43,9 @@ ALWAYS: dict[str, tuple[str, ...]] = {
 }
 """What runs for a module of a room after its own tests, before those of its users."""
 
-TIERS = "not slow and not gpu and not process"
-EXACTNESS = "not test_exactness.py or llama- or gpt_oss-"
+NEAR = ("-m", "not slow and not gpu and not process")
+NEAR += ("-k", "not test_exactness.py or llama- or gpt_oss-")
+WIDE = ("-m", "not slow and not gpu")
 MOST_FILES = 5
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -176,46 +178,51 @@ class _FirstFailure:
 
 
 def survives(root: Path, mutant: Mutant, seconds: float) -> str:
-    """Run the tests on a mutant; returns who noticed it, "survived" or "too slow".
-
-    In a fork of this process, so that the libraries below the package are imported once.
-    """
+    """Run the tests on a mutant; returns who noticed it, "survived" or "too slow"."""
     source = mutant.file.read_bytes()
     changed = source[: mutant.start] + mutant.after.encode() + source[mutant.end :]
+    room = f"tests/{mutant.file.parent.name}"
     try:
         mutant.file.write_bytes(changed)
-        seen, noticed = os.pipe()
-        child = os.fork()
-        if not child:
-            _test(root, tests_of(root, mutant.file), noticed)
-        os.close(noticed)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                with os.fdopen(seen, "rb") as pipe:
-                    name = pipe.read().decode().partition("\n")[0]
-                return "survived" if status == 0 else name or f"exit status {status}"
-            time.sleep(0.2)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        result = _noticed(root, [*NEAR, *tests_of(root, mutant.file)], seconds)
+        return _noticed(root, [*WIDE, room], 4 * seconds) if result == "survived" else result
     finally:
         mutant.file.write_bytes(source)
+
+
+def _noticed(root: Path, words: Sequence[str], seconds: float) -> str:
+    """Run pytest in a fork of this process, so that the libraries below are imported once."""
+    seen, noticed = os.pipe()
+    child = os.fork()
+    if not child:
+        _test(root, words, noticed)
+    os.close(noticed)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            with os.fdopen(seen, "rb") as pipe:
+                name = pipe.read().decode().partition("\n")[0]
+            return "survived" if status == 0 else name or f"exit status {status}"
+        time.sleep(0.2)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     return "too slow"
 
 
-def _test(root: Path, tests: Sequence[str], noticed: int) -> NoReturn:
+def _test(root: Path, words: Sequence[str], noticed: int) -> NoReturn:
     """Run tests until one fails, whose name goes to `noticed`; the exit code is pytest's."""
+    os.setsid()  # so that a test's own processes end with it
     os.chdir(root)
     sys.path.insert(0, str(root))
     sys.dont_write_bytecode = True
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
-    words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", TIERS, "-k", EXACTNESS]
+    always = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     code = 3
     try:
-        code = int(pytest.main([*words, *tests], plugins=[_FirstFailure(noticed)]))
+        code = int(pytest.main([*always, *words], plugins=[_FirstFailure(noticed)]))
     finally:
         os._exit(code)
 

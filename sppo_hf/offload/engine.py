@@ -19,13 +19,14 @@ from torch import Tensor
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier
 from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.pool import DEFAULT_SLAB_BYTES, HostPool
+from sppo_hf.offload.pool import HostPool
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.offload.storage import MODIFIED, OffloadedTensor
 from sppo_hf.offload.tiers import HostTier, Tier
 from sppo_hf.offload.transfers import TransferManager
+from sppo_hf.planning.memory import HOST_SLAB_BYTES
 from sppo_hf.planning.tiers import AwayTier
 
 
@@ -348,7 +349,7 @@ def make_engine(
     use_pin_memory: bool = True,
     use_streams: bool = True,
     min_offload_elements: int = 1024,
-    slab_bytes: int = DEFAULT_SLAB_BYTES,
+    slab_bytes: int = HOST_SLAB_BYTES,
     budget_bytes: int | None = None,
     disk: DiskStore | None = None,
     staging_bytes: int | None = None,

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.free_list import FreeList, Slab, Slabs
+from sppo_hf.planning.memory import HOST_SLAB_BYTES
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
 """Slabs start at multiples of it, as transfers past the page cache want."""
-DEFAULT_SLAB_BYTES = 256 * 2**20
 MOST_SLAB_BYTES = 8 * 2**30
 """A slab that `reserve` makes is no larger: the driver locks pages at a few GB a second and may
 refuse tens of GiB in one piece which it gives in several."""
@@ -63,7 +63,7 @@ class HostPool(Slabs[_Slab]):
 
     def __init__(
         self,
-        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        slab_bytes: int = HOST_SLAB_BYTES,
         *,
         pin: bool = False,
         budget_bytes: int | None = None,

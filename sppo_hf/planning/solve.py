@@ -551,7 +551,10 @@ def _settled(
     peak = estimate(cost.shape, decisions, device_kind=device_kind).device.total
     # The reserve grows with what is held.
     spare = int((budgets.device - peak) / (1.0 + FRAGMENTATION[device_kind]))
-    return looking_ahead(cost, decisions, min(most, least + max(0, spare)))
+    more = looking_ahead(cost, decisions, min(most, least + max(0, spare)))
+    # Frames come back whole, so a peak may grow by a little more than the look-ahead.
+    peak = estimate(cost.shape, more, device_kind=device_kind).device.total
+    return more if peak <= budgets.device else decisions
 
 
 def tightened(budgets: Budgets, over: Sequence[BudgetViolation]) -> Budgets:

@@ -18,6 +18,7 @@ from torch import Tensor
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.disk import DiskStore, DiskWrite
 from sppo_hf.offload.disk_files import BLOCK_BYTES, aligned_bytes
+from sppo_hf.offload.disk_folder import StoreFolder
 from tests.offload.faulty_disk import PATIENCE_SECONDS, FaultyDisk
 
 SLAB_BYTES = 8 * BLOCK_BYTES
@@ -391,6 +392,37 @@ def test_a_store_dropped_in_one_of_its_own_threads_cleans_up(tmp_path: Path) -> 
         helper.join(PATIENCE_SECONDS)
     assert transfers.space.reserved_bytes == 0, "the files are closed, not only removed"
     assert not list(tmp_path.iterdir())
+
+
+class _HeldForEver:
+    def __enter__(self) -> None:
+        raise AssertionError("nobody in this process will let the lock go")
+
+    def __exit__(self, *_: object) -> None:
+        """Never entered."""
+
+
+def test_a_forked_child_is_refused_before_it_could_wait_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path)
+    write, target = store.start_write(host_bytes(100)), torch.zeros(100, dtype=torch.uint8)
+    write.ticket.wait()
+    with monkeypatch.context() as child:
+        child.setattr(StoreFolder, "is_foreign", True)
+        child.setattr(store.transfers, "changed", _HeldForEver())
+        for call in (
+            lambda: store.start_write(host_bytes(100)),
+            lambda: store.start_read(write.extent, target),
+            lambda: store.release(write.extent),
+            write.ticket.done,
+            write.ticket.wait,
+        ):
+            with pytest.raises(OffloadError, match="forked"):
+                call()
+        store.close()
+    assert torch.equal(read_back(store, write), host_bytes(100))
+    store.close()
 
 
 def test_it_cannot_be_pickled_or_copied(tmp_path: Path) -> None:

@@ -135,6 +135,22 @@ def test_a_file_size_limit_is_room_that_there_is_not(
         space.allocate(1)
 
 
+def test_only_for_want_of_room_is_a_smaller_file_tried(
+    folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def broken(descriptor: int, offset: int, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "posix_fallocate", broken)
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=SLAB_BYTES)
+    with pytest.raises(OffloadError, match="Input/output error"):
+        space.allocate(1)
+    assert asked == [SLAB_BYTES]
+
+
 def test_a_nearly_full_disk_gives_what_is_needed(
     folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

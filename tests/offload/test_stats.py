@@ -1,6 +1,6 @@
 """Numbers since an earlier moment: what only grows is counted from there."""
 
-from dataclasses import fields
+from dataclasses import astuple, fields
 
 from sppo_hf.offload.stats import OffloadStats
 
@@ -23,3 +23,4 @@ def test_what_only_grows_is_counted_from_the_earlier_moment() -> None:
         expected = 100 + 3 * number if name in AS_NOW else 100 + 2 * number
         assert getattr(since, name) == expected, name
     assert (since + before) == now
+    assert not any(astuple(OffloadStats())), "nothing has moved yet"

@@ -91,6 +91,16 @@ def test_nothing_races(copies: list[float], work: list[float], stays: bool, batc
         model.step()
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_layer_in_use_and_the_next_are_on_the_device(stays: bool) -> None:
+    model = _Model([1.0], [1.0], stays=stays)
+    model.forward()
+    model.backward(1.0)
+    layer, other = 4 * (8 + 2 * 3), 4 * 5
+    assert model.weights.peak_bytes == (LAYERS if stays else 2) * layer + other
+    assert model.weights.device_bytes == 0
+
+
 def test_the_host_waits_for_copies_out_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Model([50.0], [0.0], stays=False)
     model.forward()

@@ -5,6 +5,7 @@ import random
 import resource
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,6 @@ from tests.pipeline.checkpoint_ranks import fill_state, make_model, make_optimiz
 
 peft = pytest.importorskip("peft", reason="needs PEFT")
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
-
 JOB = "tests.pipeline.checkpoint_ranks"
 TWO = {"pp_size": 2}
 INTERLEAVED = {"pp_size": 2, "pp_virtual_stages": 2, "pp_schedule": "interleaved_seq1f1b"}
@@ -55,6 +54,11 @@ MODELS = {
     "experts": {"family": "qwen3_moe", "layers": 4, "settings": TWO},
     "adapters": {"family": "llama", "layers": 4, "lora": True, "settings": TWO},
 }
+
+
+def several_processes(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark what needs several of them."""
+    return pytest.mark.process(pytest.mark.slow(test))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,7 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
         assert torch.equal(ours[name], tensor), name
 
 
+@several_processes
 @pytest.mark.parametrize("name", [n for n, m in MODELS.items() if "lora" not in m])
 def test_from_pretrained_loads_the_same_tensors(saved: Path, name: str):
     loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -98,6 +103,7 @@ def test_from_pretrained_loads_the_same_tensors(saved: Path, name: str):
     assert_same_tensors(loaded.state_dict(), expected.state_dict())
 
 
+@several_processes
 @pytest.mark.parametrize("name", [n for n, m in MODELS.items() if "lora" not in m])
 def test_the_folder_is_what_save_pretrained_writes(saved: Path, tmp_path: Path, name: str):
     expected, _ = reference(name)
@@ -123,6 +129,7 @@ def test_the_folder_is_what_save_pretrained_writes(saved: Path, tmp_path: Path, 
     assert configs[0] == configs[1]
 
 
+@several_processes
 def test_peft_loads_the_adapters(saved: Path):
     expected, _ = reference("adapters")
     base = make_model({**MODELS["adapters"], "lora": False})
@@ -132,6 +139,7 @@ def test_peft_loads_the_adapters(saved: Path):
     assert not (saved / "adapters" / "config.json").exists()
 
 
+@several_processes
 @pytest.mark.parametrize("name", MODELS)
 def test_all_of_a_model_can_be_gathered(saved: Path, name: str):
     expected, _ = reference(name)
@@ -139,6 +147,7 @@ def test_all_of_a_model_can_be_gathered(saved: Path, name: str):
     assert_same_tensors(gathered, dict(expected.state_dict()))
 
 
+@several_processes
 @pytest.mark.parametrize("pp_size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_of_any_layout_load_what_they_hold(saved: Path, name: str, pp_size: int):
@@ -167,6 +176,7 @@ def test_ranks_of_any_layout_load_what_they_hold(saved: Path, name: str, pp_size
     assert seen_states == states
 
 
+@several_processes
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_loads_it_all(saved: Path, name: str):
     expected, optimizer = reference(name)
@@ -195,6 +205,7 @@ def test_one_process_loads_it_all(saved: Path, name: str):
     assert schedulers[0]["last_epoch"] == 1
 
 
+@several_processes
 @pytest.mark.parametrize("shards", [0, 1])
 def test_a_save_that_a_rank_did_not_survive_is_torn(tmp_path: Path, shards: int):
     task = {"family": "llama", "layers": 4, "max_shard_size": "8KB", "settings": TWO}
@@ -233,6 +244,7 @@ def test_one_process_saves_and_loads(tmp_path: Path):
     assert drawn == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
+@several_processes
 def test_replicas_share_the_writing(saved: Path):
     for name in MODELS:
         sizes = [

@@ -167,6 +167,17 @@ def test_a_rank_that_left_in_order_is_not_missed(launch: Launch) -> None:
     assert not launch.ended
 
 
+def test_a_rank_whose_groups_ended_before_its_watchdog_is_not_missed(launch: Launch) -> None:
+    launch.start(0)
+    other = launch.start(1)
+    assert eventually(lambda: "sppo/alive/1" in launch.store.held)
+    assert not launch.store.note(1).left
+    other._joined = lambda: False  # type: ignore[method-assign]
+    assert eventually(lambda: launch.store.note(1).left)
+    time.sleep(3 * TIMEOUT)
+    assert not launch.ended
+
+
 def test_a_process_that_is_gone_is_missed_at_once(
     launch: Launch, child: tuple[int, Process]
 ) -> None:

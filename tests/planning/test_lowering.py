@@ -29,6 +29,7 @@ from sppo_hf.planning.lowering import (
     H2D,
     Lanes,
     StepProgram,
+    compute_seconds,
     estimate,
     lower,
 )
@@ -445,6 +446,43 @@ def test_infinitely_fast_copies_cost_nothing(bounds: object, streams: bool) -> N
         what = replace(what, kv_tier="host", kv_block_tokens=what.total_tokens)
     timeline = lower(what, cost).simulate()
     assert timeline.end_seconds == pytest.approx(timeline.busy_seconds(COMPUTE))
+
+
+@given(run=runs(), training=st.booleans())
+@settings(max_examples=60)
+def test_compute_is_the_sum_of_what_each_unit_takes(
+    run: tuple[ModelCost, Decisions], training: bool
+) -> None:
+    cost, what = run[0], replace(run[1], training=training)
+    expected = cost.update_seconds if training else 0.0
+    for chunk, (start, end) in enumerate(what.bounds):
+        expected += cost.head_seconds(end - start, training=training)
+        for layer in range(what.num_layers):
+            expected += cost.forward_seconds(layer, start, end)
+            if training:
+                saved = what.mode(layer, chunk).saved
+                expected += cost.backward_seconds(layer, start, end)
+                expected += cost.recompute_seconds(layer, end - start, saved, start=start)
+                if what.by_layer and what.kv_mode(layer) == "recompute" and saved != "whole":
+                    expected += cost.keys_seconds(layer, end - start)
+    assert compute_seconds(what, cost) == pytest.approx(expected)
+
+
+@given(run=runs(), training=st.booleans())
+@settings(max_examples=60)
+def test_copies_take_as_long_as_what_is_said_to_be_copied(
+    run: tuple[ModelCost, Decisions], training: bool
+) -> None:
+    what = replace(run[1], training=training)
+    cost = slow_cost(
+        small_shape(what.num_layers),
+        both_d2h_bytes_per_second=5e8,
+        both_h2d_bytes_per_second=5e8,
+    )
+    program = lower(what, cost)
+    for lane, num_bytes in zip((D2H, H2D), program.copied_bytes, strict=True):
+        seconds = sum(map(program.lanes.seconds_of, program.lanes.actions[lane]))
+        assert seconds == pytest.approx(num_bytes / 5e8)
 
 
 def test_slow_copies_bound_the_step() -> None:

@@ -70,6 +70,9 @@ def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
     assert rests.resting_on_host(weights=True, optimizer=True) is rests
     if lora is None:
         assert rests.gradient_bytes == 2 * layer
+        # bfloat16 weights and gradients, two float32 moments; the latter are away.
+        assert whole.standing_bytes == (2 + 2 + 8) * whole.total_parameters
+        assert rests.standing_bytes == rests.weight_bytes + 2 * layer
         assert rests.resting == Resting(
             layer_bytes=(layer,) * len(whole.layers),
             outer_bytes=whole.gradient_bytes - len(whole.layers) * layer,
@@ -84,4 +87,5 @@ def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
     else:
         assert rests.gradient_bytes == whole.gradient_bytes
         assert rests.resting.weight_bytes == len(whole.layers) * layer
+        assert rests.standing_bytes == whole.standing_bytes - (len(whole.layers) - 2) * layer
     assert whole.resting_on_host(weights=False, optimizer=False) is whole

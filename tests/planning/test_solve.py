@@ -10,20 +10,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import SAVED, mode_of
+from sppo_hf.planning.activation_modes import OFFLOAD, SAVED, mode_of
 from sppo_hf.planning.chunk_bounds import PrefixCost, balanced_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.lowering import compute_seconds, estimate
+from sppo_hf.planning.memory import FRAGMENTATION
 from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import (
     BudgetViolation,
     Choices,
     Solution,
+    _settled,
     fits,
     fixed_policies,
     kv_modes_of,
+    lookahead_bytes,
     min_memory,
     over_budget,
     play,
@@ -163,6 +167,15 @@ def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
     assert tiers == ["disk"] * 6 + ["device"] * 6
 
 
+def test_tiers_are_filled_to_the_last_byte() -> None:
+    cost = slow_cost(small_shape(4))
+    base = decided(((0, 512), (512, 1024), (1024, 1536)), staging_bytes=MIB)
+    frame = cost.frame_bytes(0, 512, "inputs")
+    budgets = Budgets(device=None, host=MIB + 6 * frame, disk=6 * frame)
+    rows = min_memory(cost, base, budgets, Choices(tiers=("host", "disk")), "cpu").layer_modes
+    assert [mode.tier for row in rows for mode in row] == ["disk"] * 6 + ["host"] * 6
+
+
 def test_the_earliest_frames_go_to_the_disk() -> None:
     cost = slow_cost(small_shape(4))
     base = decided(tuple((i * 65_536, (i + 1) * 65_536) for i in range(4)), staging_bytes=MIB)
@@ -173,6 +186,35 @@ def test_the_earliest_frames_go_to_the_disk() -> None:
     assert set(tiers) == {"disk", "host"}
     assert tiers == sorted(tiers)  # disk, then host
     assert fits(estimate(cost.shape, what), budgets)
+
+
+@given(problem=problems(), room_frames=st.floats(0.0, 9.0))
+@settings(max_examples=30)
+def test_more_is_on_its_way_only_where_room_is_left(
+    problem: tuple[ModelCost, Decisions, Budgets, Choices], room_frames: float
+) -> None:
+    cost, base, *_ = problem
+    frame = lookahead_bytes(cost, base, ["whole"], 1)
+    what = with_lookahead(
+        cost, base, uniform_modes(base.num_chunks, base.num_layers, OFFLOAD), frames=2
+    )
+    device = device_bytes(cost, what) + int(room_frames * frame)
+    found = _settled(cost, what, Budgets(device=device), "cuda")
+    assert device_bytes(cost, found) <= device
+    ahead = found.max_prefetch_bytes or 0
+    assert 2 * frame <= ahead <= 8 * frame
+    assert ahead >= 8 * frame or ahead - 2 * frame <= room_frames * frame
+    assert _settled(cost, what, Budgets(device=None), "cuda").max_prefetch_bytes == 8 * frame
+
+
+def test_room_that_is_left_is_for_more_on_its_way() -> None:
+    cost = slow_cost(small_shape(16))
+    bounds = tuple((512 * chunk, 512 * (chunk + 1)) for chunk in range(4))
+    base, frame = decided(bounds, layers=16), cost.frame_bytes(0, 512, "whole")
+    what = with_lookahead(cost, base, uniform_modes(4, 16, OFFLOAD), frames=2)
+    room = round(3 * frame * (1 + FRAGMENTATION["cuda"]))
+    found = _settled(cost, what, Budgets(device=device_bytes(cost, what) + room), "cuda")
+    assert found.max_prefetch_bytes == pytest.approx(5 * frame, rel=1e-6)
 
 
 def test_more_memory_is_never_slower() -> None:
