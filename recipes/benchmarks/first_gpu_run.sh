@@ -167,7 +167,13 @@ keep_results() {
     [[ -n $keep ]] || return 0
     tar -czf "$keep.part" -C "$output" --exclude='trace-*' --exclude=quickstart . &&
         mv "$keep.part" "$keep"
-    find "$output" -name 'trace-*.json.gz' -size -15M -exec cp {} "$(dirname "$keep")" \;
+    local file name
+    for file in "$output"/bench/trace-*.json.gz; do
+        name=$(basename "$file")
+        # What carries files off may not like the plus sign, or large ones.
+        [[ -n $(find "$file" -size -15M 2>/dev/null) ]] &&
+            cp "$file" "$(dirname "$keep")/${name//+/-}"
+    done
 }
 
 # A step runs in a process group of its own, so that its limit ends all that it has started; it is
