@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A first half hour on a GPU, in the order in which results are worth having: are steps right, how
-# fast are kernels and copies, one traced step beside checkpointing's, then the comparison length by
+# A first half hour on a GPU, in the order in which results are worth having: are steps right, one
+# traced step beside checkpointing's, how fast are kernels and copies, then the comparison length by
 # length. Every step has a time limit, writes its log and its results at once, and is skipped when it
 # is run again after it has succeeded; a step that fails does not stop the next one. So run it again
 # as often as needed:
@@ -16,7 +16,7 @@
 # --output FOLDER  where results go (default gpu_run); unpack an earlier results.tar.gz there to go on
 # --model MODEL    what trains (default llama-3.1-8b: random weights, LoRA r=16, bfloat16)
 # --again          run steps that have succeeded, too
-# --seconds N      for all steps together: the last one is cut short, or not begun
+# --seconds N      for all steps together; one that has no use for what is left is not begun
 # --keep FILE      pack everything but traces into FILE after every step; small traces go beside it
 # SPPO_PYTHON      the Python that has this package (default python3)
 # SPPO_STEP_SECONDS  a time limit for every step, in place of its own
@@ -70,12 +70,14 @@ else
     calibrate=()
 fi
 # Measured steps by length; ours plans anew within its third step, the others know all in the first.
-declare -A steps_of=([32K]=3 [64K]=2) row_seconds=([32K]=240 [64K]=300 [128K]=420 [256K]=900)
+declare -A steps_of=([32K]=3 [64K]=2) row_seconds=([32K]=300 [64K]=330 [128K]=450 [256K]=900)
 
 # Of each step: its time limit in seconds, and the function that does it.
-declare -A limit=([facts]=60 [right]=240 [kernels]=120 [calibrate]=150 [trace]=480 [tests]=600
+declare -A limit=([facts]=90 [right]=240 [trace]=540 [kernels]=120 [calibrate]=150 [tests]=600
     [attention]=1800 [longest]=1800 [quickstart]=900 [report]=120)
-steps=(facts right kernels calibrate trace)
+steps=(facts right trace kernels calibrate)
+# Seconds with less of which left a step is not begun: it would end before it had found anything.
+declare -A least=([trace]=240 [bench-64K]=200 [bench-128K]=300 [bench-256K]=500 [longest]=300)
 for length in "${lengths[@]}"; do
     [[ $length == "${lengths[-1]}" ]] && steps+=(tests)
     steps+=("bench-$length") limit[bench-$length]=$((3 * ${row_seconds[$length]:-120}))
@@ -92,6 +94,7 @@ test_on() { "$python" -m pytest -v --tb=short -p no:cacheprovider "$@"; }
 facts() {
     "$python" -m torch.utils.collect_env
     nvidia-smi -q -d MEMORY,PCI,CLOCK || true
+    "$python" recipes/benchmarks/pinning.py
 }
 right() {
     local status=0
@@ -104,16 +107,15 @@ kernels() {
 }
 calibrate() { sppo calibrate "${calibrate[@]}" --output "$output/hardware.json"; }
 
-# Rows of some contenders at a length, with whatever was measured of this machine's speeds.
+# Rows of some contenders at a length. Ours plans with the shipped speeds, as for most users; what
+# it would have planned and predicted with those of `calibrate`, `sppo plan --hardware` says later.
 rows() {
     local length=$1 contenders=$2 warm_up=$3 measured=${steps_of[$1]:-1}
     shift 3
     ((tiny)) && warm_up=1
-    local speeds=()
-    ((!tiny)) && [[ -e $output/hardware.json ]] && speeds=(--hardware "$output/hardware.json")
     sppo bench "$model" --seq-lens "$length" --contenders "$contenders" --warm-up "$warm_up" \
-        --steps "$measured" --timeout "${row_seconds[$length]:-120}" "${speeds[@]}" "${bench[@]}" \
-        "$@" --output "$output/bench"
+        --steps "$measured" --timeout "${row_seconds[$length]:-120}" "${bench[@]}" "$@" \
+        --output "$output/bench"
 }
 # Rows that are there are not measured again, so `trace` leaves bench-32K little to do.
 ours() { rows "$1" sppo-auto 3 "${@:2}"; }
@@ -165,7 +167,13 @@ keep_results() {
     [[ -n $keep ]] || return 0
     tar -czf "$keep.part" -C "$output" --exclude='trace-*' --exclude=quickstart . &&
         mv "$keep.part" "$keep"
-    find "$output" -name 'trace-*.json.gz' -size -15M -exec cp {} "$(dirname "$keep")" \;
+    local file name
+    for file in "$output"/bench/trace-*.json.gz; do
+        name=$(basename "$file")
+        # What carries files off may not like the plus sign, or large ones.
+        [[ -n $(find "$file" -size -15M 2>/dev/null) ]] &&
+            cp "$file" "$(dirname "$keep")/${name//+/-}"
+    done
 }
 
 # A step runs in a process group of its own, so that its limit ends all that it has started; it is
@@ -212,8 +220,7 @@ for step in "${wanted[@]:-${steps[@]}}"; do
         echo "== $step: done before"
         continue
     fi
-    # The interrupted step needs a few seconds to end in.
-    if [[ -n $seconds ]] && ((seconds - SECONDS < 20)); then
+    if [[ -n $seconds ]] && ((seconds - SECONDS < ${least[$step]:-20})); then
         echo "== $step: no time left"
         failed=1
         continue

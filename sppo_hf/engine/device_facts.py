@@ -54,7 +54,7 @@ def use_expandable_segments(device: torch.device) -> None:
     try:
         # The environment is read once, long ago; children of this process still read it.
         tell(EXPANDABLE_SEGMENTS)
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         forget_expanded_segments(os.environ)
         logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 

@@ -208,6 +208,9 @@ def _end_forward(*_: Any, mask_function: Callable[..., Any], **__: Any) -> None:
 
 _answers: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[int, ...]]]
 _answers = weakref.WeakKeyDictionary()
+# Asked with every batch; and from the second on, weights may rest elsewhere than the inputs are.
+_causal: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int, bool], bool]]
+_causal = weakref.WeakKeyDictionary()
 
 
 def separating_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | None:
@@ -240,10 +243,15 @@ def is_causal_with(parts: ModelParts, argument: str, value: int) -> bool:
         argument: Name of the argument, `token_type_ids` for one.
         value: The type.
     """
-    device = next(parts.causal_lm.parameters()).device
-    types = torch.full((1, 2), value, device=device)
-    mask = _first_mask(parts, torch.arange(2, device=device)[None], {argument: types})
-    return mask is not None and sees(mask, query=1, key=0) and not sees(mask, query=0, key=1)
+    known = _causal.setdefault(parts.base, {})
+    key = argument, value, parts.causal_lm.training
+    if key not in known:
+        device = next(parts.causal_lm.parameters()).device
+        types = torch.full((1, 2), value, device=device)
+        mask = _first_mask(parts, torch.arange(2, device=device)[None], {argument: types})
+        found = mask is not None and sees(mask, query=1, key=0) and not sees(mask, query=0, key=1)
+        known[key] = found
+    return known[key]
 
 
 def _separates(parts: ModelParts, axis: int, axes: int, device: torch.device) -> bool | None:

@@ -99,16 +99,18 @@ def test_what_rests_on_the_host_already_is_not_counted_twice(
     assert rests.host_memory_bytes == (56 - 16 + 30) * gib
 
 
-@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize(
+    "refusal", [None, RuntimeError("not on this platform"), ValueError("Unrecognized key")], ids=str
+)
 def test_the_allocator_is_asked_for_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch, follows: bool
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception | None
 ) -> None:
     told: list[str] = []
 
     def tell(setting: str) -> None:
         told.append(setting)
-        if not follows:
-            raise RuntimeError("not on this platform")
+        if refusal is not None:
+            raise refusal
 
     environment: dict[str, str] = {}
     monkeypatch.setattr(facts.os, "environ", environment)
@@ -117,7 +119,7 @@ def test_the_allocator_is_asked_for_expandable_segments(
     assert environment == {}
     facts.use_expandable_segments(GPU)
     assert told == ["expandable_segments:True"]
-    assert has_expandable_segments(environment) is follows
+    assert has_expandable_segments(environment) is (refusal is None)
 
 
 def test_what_the_environment_says_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
