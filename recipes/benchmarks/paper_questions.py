@@ -250,8 +250,8 @@ def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
     }
 
 
-def solved(asked: ClusterQuestion) -> dict[str, Any]:
-    answer = solve_cluster(asked, keep=1, slack=SLACK, most_actions=MOST_ACTIONS)
+def solved(asked: ClusterQuestion, most_actions: float = MOST_ACTIONS) -> dict[str, Any]:
+    answer = solve_cluster(asked, keep=1, slack=SLACK, most_actions=most_actions)
     return as_row(asked, answer.best[0] if answer.best else answer.closest)
 
 
@@ -264,7 +264,12 @@ def paper_row(at: tuple[int, int]) -> dict[str, Any]:
     # Of what the runtime takes: groups of one device may share units, so they are looked at too.
     space = replace(asked.space, sp=(1, *asked.space.sp), beyond_runtime=False)
     runs = solved(replace(asked, space=space))
-    ours = max(runs, solved(asked), key=lambda row: (row["fits"], row.get("tokens_per_second", 0)))
+    # Layouts with shared units have many actions, and a quarter of a search is theirs.
+    shared = solved(
+        replace(asked, space=replace(asked.space, schedules=("msp",))), 4 * MOST_ACTIONS
+    )
+    found = (runs, solved(asked), shared)
+    ours = max(found, key=lambda row: (row["fits"], row.get("tokens_per_second", 0)))
     return {
         "model": model.name,
         "tokens": tokens,

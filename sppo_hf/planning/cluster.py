@@ -205,13 +205,18 @@ class LowerBounds:
         if layout.sharded:
             states //= layout.devices
         kept = self._kept_bytes(layout)
+        keys = 0
         if layout.kv_tier == "device":
-            kept += self._kv_bytes(layout, tokens) + self._sum_bytes(layout)
-        if layout.schedule in SHARING:
-            # Of first and last units a rank has a share; it has all of those between.
-            kept = kept * (layout.num_chunks - layout.stages + 1) // (2 * layout.num_chunks)
-        early = self._early(layout, 0)
+            keys = self._kv_bytes(layout, tokens) + self._sum_bytes(layout)
         ahead = 0
+        if layout.schedule in SHARING:
+            # Of first and last units a rank has a share; it has all of those between. The first
+            # one, which has no last ones, needs all heads of all keys for its own.
+            share = (layout.num_chunks - layout.stages + 1) / (2 * layout.num_chunks)
+            kept, ahead = int(kept * share), keys - int(keys * share)
+            keys -= ahead
+        kept += keys
+        early = self._early(layout, 0)
         if layout.offload == "none":
             ahead += sum(self._frame_bytes(layout, end - start) for start, end in early)
         if layout.kv_tier == "device":
