@@ -445,8 +445,10 @@ class PipelineCost:
             yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage], part)
             return
         copies = self._copies(Action(kind, stage, chunk))
+        # Each rank has a graph of its own, whose nodes are as many for fewer tokens.
+        times = {Cause.KV: copies, Cause.DKV: copies, Cause.GRAPH: len(ranks)}
         for change in self._changed_whole(kind, stage, chunk, ranks[part]):
-            share = (copies if change.cause in (Cause.KV, Cause.DKV) else 1.0) / len(ranks)
+            share = times.get(change.cause, 1.0) / len(ranks)
             yield change._replace(num_bytes=int(change.num_bytes * share))
 
     def _passed(self, action: Action, message: Message) -> Iterator[Change]:
