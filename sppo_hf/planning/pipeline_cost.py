@@ -446,7 +446,7 @@ class PipelineCost:
             return
         copies = self._copies(Action(kind, stage, chunk))
         # Each rank has a graph of its own, whose nodes are as many for fewer tokens.
-        times = {Cause.KV: copies, Cause.DKV: copies, Cause.GRAPH: len(ranks)}
+        times: dict[str, float] = {Cause.KV: copies, Cause.DKV: copies, Cause.GRAPH: len(ranks)}
         for change in self._changed_whole(kind, stage, chunk, ranks[part]):
             share = times.get(change.cause, 1.0) / len(ranks)
             yield change._replace(num_bytes=int(change.num_bytes * share))
