@@ -15,12 +15,20 @@ n times as large. So nothing else in backward knows that a sequence is shared.
 
 [Note: what an exchange hides behind]
 Queries, keys and values are sent together before any of them is waited for, and in backward their
-gradients: while one travels, others are made ready to be sent, or put where they belong. Within an
-untouched layer nothing else is left to compute meanwhile: attention is called when all three are
-there, and what follows needs its output. Attention to earlier chunks needs the queries alone, so
-keys and values could travel beside it; but they are the few bytes of the three (grouped queries),
-and attending twice, with the results merged, costs more than it would hide. Cut into groups of
-heads, attention could hide the exchanges of another group; that is not done.
+gradients: while one travels, others are made ready to be sent, or put where they belong. Layers
+wait for them, since attention is called when all three are there, and what follows in a layer
+needs its output. What could begin earlier, or hide them, and why it is not done:
+- Queries and keys end in the rotary embedding, the last thing that a family's forward does before
+  it calls attention: until then there is nothing to send.
+- Values are ready before that, behind their projection, where a hook could send them. They are the
+  few of the three (one head of them for several of queries), the rotary embedding is short beside
+  products, and in families that norm values, or project all three at once, they are not ready.
+- Attention to earlier chunks needs the queries alone, so keys and values could travel beside it;
+  but they, too, are few, and attending twice, with the results merged, costs more than it hides.
+- The next chunk in the same layer depends on none of this, but its hidden states come out of the
+  layers before: two chunks would have to run side by side, a layer apart, each with its frames.
+- Cut into groups of heads, attention could hide the exchanges of another group, with a call, a
+  store and a node of the graph for each group.
 Where a layer is recomputed, more can hide: attention's output, which was kept, is sent before
 the layer runs again, so that it travels beside norm and projections; the queries, which nothing but
 attention's own backward reads, travel beside the rest of the layer and its backward.

@@ -247,6 +247,8 @@ class SPPOAccelerator(Accelerator):
 
     def _offer_host(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         """Tell the engine whose weights an optimizer updates what it keeps, and where it works."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return  # the wrapper of one that was offered
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for engine in self._engines(models):
             if any(id(p) in held for p in engine.parts.causal_lm.parameters()):

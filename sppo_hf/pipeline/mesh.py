@@ -152,10 +152,10 @@ def check_nodes(config: SPPOConfig) -> None:
         )
     within = [n for n in range(1, here + 1) if here % n == 0]
     raise ConfigError(
-        f"{seen}sp_size={' or '.join(map(str, within))}, which divide the {here} processes of this "
-        f"machine; others with sp_across_nodes=True. Remedy: sp_size={fits} with "
-        f"pp_size={config.pp_size * size // fits}, for stages, which pass on hidden states alone, "
-        "may lie on several machines; or sp_across_nodes=True where nothing else fits."
+        f"{seen}sp_size={' or '.join(map(str, within))} (what divides the number of its "
+        f"processes); others with sp_across_nodes=True. Remedy: sp_size={fits} with pp_size="
+        f"{config.pp_size * size // fits}, for stages, which pass on hidden states alone, may be "
+        "on several machines; or sp_across_nodes=True where nothing else fits."
     )
 
 

@@ -520,7 +520,9 @@ class PipelineCost:
             return
         share = share_part(Action(kind, stage, chunk, None, part)) or 0
         for change in self._changed_whole(kind, stage, chunk, ranks[share]):
-            yield change._replace(num_bytes=int(change.num_bytes / len(ranks)))
+            # Each rank has a graph of its own, whose nodes are as many for fewer tokens.
+            parts = 1 if change.cause == Cause.GRAPH else len(ranks)
+            yield change._replace(num_bytes=int(change.num_bytes / parts))
 
     def _passed(self, action: Action, message: Message) -> Iterator[Change]:
         """What a message of or to a shared unit takes and gives back.

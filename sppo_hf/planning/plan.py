@@ -38,7 +38,7 @@ from sppo_hf.planning.chunk_bounds import (
 )
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions, Order, modes_used
-from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
@@ -421,6 +421,12 @@ def make_plan(request: PlanRequest) -> Plan:
     return _attending_once(placed, required=config.attention_once)
 
 
+def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
+    """Bytes per second between ranks that share sequences: on one node, or on any."""
+    on_node, far = profile.node_bytes_per_second, profile.network_bytes_per_second
+    return (far if config.sp_across_nodes else on_node) or UNKNOWN_LINK
+
+
 def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
     """Plans with one forward of attention; where that does not fit, with more, if those do.
 
@@ -553,8 +559,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool) -> Plan:
             profile=device.profile,
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
-            # Ranks that share sequences are neighbours, of one node where they can be.
-            exchange_bytes_per_second=device.profile.node_bytes_per_second or UNKNOWN_LINK,
+            exchange_bytes_per_second=_exchange_rate(config, device.profile),
             correction=request.correction or Correction(),
         ),
         bounds=request.bounds,

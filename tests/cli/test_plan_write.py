@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,17 @@ from typer.testing import CliRunner
 from sppo_hf.cli import app
 from sppo_hf.cli.plan_write import actions_of_layout
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import chunk_bounds
-from sppo_hf.planning.plan import PlanRequest
+from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.pipeline_bounds import stage_shape
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.written_plan import other_plan_warnings, planned_for
 from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import Size, generate
 from tests.cli.configs import LLAMA_8B, TINY, write_config
 from tests.planning.shapes import llama_config, shape_of
 
@@ -79,6 +84,53 @@ def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
     assert config.offload == best["offload"]
     assert len(answer["actions"]) == sharing
     assert ("--machine_rank" in answer["launch"]) == (launch["num_machines"] > 1)
+
+
+@pytest.mark.slow
+def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
+    tmp_path: Path,
+) -> None:
+    """Together they fit; each with half of the host, which the files do not name, they do not."""
+    model = write_config(tmp_path, {**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32_000})
+    question = (model, "--gpus", "2", "--seq-len", "256K", "--rows", "4", "--lora", "16")
+    tight = ("--device-memory", "24GiB", "--host-memory", "48GiB")
+    code, out, _ = run(*question, *tight, "--json", "--write", str(tmp_path / "run"))
+    best = json.loads(out)["plans"][0]
+    assert (code, best["stages"], best["offload"]) == (0, 2, "full")
+    assert 46 * 2**30 < best["host_bytes"] <= 48 * 2**30
+    _, config = written(tmp_path / "run")
+    assert (config.device_memory, config.host_memory) == (24 * 2**30, None)
+
+    shape = shape_of(
+        llama_config(num_hidden_layers=8, vocab_size=32_000), lora=LoraShape(rank=16, dtype_bytes=4)
+    )
+    bounds = tuple(itertools.pairwise(itertools.accumulate(config.chunk_lengths or (), initial=0)))
+    schedule = generate(config.pp_schedule, Size(2, 4, len(bounds), config.pp_virtual_stages))
+
+    def first_stage(**budgets: Any) -> Plan:
+        # As `sppo_hf.pipeline.stage_plans` asks for it.
+        return make_plan(
+            PlanRequest(
+                config=config.replace(**budgets),
+                shape=stage_shape(shape, range(*best["layers"][0]), last=False),
+                device=DeviceFacts(
+                    kind="cuda",
+                    name="a GPU",
+                    device_memory_bytes=80 * 2**30,
+                    host_memory_bytes=24 * 2**30,
+                    profile=load_profile("h100"),
+                ),
+                total_tokens=bounds[-1][1],
+                bounds=bounds,
+                alive=schedule.live_units[0] / len(bounds),
+            )
+        )
+
+    assert {mode for row in first_stage().layer_modes for mode in row} == {
+        mode_of("inputs", "host")
+    }
+    with pytest.raises(BudgetError, match="host"):
+        first_stage(host_memory=24 * 2**30)
 
 
 def test_a_sequence_shared_between_nodes_is_allowed_where_nothing_else_fits(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
@@ -83,3 +84,20 @@ def test_a_head_that_runs_again_in_backward_comes_first(
     model, batch = _forward()
     model(**batch).loss.backward()
     assert log == ["loss"] * 3
+
+
+def test_layers_are_recomputed_from_hidden_states_with_the_strides_of_forward() -> None:
+    """Compiled code asks for them in backward; a slice of embeddings of several rows had others."""
+    model = build_tiny_model("llama").train()
+    strides: list[tuple[int, ...]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        strides.append((args[0] if args else kwargs["hidden_states"]).stride())
+
+    settings = {"chunk_lengths": (5, 8), "recompute": "full", "order": "by_chunk"}
+    convert(model, SPPOConfig(**settings, show_plan=False))
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(note, with_kwargs=True)
+    ids = torch.arange(26).view(2, 13)
+    model(input_ids=ids, labels=ids).loss.backward()
+    forward, again = strides[:2], strides[2:]
+    assert forward == again[::-1] == [(5 * 32, 32, 1), (8 * 32, 32, 1)]

@@ -40,6 +40,19 @@ def _lora(model: nn.Module) -> nn.Module:
         return peft.get_peft_model(model, config)
 
 
+def test_an_optimizer_that_is_prepared_twice_is_offered_the_host_once():
+    model = make_model()
+    accelerator = _accelerator()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared = accelerator.prepare(model, optimizer)
+    engine = get_engine(accelerator.unwrap_model(model))
+    kept = engine.plans.optimizer_bytes
+    assert kept > 0
+    accelerator.prepare(*prepared)
+    assert engine.plans.optimizer_bytes == kept
+    assert len(engine._optimizers) == 1
+
+
 def test_a_raw_loop_trains_to_the_same_weights():
     def train(accelerator: Accelerator) -> tuple[list[float], list[torch.Tensor]]:
         model = make_model()

@@ -1,10 +1,10 @@
 """A job for each rank: tiny models whose sequences ranks share, against one unmodified process.
 
 The job holds `cases` (as in `pipeline_cases`), `refused` (cases that are refused), `sp_size` and
-`out`; with `bytes`, what a forward leaves behind is measured, with `orders` (of `recompute`) when
-exchanges run, with `compiled` (likewise) what compiled code computes, and with `machines` what
-ranks of different machines are told. Rank 0 writes what was found. Gradients are averaged over all
-ranks, as DDP and FSDP2 do.
+`out`. With `bytes`, what a forward leaves behind is measured; with `orders` (of `recompute`) when
+exchanges run; with `compiled` (likewise) what compiled code computes; with `actions` (a folder)
+what was planned and done; with `machines` what ranks of different machines are told. Rank 0 writes
+what was found. Gradients are averaged over all ranks, as DDP and FSDP2 do.
 """
 
 from __future__ import annotations
@@ -162,6 +162,31 @@ def compiled(sp_size: int, recompute: str) -> dict[str, float]:
     return {**errors, "gradients": len(truth) - 1, "graphs": counters["stats"]["unique_graphs"]}
 
 
+class Planned(StepObserver):
+    """What plans list, in order."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.actions: list[str] = []
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        """Note a plan's actions."""
+        self.actions = [str(action) for action in plan.program().actions]
+
+
+def planned_and_done(sp_size: int, folder: str) -> tuple[list[str], list[str]]:
+    """The actions of this rank's plan, and those that it carried out."""
+    settings: dict[str, Any] = {"recompute": "full", "offload": "full", "min_offload_size": 1}
+    settings |= {"chunk_lengths": (5, 8, 1, 10), "trace_dir": folder, "show_plan": False}
+    settings["hardware"] = "cpu"
+    model, planned = build({"name": "actions", "family": "llama"}), Planned()
+    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, **settings), observer=planned)
+    model(**make_batch(rows=1, tokens=24)).loss.backward()
+    revert(model)
+    done = Path(folder, f"rank{dist.get_rank()}.actions").read_text().split()
+    return planned.actions, done
+
+
 def between_machines(sp_size: int) -> list[str]:
     """What ranks say that are on a machine each, as things are and where that is allowed."""
     mine = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -261,6 +286,8 @@ def main(job: dict[str, Any]) -> None:
         result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
     if job.get("compiled"):
         result["compiled"] = [gathered(compiled(job["sp_size"], r)) for r in job["compiled"]]
+    if "actions" in job:
+        result["actions"] = gathered(planned_and_done(job["sp_size"], job["actions"]))
     if job.get("machines"):
         result["machines"] = gathered(between_machines(job["sp_size"]))
     result["orders"] = [exchanges_in_order(job["sp_size"], r) for r in job.get("orders", ())]

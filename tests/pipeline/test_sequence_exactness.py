@@ -173,9 +173,12 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     named = {case["name"]: case for case in (*BATCHES, *PLANS, *MODELS)}
     cases = [named[name] for name in FAST]
     recomputes = ["none", "full"]
-    result = launch(
-        cases, tmp_path, sp_size=2, ranks=2, bytes=True, orders=recomputes, machines=True
-    )
+    more = {"bytes": True, "orders": recomputes, "machines": True}
+    more["actions"] = str(tmp_path / "actions")
+    result = launch(cases, tmp_path, sp_size=2, ranks=2, **more)
+    for planned, done in result["actions"]:
+        assert done == planned
+        assert len(done) > 4 * 3 * 4, "forward and backward, away and back"
     for refused, allowed in result["machines"]:
         assert "sp_size=2 lets ranks 0 to 1 share a sequence, but this machine has" in refused
         assert allowed == "nothing"

@@ -12,9 +12,9 @@ from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.lowering import COMPUTE
+from sppo_hf.planning.lowering import COMPUTE, StepProgram
 from sppo_hf.planning.lowering import lower as lower_stage
-from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES
 from sppo_hf.planning.pipeline_bounds import stage_shape
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
@@ -238,6 +238,51 @@ def test_messages_are_as_wide_as_what_the_stage_behind_needs() -> None:
     assert curve[-1][1] == min(size for _, size in curve) == 0
     # What the middle rank is given is wider than what it gives on.
     assert max(size for _, size in curve) >= wide.message_bytes(1, 0) > wide.message_bytes(2, 0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_seq1f1b", "msp"])
+def test_graphs_take_memory_of_a_cpu_until_backward_is_over(name: str) -> None:
+    layers = tuple(
+        replace(layer, graph_nodes=400, graph_nodes_per_1024=256) for layer in SHAPE.layers
+    )
+    chunks, profile = 4, replace(PROFILE, kind="cpu")
+    schedule, plain = made(name, Size(2, 1, chunks))
+    of_gpu = run(schedule, plain).curves_by_cause("0.device")["graph"]
+    assert not any(size for _, size in of_gpu)
+    costs = replace(plain, cost=replace(COST, shape=replace(SHAPE, layers=layers), profile=profile))
+    nodes = [400 + 256 * (end - start) // 1024 for start, end in costs.bounds]
+    for rank in range(2):
+        # Both ranks share the first stage's first unit and the last stage's last.
+        assert list(costs.shared_units) == ([(0, 0), (1, chunks - 1)] if name == "msp" else [])
+        units = {(rank, chunk) for chunk in range(chunks)} | {*costs.shared_units}
+        all_nodes = sum(len(costs.stages[stage]) * nodes[chunk] for stage, chunk in units)
+        curve = run(schedule, costs).curves_by_cause(f"{rank}.device")["graph"]
+        most = max(size for _, size in curve)
+        assert curve[-1][1] == 0
+        # With one row all forwards come first.
+        assert most == GRAPH_NODE_BYTES * all_nodes
+        if name == "msp":
+            continue
+        # As the stage counts by itself.
+        shape = stage_shape(costs.cost.shape, costs.stages[rank], last=rank == 1)
+        what = decided(costs.bounds, layers=len(costs.stages[rank]))
+        alone = StepProgram(what, shape, "cpu").levels["device"][Cause.GRAPH]
+        assert most == alone.during.max()
+    if name == "zb_seq1f1b":
+        ended = {
+            kind: [x.num_bytes for x in costs.changes(Action(kind, 0, 1)) if x.cause is Cause.GRAPH]
+            for kind in ("F", "I", "W")
+        }
+        assert ended["F"] == [-x for x in ended["W"]]
+        assert not ended["I"], "what is late needs it still"
+    if name == "msp":
+        (shared_unit, ranks), *_ = costs.shared_units.items()
+        for part, rank in enumerate(ranks):
+            action = Action("F", *shared_unit, None, part)
+            (change,) = (x for x in costs.changes(action) if x.cause is Cause.GRAPH)
+            stage, chunk = shared_unit
+            held = GRAPH_NODE_BYTES * len(costs.stages[stage]) * nodes[chunk]
+            assert (change.tier, change.num_bytes) == (f"{rank}.device", held)
 
 
 @pytest.mark.parametrize("name", ["seq1f1b", "zb_seq1f1b"])

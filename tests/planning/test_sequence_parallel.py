@@ -97,6 +97,21 @@ def test_compute_is_divided_but_for_smaller_products() -> None:
     assert shared(3, 1e18).forward_seconds(0, 0, 48_000) > COST.forward_seconds(0, 0, 48_000) / 3
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_a_run_exchanges_over_the_link_that_its_ranks_have(across: bool) -> None:
+    profile = replace(PROFILE, node_bytes_per_second=3e11, network_bytes_per_second=2e10)
+    plan = make_plan(
+        PlanRequest(
+            config=SPPOConfig(num_chunks=2, sp_size=2, sp_across_nodes=across, order="by_chunk"),
+            shape=replace(SHAPE, sp=2),
+            device=DeviceFacts(kind="cuda", name="a GPU", profile=profile),
+            total_tokens=TOKENS,
+        )
+    )
+    assert plan.cost is not None
+    assert plan.cost.exchange_bytes_per_second == (2e10 if across else 3e11)
+
+
 @pytest.mark.parametrize("saved", ["whole", "inputs"])
 def test_a_runs_plan_is_what_the_search_over_layouts_simulates(saved: Saved) -> None:
     question = replace(QUESTION, gpus=2, rows=1)

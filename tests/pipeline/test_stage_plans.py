@@ -1,0 +1,76 @@
+"""What the ranks of a pipeline say of their stages, and the step that is shown for all."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.pipeline import stage_plans
+from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
+from sppo_hf.planning.choices import DeviceFacts
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.pipeline_bounds import stage_shape
+from sppo_hf.planning.pipeline_choice import LINK_BYTES_PER_SECOND, PipelineChoice
+from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.plan import PlanRequest, make_plan
+from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from tests.planning.shapes import tiny_shape
+
+SHAPE = tiny_shape(num_hidden_layers=6, hidden_size=2048, intermediate_size=8192)
+
+
+def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n and 4 give more than a hidden state on; the search over layouts says the same."""
+    monkeypatch.setattr(stage_plans, "all_say", lambda mesh, said: [said])
+    h100, rows, name = load_profile("h100"), 2, "seq1f1b"
+    bounds = tuple((4096 * at, 4096 * (at + 1)) for at in range(3))
+    config = SPPOConfig(
+        pp_size=3, chunk_lengths=(4096,) * 3, recompute="none", offload="none", offload_kv="none"
+    )
+    device = DeviceFacts(kind="cuda", name="a GPU", profile=h100)
+    seconds = {}
+    for times in (1, 100):
+        # Less with every layer, as inputs of layers behind it are left.
+        widths = tuple((times + 6 - layer) * SHAPE.hidden_size for layer in range(6))
+        shape = replace(SHAPE, message_elements=widths)
+        costs = PipelineCost.of(
+            generate(name, Size(3, rows, 3)),
+            ModelCost(shape=shape, profile=h100, dtype_name="bfloat16"),
+            bounds,
+            link_bytes_per_second=LINK_BYTES_PER_SECOND,
+        )
+        plans = {
+            stage: make_plan(
+                PlanRequest(
+                    config=config,
+                    shape=stage_shape(shape, layers, last=stage == 2),
+                    device=device,
+                    total_tokens=bounds[-1][1],
+                    bounds=bounds,
+                    alive=1.0,
+                )
+            )
+            for stage, layers in enumerate(costs.stages)
+        }
+        engine: Any = SimpleNamespace(
+            mesh=SimpleNamespace(pp_size=3, dp_size=1),
+            config=config,
+            staged=SimpleNamespace(cut=SimpleNamespace(layers=costs.stages)),
+            shape=lambda shape=shape: shape,
+        )
+        shown = StagePlanCache(engine)._predict(
+            BatchPlans(bounds, torch.bfloat16, plans, rows, name),
+            PipelineChoice(schedule=name, bounds=bounds, reason="set by the user"),
+            reduces=False,
+        )
+        lowered = lower(generate(name, Size(3, rows, 3)))
+        expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
+        assert shown.step_seconds == pytest.approx(expected, rel=1e-3)
+        seconds[times] = expected
+    assert seconds[100] > 1.1 * seconds[1]
