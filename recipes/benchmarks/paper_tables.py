@@ -97,106 +97,136 @@ def used(row: dict[str, Any]) -> tuple[str, str]:
     return format_bytes(row["device_bytes"]), f"{row['host_bytes'] / 1e12:.2f} TB"
 
 
-def show(tables: dict[str, list[Any]]) -> None:
-    """All tables on the terminal."""
-    console = Console(width=190)
+Rows = list[Any]
 
-    def table(title: str, columns: str, rows: list[tuple[str, ...]]) -> None:
-        made = Table(title=title, title_justify="left")
-        for heading in columns.split("|"):
-            made.add_column(heading, justify="left" if heading.endswith("plan") else "right")
-        for row in rows:
-            made.add_row(*row)
-        if rows:
-            console.print(made)
 
-    table(
+def _paper(found: Rows) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{row['model']}, {row['gpus']}",
+            f"{row['tokens'] // K}K",
+            f"{row['sppo']:,}",
+            "" if row["megatron"] is None else f"{row['megatron']:,}",
+            speed(row),
+            *(f"{row['mfu']:.1%}", f"{row['idle']:.1%}", f"{row['again']:.1%}"),
+            *(f"{row['exchange']:.1%}", f"{row['never_idle']:,.0f}"),
+            *(*used(row), layout_words(row)),
+            *(speed(row["runs"]), layout_words(row["runs"])),
+        )
+        for row in found
+    ]
+
+
+def _seq1f1b(found: Rows) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{row['tokens'] // K}K",
+            f"{row['published']:,}",
+            "" if row["published_1f1b"] is None else f"{row['published_1f1b']:,}",
+            *(speed(row["ours_1f1b"]), speed(row["ours"])),
+            *(f"{row['ours']['mfu']:.1%}", layout_words(row["ours"])),
+        )
+        for row in found
+    ]
+
+
+def _ablation(found: Rows) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{row['model']}, {row['tokens'] // K}K",
+            *(row["ingredient"], f"{row['tokens_per_second']:,.0f}"),
+            f"{row['tokens_per_second'] / steps[0]['tokens_per_second']:.2f}",
+            "" if row["published"] is None else f"{row['published']:.2f}",
+            *(f"{row['idle']:.1%}", format_bytes(row["device_bytes"])),
+            "" if row["fits"] else format_bytes(row["lacks"]),
+            layout_words(row),
+        )
+        for steps in found
+        for row in steps
+    ]
+
+
+def _scaling(found: Rows) -> list[tuple[str, ...]]:
+    return [
+        (
+            *(row["model"], f"{row['tokens'] // K**2}M", f"{gpus:,}"),
+            *(f"{best['per_gpu']:,.2f}", *used(best), "yes" if best["fits"] else "NO"),
+            layout_words({**best, "replicas": gpus // best["stages"]}),
+        )
+        for row in found
+        for gpus, best in row["gpus"].items()
+    ]
+
+
+def _longest_7b(found: Rows) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{row['gpus']}",
+            *(f"{row[who] / K**2:.3g}M" for who in ("sppo", "megatron", "tokens")),
+        )
+        for row in found
+    ]
+
+
+def _trl(found: Rows) -> list[tuple[str, ...]]:
+    return [
+        (
+            *(row["model"], f"{row['tokens'] // K}K", f"{row['trl_seconds']:,.0f} s"),
+            f"{plan['step_seconds']:,.0f} s" if plan["fits"] else speed(plan),
+            *(f"{plan['mfu']:.1%}", f"{plan['idle']:.1%}", *used(plan), layout_words(plan)),
+        )
+        for row in found
+        for plan in row["plans"]
+    ]
+
+
+_TABLES: dict[str, tuple[str, str, Callable[[Rows], list[tuple[str, ...]]]]] = {
+    "paper": (
         "(a) tokens/s of all GPUs: ours SIMULATED; SPPO and Megatron as published",
         "model, GPUs|tokens|SPPO|Megatron|ours|MFU|idle|again|all-to-all|never idle"
         "|device|node's host|plan|runs|its plan",
-        [
-            (
-                f"{row['model']}, {row['gpus']}",
-                f"{row['tokens'] // K}K",
-                f"{row['sppo']:,}",
-                "" if row["megatron"] is None else f"{row['megatron']:,}",
-                speed(row),
-                *(f"{row['mfu']:.1%}", f"{row['idle']:.1%}", f"{row['again']:.1%}"),
-                *(f"{row['exchange']:.1%}", f"{row['never_idle']:,.0f}"),
-                *(*used(row), layout_words(row)),
-                *(speed(row["runs"]), layout_words(row["runs"])),
-            )
-            for row in tables.get("paper", [])
-        ],
-    )
-    table(
+        _paper,
+    ),
+    "seq1f1b": (
         "Seq1F1B's 7B on 32 GPUs, tokens/s: ours SIMULATED; theirs as published",
         "tokens|Seq1F1B|1F1B|our 1F1B|ours|MFU|plan",
-        [
-            (
-                f"{row['tokens'] // K}K",
-                f"{row['published']:,}",
-                "" if row["published_1f1b"] is None else f"{row['published_1f1b']:,}",
-                *(speed(row["ours_1f1b"]), speed(row["ours"])),
-                *(f"{row['ours']['mfu']:.1%}", layout_words(row["ours"])),
-            )
-            for row in tables.get("seq1f1b", [])
-        ],
-    )
-    table(
+        _seq1f1b,
+    ),
+    "ablation": (
         "(b) SPPO's four steps at SPPO's own layout: ours SIMULATED; figure 11's as published",
         "model, tokens|step|tokens/s|relative|published|idle|device|lacks|plan",
-        [
-            (
-                f"{row['model']}, {row['tokens'] // K}K",
-                *(row["ingredient"], f"{row['tokens_per_second']:,.0f}"),
-                f"{row['tokens_per_second'] / steps[0]['tokens_per_second']:.2f}",
-                "" if row["published"] is None else f"{row['published']:.2f}",
-                *(f"{row['idle']:.1%}", format_bytes(row["device_bytes"])),
-                "" if row["fits"] else format_bytes(row["lacks"]),
-                layout_words(row),
-            )
-            for steps in tables.get("ablation", [])
-            for row in steps
-        ],
-    )
-    table(
+        _ablation,
+    ),
+    "scaling": (
         "(c) tokens/s per GPU, SIMULATED; what does not fit, as if it did",
         "model|tokens|GPUs|per GPU|device|node's host|fits|plan",
-        [
-            (
-                *(row["model"], f"{row['tokens'] // K**2}M", f"{gpus:,}"),
-                *(f"{best['per_gpu']:,.2f}", *used(best), "yes" if best["fits"] else "NO"),
-                layout_words({**best, "replicas": gpus // best["stages"]}),
-            )
-            for row in tables.get("scaling", [])
-            for gpus, best in row["gpus"].items()
-        ],
-    )
-    table(
+        _scaling,
+    ),
+    "longest_7b": (
         "(d) longest row of 7B: ours SIMULATED; SPPO and Megatron as published",
         "GPUs|SPPO|Megatron|ours",
-        [
-            (
-                f"{row['gpus']}",
-                *(f"{row[who] / K**2:.3g}M" for who in ("sppo", "megatron", "tokens")),
-            )
-            for row in tables.get("longest_7b", [])
-        ],
-    )
-    table(
+        _longest_7b,
+    ),
+    "trl": (
         "(e) all weights, 8 H100, one row a step: ours SIMULATED; TRL's measured by them",
         "model|tokens|TRL|ours|MFU|idle|device|node's host|plan",
-        [
-            (
-                *(row["model"], f"{row['tokens'] // K}K", f"{row['trl_seconds']:,.0f} s"),
-                f"{plan['step_seconds']:,.0f} s" if plan["fits"] else speed(plan),
-                *(f"{plan['mfu']:.1%}", f"{plan['idle']:.1%}", *used(plan), layout_words(plan)),
-            )
-            for row in tables.get("trl", [])
-            for plan in row["plans"]
-        ],
-    )
+        _trl,
+    ),
+}
+"""By the name of what is simulated: title, headings, and the cells of what was found."""
+
+
+def show(tables: dict[str, Rows]) -> None:
+    """All tables on the terminal."""
+    console = Console(width=190)
+    for name, (title, columns, cells) in _TABLES.items():
+        made = Table(title=title, title_justify="left")
+        for heading in columns.split("|"):
+            made.add_column(heading, justify="left" if heading.endswith("plan") else "right")
+        for row in cells(tables.get(name, [])):
+            made.add_row(*row)
+        if made.row_count:
+            console.print(made)
     for row in tables.get("longest", []):
         words = f"{row['model']}, pipelines of {row['stages']} GPUs"
         console.print(f"{words}: longest row {row['tokens'] / K**2:.2f}M tokens (simulated)")

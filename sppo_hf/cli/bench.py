@@ -150,22 +150,13 @@ def bench(
     """
     with given.bad_input(as_json):
         if show is not None:
-            file = ResultFile(show)
-            if not file.rows():
-                raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
-            _report(file, file.rows(), show, picture=picture, as_json=as_json)
+            _show_again(show, picture=picture, as_json=as_json)
             return
         if model is None:
             raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
         check_config(given.read_model(model))
         lengths = _lengths(seq_lens, longest)
-        step_tokens = given.parse_tokens(longest_step)
-        most_tokens = given.parse_tokens(longest_limit)
-        if longest and most_tokens < step_tokens:
-            raise ConfigError(
-                f"--longest-limit is {most_tokens:,} and --longest-step {step_tokens:,} tokens. "
-                "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
-            )
+        step_tokens, most_tokens = _search_range(longest_step, longest_limit, longest)
         if hardware is not None:
             load_profile(hardware)  # better refused here than in every worker
         kind = _device(device, attention)
@@ -203,6 +194,28 @@ def bench(
         if longest:
             benchmark.find_longest(step_tokens=step_tokens, most_tokens=most_tokens)
         _report(file, file.rows(), output, picture=picture, as_json=as_json)
+
+
+def _show_again(folder: Path, *, picture: bool, as_json: bool) -> None:
+    file = ResultFile(folder)
+    if not file.rows():
+        raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
+    _report(file, file.rows(), folder, picture=picture, as_json=as_json)
+
+
+def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:
+    """Resolution and end of the search for the longest length, in tokens.
+
+    Raises:
+        ConfigError: the search is asked for, and its limit is less than a step.
+    """
+    step_tokens, most_tokens = given.parse_tokens(step), given.parse_tokens(limit)
+    if longest and most_tokens < step_tokens:
+        raise ConfigError(
+            f"--longest-limit is {most_tokens:,} and --longest-step {step_tokens:,} tokens. "
+            "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
+        )
+    return step_tokens, most_tokens
 
 
 def _run(timeout: float, output: Path, job: Job) -> Row:

@@ -44,25 +44,7 @@ def estimate(
 
     Exit code 0: it fits. 1: it does not. 2: bad input.
     """
-    arguments = given.PlanningArguments(
-        model=model,
-        seq_len=seq_len,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=disk,
-        hardware=hardware,
-        lora=lora,
-        rows=rows,
-        accumulate=accumulate,
-        dtype=dtype,
-        partition=partition,
-        num_chunks=num_chunks,
-        recompute=recompute,
-        attention_once=attention_once,
-        offload_kv=offload_kv,
-        weights=weights,
-        optimizer=optimizer,
-    )
+    arguments = given.from_options(given.PlanningArguments, locals())
     with given.bad_input(as_json):
         question = arguments.question()
         answer = request_plan(question)

@@ -105,35 +105,21 @@ def plan(
 
     Exit code 0: it fits. 1: it does not. 2: bad input.
     """
-    arguments = given.PlanningArguments(
-        model=model,
-        seq_len=seq_len,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=disk,
-        hardware=hardware,
-        lora=lora,
-        rows=rows,
-        accumulate=accumulate,
-        dtype=dtype,
-        partition=partition,
-        num_chunks=num_chunks,
-        recompute=recompute,
-        attention_once=attention_once,
-        offload_kv=offload_kv,
-        weights=weights,
-        optimizer=optimizer,
-        policy=policy,
-        offload_dir=offload_dir,
-    )
+    arguments = given.from_options(given.PlanningArguments, locals())
     if gpus > 1:
         _plan_cluster(arguments, gpus, gpus_per_node, link, as_json, figure or trace, write)
+    _plan_one(arguments, as_json, figure, trace, write)
+
+
+def _plan_one(
+    arguments: given.PlanningArguments,
+    as_json: bool,
+    figure: Path | None,
+    trace: Path | None,
+    write: Path | None,
+) -> NoReturn:
     with given.bad_input(as_json):
-        if figure is not None and figure.suffix.lower() not in ENDINGS:
-            raise ConfigError(
-                f"--figure is {str(figure)!r}. Allowed: a file that ends in {', '.join(ENDINGS)}, "
-                "which says what kind of picture it is. Remedy: use one of these endings."
-            )
+        given.check_figure(figure)
         question = arguments.question()
         answer = request_plan(question)
         results = _compare(arguments, answer)

@@ -6,18 +6,19 @@ where MODEL is a hub id, and torch only where nobody has traced the model before
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -178,6 +179,20 @@ Optimizer = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+T = TypeVar("T")
+
+
+def from_options(kind: Callable[..., T], options: Mapping[str, Any]) -> T:
+    """Returns the dataclass of a command line.
+
+    Args:
+        kind: a dataclass whose fields are called as the parameters of the command's function.
+        options: `locals()` at its beginning. What is no field is the command's own business.
+    """
+    names = inspect.signature(kind).parameters
+    return kind(**{name: options[name] for name in names if name in options})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningArguments:
     """The command line as it was typed."""
@@ -284,6 +299,21 @@ class PlanningArguments:
             disk_memory=_budget("--disk-memory", self.disk, profile.disk_bytes),
             # Nothing is written now: planning asks only whether there is a disk.
             offload_dir=self.offload_dir or (None if self.disk is None else UNNAMED_FOLDER),
+        )
+
+
+def check_figure(figure: Path | None) -> None:
+    """Refuses a picture of no known kind.
+
+    Raises:
+        ConfigError: its name does not end as that of a kind.
+    """
+    from sppo_hf.reporting.schedule_figure import ENDINGS
+
+    if figure is not None and figure.suffix.lower() not in ENDINGS:
+        raise ConfigError(
+            f"--figure is {str(figure)!r}. Allowed: a file that ends in {', '.join(ENDINGS)}, "
+            "which says what kind of picture it is. Remedy: use one of these endings."
         )
 
 

@@ -99,33 +99,9 @@ def simulate(
 
     Exit code 0: simulated. 2: bad input.
     """
-    arguments = PipelineArguments(
-        schedule=schedule,
-        stages=stages,
-        micro_batches=micro_batches,
-        chunks=chunks,
-        virtual=virtual,
-        forward=forward,
-        backward=backward,
-        weight=weight,
-        send=send,
-        model=model,
-        seq_len=seq_len,
-        hardware=hardware,
-        link=link,
-        rows=rows,
-        dtype=dtype,
-        lora=lora,
-        partition=partition,
-        offload=offload,
-        recompute=recompute,
-    )
+    arguments = given.from_options(PipelineArguments, locals())
     with given.bad_input(as_json):
-        if figure is not None and figure.suffix.lower() not in ENDINGS:
-            raise ConfigError(
-                f"--figure is {str(figure)!r}. Allowed: a file that ends in {', '.join(ENDINGS)}, "
-                "which says what kind of picture it is. Remedy: use one of these endings."
-            )
+        given.check_figure(figure)
         simulated = arguments.simulate()
         _write_files(simulated, arguments.name, figure, trace)
     if as_json:

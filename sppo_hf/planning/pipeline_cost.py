@@ -224,14 +224,17 @@ class PipelineCost:
 
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
-        key = (action.kind, action.stage, action.unit % len(self.bounds), action.part)
-        if key not in self._seconds:
+        kind, stage, unit, _, part = action
+        key = (kind, stage, unit % len(self.bounds), part)
+        found = self._seconds.get(key)
+        if found is None:
             message = self.messages.get(action)
             if message is None:
-                self._seconds[key] = self._timed(*key)
+                found = self._timed(*key)
             else:
-                self._seconds[key] = self._passed_seconds(message) if action.kind in SENDS else 0.0
-        return self._seconds[key]
+                found = self._passed_seconds(message) if kind in SENDS else 0.0
+            self._seconds[key] = found
+        return found
 
     def changes(self, action: Action) -> tuple[Change, ...]:
         """Returns the bytes that an action takes and gives back, on "R.device", "R.host" and so on.
@@ -239,14 +242,14 @@ class PipelineCost:
         A send takes and gives back the receiver's buffer too; where neighbouring stages are on
         different ranks, the schedule must have its sends.
         """
-        key = (action.kind, action.stage, action.unit % len(self.bounds), action.part)
-        if key not in self._changes:
+        kind, stage, unit, _, part = action
+        key = (kind, stage, unit % len(self.bounds), part)
+        found = self._changes.get(key)
+        if found is None:
             message = self.messages.get(action)
-            if message is None:
-                self._changes[key] = tuple(self._changed(*key))
-            else:
-                self._changes[key] = tuple(self._passed(action, message))
-        return self._changes[key]
+            changed = self._changed(*key) if message is None else self._passed(action, message)
+            found = self._changes[key] = tuple([change for change in changed if change[2]])
+        return found
 
     def standing(self) -> Iterator[Change]:
         """Yields what every rank holds all through the step."""
@@ -710,16 +713,21 @@ class PipelineCost:
 
     def _passing(self, device: str, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         """Temporaries of the running layer and, on the last stage, of the loss."""
-        tables = self._tables
-        table = tables.workspace_forward if kind == "F" else tables.workspace_backward
-        size = int(table[:, chunk].max())
-        if kind != "F" and self.saved != "whole":
-            size = int((table + tables.rebuilt)[:, chunk].max())
+        forward, backward = self._workspaces
+        size = (forward if kind == "F" else backward)[chunk]
         sizes = {Cause.WORKSPACE: size}
         if stage == len(self.stages) - 1 and kind == "F":
             # Layers and loss do not run at once.
-            sizes[Cause.LOGITS_TILE] = max(0, int(tables.logits[chunk]) - size)
+            sizes[Cause.LOGITS_TILE] = max(0, int(self._tables.logits[chunk]) - size)
         yield from _during(device, sizes)
+
+    @cached_property
+    def _workspaces(self) -> tuple[list[int], list[int]]:
+        """[chunks] Temporaries of the layer that has most, forward and back."""
+        tables = self._tables
+        rebuilt = 0 if self.saved == "whole" else tables.rebuilt
+        backward = tables.workspace_backward + rebuilt
+        return tables.workspace_forward.max(axis=0).tolist(), backward.max(axis=0).tolist()
 
     @cached_property
     def _counts(self) -> Bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from sppo_hf.errors import ConfigError
@@ -32,6 +33,14 @@ def split_layers(
     Raises:
         ConfigError: fewer than one stage, or more stages than layers.
     """
+    return _split(tuple(layer_costs), num_stages, first, last)
+
+
+# Layouts that differ in what they keep or send away ask for the same stages.
+@lru_cache(maxsize=256)
+def _split(
+    layer_costs: tuple[float, ...], num_stages: int, first: float, last: float
+) -> tuple[range, ...]:
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
@@ -51,9 +60,9 @@ def split_layers(
         longer: dict[int, tuple[tuple[float, float], int]] = {}
         for end in range(stage + 1, num_layers + 1):
             longer[end] = min(
-                ((max(most, cost(cut, end)), squares + cost(cut, end) ** 2), cut)
+                ((most if most > run else run, squares + run**2), cut)
                 for cut in range(stage, end)
-                for (most, squares), _ in (best[cut],)
+                for ((most, squares), _), run in ((best[cut], cost(cut, end)),)
             )
         begins.append({end: cut for end, (_, cut) in longer.items()})
         best = longer

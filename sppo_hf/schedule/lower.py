@@ -159,7 +159,7 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
             longer += [*listed(("L", way + 1), ("K", way)), action]
             longer += listed(("O", way), ("S", way + 1))
         ranks.append(tuple(longer))
-    return Schedule(tuple(ranks), schedule.chunks)
+    return schedule.with_beside(tuple(ranks))
 
 
 def add_offload(
@@ -272,7 +272,7 @@ class _Places:
                 if step in after:
                     longer += after[step]
             ranks.append(tuple(longer))
-        return Schedule(tuple(ranks), self._schedule.chunks)
+        return self._schedule.with_beside(tuple(ranks))
 
 
 def _like(action: Action, kind: Kind) -> Action:

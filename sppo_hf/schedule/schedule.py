@@ -196,6 +196,16 @@ class Schedule:
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
         return Schedule(ranks, self.chunks)
 
+    def with_beside(self, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
+        """Returns a schedule with more beside its compute: of its own units, on their ranks.
+
+        What follows from the compute alone, and was worked out here, is taken over.
+        """
+        made = Schedule(ranks, self.chunks)
+        known = ("num_units", "first_units", "stage_ranks", "shared_units")
+        made.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
+        return made
+
     def texts(self) -> list[list[str]]:
         """Returns each rank's actions as text."""
         return [[str(action) for action in rank] for rank in self.ranks]

@@ -225,12 +225,15 @@ def _byte_events(
         # The lists of ends is longer by the one that is never done.
         for action, start, end in zip(run.actions, run.starts, run.ends, strict=False):
             for tier, cause, num_bytes, at in changes(action):
-                if at not in ("start", "end"):
+                if at == "start":
+                    events[tier].append((start, num_bytes, cause))
+                elif at == "end":
+                    events[tier].append((end, num_bytes, cause))
+                else:
                     raise ScheduleError(
                         f"{action} changes {cause!r} of {tier!r} at {at!r}; a change is at 'start' "
                         "or 'end'."
                     )
-                events[tier].append((start if at == "start" else end, num_bytes, cause))
     return dict(events)
 
 

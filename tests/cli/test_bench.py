@@ -38,7 +38,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         return Row(status="measured", job=job, numbers=numbers, environment=ENVIRONMENT)
 
     # The package's attribute of that name is the command.
-    monkeypatch.setattr(sys.modules["sppo_hf.cli.bench"], "run_in_process", pretend)
+    monkeypatch.setattr("sppo_hf.cli.bench.run_in_process", pretend)
     return seen
 
 

@@ -183,8 +183,7 @@ def test_models_that_cannot_be_read_or_run(tmp_path: Path) -> None:
 
 _START = """
 import sys, time
-from sppo_hf.cli import app
-estimate = sys.modules["sppo_hf.cli.estimate"]
+from sppo_hf.cli import app, estimate
 ask, solving = estimate.request_plan, []
 def timed(question):
     begin = time.process_time()
@@ -196,11 +195,38 @@ try:
     app(["estimate", sys.argv[1], "--seq-len", "8K", "--lora", "16", "--json"])
 except SystemExit as exit:
     assert exit.code == 0
-for absent in ("torch", "transformers", "accelerate", "matplotlib", "huggingface_hub"):
+unused = ("sppo_hf.cli.bench", "sppo_hf.cli.plan", "sppo_hf.planning.cluster", "requests", "jinja2")
+for absent in ("torch", "transformers", "accelerate", "matplotlib", "huggingface_hub", *unused):
     assert absent not in sys.modules, absent
 seconds = time.process_time() - solving[0]
 assert seconds < 2, f"{seconds} seconds of CPU beside the solving"
 """
+
+
+_HELP = """
+import sys
+from sppo_hf.cli import app
+try:
+    app(["--help"])
+except SystemExit as exit:
+    assert exit.code == 0
+for absent in ("torch", "numpy", "yaml", "sppo_hf.config", "sppo_hf.cli.estimate"):
+    assert absent not in sys.modules, absent
+"""
+
+
+@pytest.mark.process
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    command = [sys.executable, "-c", _HELP]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    for name, said in (("bench", "Measure MODEL"), ("estimate", "Say whether training MODEL")):
+        assert any(name in line and said in line for line in done.stdout.splitlines()), name
+
+
+def test_a_name_that_no_command_has_is_answered_with_one_that_is_close() -> None:
+    result = CliRunner().invoke(app, ["estimat"])
+    assert result.exit_code == 2
+    assert "estimate" in result.output
 
 
 @pytest.mark.process
