@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sppo_hf.engine.sequence_group import (
     check_heads,
     key_heads,
+    own_heads,
     own_random_numbers,
     part_lengths,
     part_of,
@@ -40,6 +41,17 @@ def test_every_query_head_finds_its_key_head_on_its_rank(size: int, own: int, sh
     for head in range(heads):
         rank, inside = divmod(head, own)
         assert found[rank * per_rank + inside // group] == head // sharing
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5))
+def test_ranks_divide_all_heads_in_whole_runs(size: int, runs: int, heads: int) -> None:
+    parts = [own_heads(runs * heads, part, size, runs) for part in range(size)]
+    assert [head for part in parts for head in part] == list(range(runs * heads))
+    counts = [len(part) // heads for part in parts]
+    assert all(len(part) % heads == 0 for part in parts)
+    assert max(counts) - min(counts) <= 1
+    if runs % size == 0:
+        assert parts == [own_heads(runs * heads, part, size) for part in range(size)]
 
 
 def test_heads_are_sent_once_where_ranks_divide_those_of_keys() -> None:
