@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sppo_hf.engine.sequence_group import (
     check_heads,
     key_heads,
+    key_heads_of,
     own_heads,
     own_random_numbers,
     part_lengths,
@@ -58,6 +59,9 @@ def test_heads_are_sent_once_where_ranks_divide_those_of_keys() -> None:
     assert key_heads(8, 4, 2) is None
     assert key_heads(8, 2, 4) == [0, 0, 1, 1]
     assert key_heads(6, 2, 3) == [0, 0, 0, 1, 1, 1]
+    x_BKcH = torch.randn(2, 3, 4, 5)
+    assert key_heads_of(x_BKcH, None) is x_BKcH
+    assert torch.equal(key_heads_of(x_BKcH, [0, 0, 2]), x_BKcH[:, [0, 0, 2]])
 
 
 def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do() -> None:
