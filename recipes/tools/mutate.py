@@ -3,12 +3,12 @@
     git worktree add --detach ../broken && cd ../broken
     python ../sppo_hf/recipes/tools/mutate.py --root . --count 40 --seed 1 --output table.md
 
-Works on a checkout that nobody else uses: each mutant is written into its file, the tests that
-belong to that module run, and if none notices all of its room's, several processes included; then
-the file is put back. A mutant is one change of an operator, a
-constant or a condition, or a statement left out; places are drawn at random from the code of all
-rooms asked for, by lines, so long files get more. Text that only people read (docstrings, messages
-of errors and warnings) is left alone.
+Works on a checkout that nobody else uses: each mutant is written into its file and meets tests
+until one notices, the nearest first: those that belong to its module; of engine and pipeline those
+of several processes; all of its room. Then the file is put back. `--near` leaves it at the first
+kind. A mutant is one change of an operator, a constant or a condition, or a statement left out;
+places are drawn at random from the code of all rooms asked for, by lines, so long files get more.
+Text that only people read (docstrings, messages of errors and warnings) is left alone.
 
 A survivor is a hole in the tests, or a change that changes nothing (a bound that is never met, a
 speed that is not tested): somebody has to look.
@@ -45,7 +45,9 @@ ALWAYS: dict[str, tuple[str, ...]] = {
 
 NEAR = ("-m", "not slow and not gpu and not process")
 NEAR += ("-k", "not test_exactness.py or llama- or gpt_oss-")
-WIDE = ("-m", "not slow and not gpu")
+PROCESSES = ("-m", "process and not slow and not gpu", "tests/pipeline")
+"""What shares a batch with other ranks runs there alone, in whatever room it stands."""
+ROOM = ("-m", "not process and not slow and not gpu")
 MOST_FILES = 5
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -177,15 +179,27 @@ class _FirstFailure:
             os.write(self._descriptor, f"{report.nodeid} cannot be imported\n".encode())
 
 
-def survives(root: Path, mutant: Mutant, seconds: float) -> str:
-    """Run the tests on a mutant; returns who noticed it, "survived" or "too slow"."""
+def survives(root: Path, mutant: Mutant, seconds: float, *, near: bool = False) -> str:
+    """Run the tests on a mutant; returns who noticed it, "survived" or "too slow".
+
+    Args:
+        root: The checkout.
+        mutant: The change.
+        seconds: For the nearest tests; others have more.
+        near: Whether these are all.
+    """
     source = mutant.file.read_bytes()
     changed = source[: mutant.start] + mutant.after.encode() + source[mutant.end :]
-    room = f"tests/{mutant.file.parent.name}"
+    room = mutant.file.parent.name
+    rounds = [([*NEAR, *tests_of(root, mutant.file)], seconds)]
+    if not near and room in ("engine", "pipeline"):
+        rounds.append(([*PROCESSES], 2 * seconds))
+    if not near:
+        rounds.append(([*ROOM, f"tests/{room}"], 4 * seconds))
     try:
         mutant.file.write_bytes(changed)
-        result = _noticed(root, [*NEAR, *tests_of(root, mutant.file)], seconds)
-        return _noticed(root, [*WIDE, room], 4 * seconds) if result == "survived" else result
+        results = (_noticed(root, words, limit) for words, limit in rounds)
+        return next((result for result in results if result != "survived"), "survived")
     finally:
         mutant.file.write_bytes(source)
 
@@ -203,7 +217,9 @@ def _noticed(root: Path, words: Sequence[str], seconds: float) -> str:
         if ended:
             with os.fdopen(seen, "rb") as pipe:
                 name = pipe.read().decode().partition("\n")[0]
-            return "survived" if status == 0 else name or f"exit status {status}"
+            # A test that runs past its own limit ends all of pytest before it is reported.
+            code = os.waitstatus_to_exitcode(status)
+            return "survived" if code == 0 else name or f"exit status {code}"
         time.sleep(0.2)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -236,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--skip", type=int, default=0, help="places in front that were tried")
     parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
     parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of one mutant")
+    parser.add_argument("--near", action="store_true", help="run the nearest tests alone")
     parser.add_argument("--output", type=Path, help="Markdown; printed as well")
     given = parser.parse_args(argv)
     root = given.root.resolve()
@@ -249,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = ["| module, line | change | of | into | |", "|---|---|---|---|---|"]
     for mutant in chosen[given.skip :]:
         began = time.monotonic()
-        result = survives(root, mutant, given.seconds)
+        result = survives(root, mutant, given.seconds, near=given.near)
         place = f"{mutant.file.relative_to(root / 'sppo_hf')}:{mutant.line}"
         of, into = (_short(text) for text in (mutant.before, mutant.after))
         lines.append(f"| {place} | {mutant.kind} | `{of}` | `{into}` | {result} |")

@@ -365,13 +365,14 @@ def _find_ends(parts: ModelParts) -> _Ends:
             for child_name, child in parts.base.named_children()
             if parts.decoder is not parts.base and child is not parts.decoder
         )
-    unusual = [n for _, n in before if n not in known and not _embeds(parts.decoder._modules[n])]
-    unusual += [n for _, n in after if _embeds(parts.decoder._modules[n])]
+    inside = dict(parts.decoder.named_children())
+    unusual = [n for _, n in before if n not in known and not _embeds(inside[n])]
+    unusual += [n for _, n in after if _embeds(inside[n])]
     names = [n for _, n in after]
     if (
         unusual
         or len([n for n in names if n not in known]) > 1
-        or not any(parts.decoder._modules[n] is embedding for _, n in before)
+        or not any(inside[n] is embedding for _, n in before)
     ):
         raise UnsupportedModelError(
             f"{parts.name} cannot be cut into stages: around its decoder layers stand "
@@ -397,8 +398,8 @@ def _layer_list(base: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda entry: len(entry[1]))
 
 
-def _embeds(module: nn.Module | None) -> bool:
-    return any(isinstance(part, nn.Embedding) for part in module.modules()) if module else False
+def _embeds(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Embedding) for part in module.modules())
 
 
 def _remove(ends: Iterable[tuple[nn.Module, str]], keep: nn.Module | None = None) -> None:

@@ -81,6 +81,12 @@ def test_positions_of_padding_are_no_packing(recwarn):
     assert not recwarn.list
 
 
+def test_positions_that_stand_still_are_no_packing(recwarn):
+    positions = torch.tensor([[0, 1, 1, 1, 2, 3]])  # as of tokens of one image
+    assert _read(attention_mask=torch.ones(2, 6), position_ids=positions).rows is None
+    assert not recwarn.list
+
+
 def test_positions_that_continue_are_one_document():
     assert _read(position_ids=torch.arange(3, 9)[None]).rows is None
 

@@ -109,6 +109,18 @@ def test_calls_without_labels_are_the_untouched_model(model, ids):
     assert not get_engine(model).counters
 
 
+@pytest.mark.parametrize(("trains", "gradients"), [(False, True), (True, False), (True, True)])
+def test_calls_past_forward_are_refused_in_training_alone(model, ids, trains, gradients):
+    expected = model.model(input_ids=ids).last_hidden_state
+    convert(model, QUIET).train(trains)
+    with torch.set_grad_enabled(gradients):
+        if trains and gradients:
+            with pytest.raises(ConfigError, match=r"LlamaModel is called directly"):
+                model.model(input_ids=ids)
+        else:
+            assert torch.equal(model.model(input_ids=ids).last_hidden_state, expected)
+
+
 def test_a_deep_copy_trains_itself(model, ids):
     convert(model, QUIET)
     twin = copy.deepcopy(model)

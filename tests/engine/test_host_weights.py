@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import engine as engines
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
 from sppo_hf.planning.activation_modes import KEEP, FrameMode
 from sppo_hf.planning.choices import Places
+from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.float64 import float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -231,6 +235,36 @@ def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
     assert of_twin is not None
     assert of_twin.host_bytes == held.host_bytes
     assert not {id(w.parameter) for w in of_twin._all()} & {id(w.parameter) for w in held._all()}
+
+
+def test_what_leaves_no_room_for_any_length_rests_before_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choices = [Places(*away) for away in ((False, False), (False, True), (True, True))]
+    whole = model_shape(find_parts(_converted()), torch.device("cpu"))
+    standing = [
+        whole.resting_on_host(weights=p.weights, optimizer=p.optimizer).standing_bytes
+        for p in choices
+    ]
+    assert standing == sorted(set(standing), reverse=True)
+    context = 1 + standing[0]
+    monkeypatch.setitem(engines.CONTEXT_BYTES, "cpu", context)
+    monkeypatch.setattr(engines, "read_places", lambda *_, **__: choices)
+
+    def rests(room: int) -> list[bool]:
+        budgets = Budgets(device=context + room)
+        monkeypatch.setattr(engines, "read_budgets", lambda *_: budgets)
+        model = _converted()
+        engine = get_engine(model)
+        assert engine is not None
+        engine.offer_host(torch.optim.AdamW(model.parameters()), None)
+        engine.rest_for_any_length(torch.device("cpu"))
+        weights = engine.weights
+        return [weights is not None and not weights.stays, weights is not None]
+
+    for place, room in zip(choices, standing, strict=True):
+        assert rests(room) == [place.weights, place.optimizer]
+        assert rests(room - 1) == [room < standing[0], True]
 
 
 def test_what_rests_beside_weights_is_known_to_the_next_plan(

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine import layer_kernels
 from sppo_hf.engine.convert import convert, revert
+from sppo_hf.engine.layer_kernels import liger_runs_on
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.planning.choices import DeviceFacts, read_choices
 from sppo_hf.testing.float64 import float64_everywhere
@@ -106,6 +107,15 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(layer_kernels._ROUNDING, torch.float64, 1e-6)
     calls.clear()
     return ops
+
+
+@pytest.mark.parametrize("installed", [{"liger_kernel"}, {"triton"}, {"liger_kernel", "triton"}])
+def test_liger_needs_triton_and_a_gpu(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if name in installed else None
+    )
+    assert liger_runs_on(torch.device("cuda")) == (len(installed) == 2)
+    assert not liger_runs_on(CPU)
 
 
 def used(model: nn.Module) -> dict[str, int]:

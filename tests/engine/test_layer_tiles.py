@@ -62,6 +62,26 @@ def test_no_intermediate_of_an_mlp_has_more_tokens_than_a_tile(recompute: str) -
     assert seen.most == TILE * layers
 
 
+@pytest.mark.parametrize(("chunks", "parts"), [(1, [TILE] * 4), (2, [TOKENS // 2] * 2)])
+def test_the_final_norm_runs_in_tiles_or_chunks(chunks: int, parts: list[int]) -> None:
+    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    norm, tokens = model.model.norm, list[int]()
+
+    class NotedRMSNorm(type(norm)):  # type: ignore[misc]
+        def forward(self, hidden: Tensor) -> Any:
+            tokens.append(hidden.shape[1])
+            return super().forward(hidden)
+
+    norm.__class__ = NotedRMSNorm
+    convert(model, _config(num_chunks=chunks, recompute="full"))
+    model(**make_batch(tokens=TOKENS))  # finds out what is token-wise
+    tokens.clear()
+    loss = model(**make_batch(tokens=TOKENS)).loss
+    assert tokens == parts
+    loss.backward()
+    assert tokens == parts * 2, "backward runs them again"
+
+
 def test_a_recomputed_layer_keeps_nothing_of_its_tiles() -> None:
     alive: dict[bool, int] = {}
     for tile in (0, TILE):

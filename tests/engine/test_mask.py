@@ -1,11 +1,13 @@
 """Masks are understood by asking them; what is no causal mask, window or block is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import masking_utils as masks
 
 from sppo_hf import UnsupportedModelError
-from sppo_hf.engine.mask import MaskMeaning, mask_meaning
+from sppo_hf.engine.mask import MaskAsked, MaskMeaning, mask_meaning, separating_positions
 from sppo_hf.testing.tiny_models import tiny_config
 
 
@@ -60,3 +62,24 @@ def test_a_model_that_computes_with_its_mask_is_refused():
         _ = meaning[:, :, :, :5]
     with pytest.raises(UnsupportedModelError, match="its own code reads its attention mask"):
         _ = meaning.dtype
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("sees_all", [True, False, None], ids=["joins", "parts", "unknown"])
+def test_restarts_are_documents_unless_the_model_is_known_to_join_them(axes, sees_all):
+    class Base(torch.nn.Module):
+        def forward(self, position_ids, **_):
+            if sees_all is None:
+                raise ValueError("two tokens are too few")
+            restarts = (position_ids.diff(dim=-1) != 1).any()
+            raise MaskAsked(lambda b, h, q, k: (k <= q) & (sees_all or (k == q) | ~restarts))
+
+    parts = SimpleNamespace(base=Base(), configs=(), name="a model")
+    positions = torch.tensor([[0, 1, 0]]).repeat(axes, 1, 1)
+    given = positions if axes > 1 else positions[0]
+    for _ in range(2):  # asked once, known then
+        found = separating_positions(parts, given)
+        if sees_all or (sees_all is None and axes > 1):
+            assert found is None
+        else:
+            assert torch.equal(found, positions[0])

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from sppo_hf.engine.sequence_group import (
     check_heads,
     key_heads,
+    key_heads_of,
+    own_heads,
     own_random_numbers,
     part_lengths,
     part_of,
@@ -42,10 +44,24 @@ def test_every_query_head_finds_its_key_head_on_its_rank(size: int, own: int, sh
         assert found[rank * per_rank + inside // group] == head // sharing
 
 
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5))
+def test_ranks_divide_all_heads_in_whole_runs(size: int, runs: int, heads: int) -> None:
+    parts = [own_heads(runs * heads, part, size, runs) for part in range(size)]
+    assert [head for part in parts for head in part] == list(range(runs * heads))
+    counts = [len(part) // heads for part in parts]
+    assert all(len(part) % heads == 0 for part in parts)
+    assert max(counts) - min(counts) <= 1
+    if runs % size == 0:
+        assert parts == [own_heads(runs * heads, part, size) for part in range(size)]
+
+
 def test_heads_are_sent_once_where_ranks_divide_those_of_keys() -> None:
     assert key_heads(8, 4, 2) is None
     assert key_heads(8, 2, 4) == [0, 0, 1, 1]
     assert key_heads(6, 2, 3) == [0, 0, 0, 1, 1, 1]
+    x_BKcH = torch.randn(2, 3, 4, 5)
+    assert key_heads_of(x_BKcH, None) is x_BKcH
+    assert torch.equal(key_heads_of(x_BKcH, [0, 0, 2]), x_BKcH[:, [0, 0, 2]])
 
 
 def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do() -> None:

@@ -215,6 +215,18 @@ def test_ranks_take_stages_in_turn() -> None:
         assert chosen.own_layers == frozenset(own)
 
 
+def test_encoders_are_with_the_first_stage() -> None:
+    model = build_tiny_model("gemma3")
+    layers = len(find_parts(model).layers)
+    seen = []
+    for stage in range(2):
+        other = copy.deepcopy(model)
+        cut(other, stage, layers=(range(1), range(1, layers)))
+        seen.append([name for name in names(other) if "vision" in name])
+    assert seen == [[name for name in names(model) if "vision" in name], []]
+    assert seen[0]
+
+
 def test_what_makes_and_joins_several_hidden_states_is_at_the_ends() -> None:
     model = build_tiny_model("gemma3n_text")
     parts = find_parts(model)

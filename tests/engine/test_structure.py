@@ -81,6 +81,14 @@ def _said(check: Callable[[], object]) -> str:
     return ""
 
 
+def test_the_text_decoder_of_a_model_with_images_is_what_counts() -> None:
+    model = build_tiny_model("gemma3")
+    assert find_parts(model).text_config is model.config.text_config
+    model.config.text_config.layer_types = ["full_attention", "lightning_attention"]
+    with pytest.raises(UnsupportedModelError, match="lightning_attention, which are not known"):
+        find_parts(model)
+
+
 def test_batches_with_images_are_refused_where_the_decoder_is_the_model() -> None:
     model = convert(build_tiny_model("llama"), SPPOConfig(num_chunks=2, show_plan=False))
     with pytest.raises(ConfigError, match="image_pixel_values holds images or sound"):

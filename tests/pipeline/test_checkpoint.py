@@ -244,6 +244,17 @@ def test_one_process_saves_and_loads(tmp_path: Path):
     assert drawn == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_transformers_finds_all_files_of_one_process(tmp_path: Path, files: int):
+    model, _ = reference("small-shards")
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    with saving(tmp_path, RankCoords()):
+        save_weights(model, tmp_path, max_shard_size=1 + int(1.2 * size / files))
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert_same_tensors(loaded.state_dict(), model.state_dict())
+
+
 @several_processes
 def test_replicas_share_the_writing(saved: Path):
     for name in MODELS:

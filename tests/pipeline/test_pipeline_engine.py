@@ -11,16 +11,24 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert
+from sppo_hf.engine.step_observer import StepRecord
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.pipeline import pipeline_engine
 from sppo_hf.pipeline.convert import staged_model
 from sppo_hf.pipeline.pipeline_engine import (
     PipelineEngine,
+    PipelineStepTimer,
     _check_router_schedule,
     _micro_batches,
 )
 from sppo_hf.pipeline.schedules import step_schedule
+from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.planning.shapes import tiny_shape
 
 
 class Watched:
@@ -134,3 +142,31 @@ def test_a_loss_of_routers_needs_all_forwards_first(name: str) -> None:
         return
     with pytest.raises(ConfigError, match=rf"'{name}' begins.*Remedy: micro_batch_size=5,.*gpipe"):
         check(5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_records_of_all_ranks_add_up_to_the_batch(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_engine, "time", SimpleNamespace(perf_counter=lambda: 110.0))
+    spans = (("0F0", 101.0, 103.0), ("0B0", 103.0, 104.0), ("0F1", 104.5, 105.5))
+    executed = [ActionRecord(Action.parse(text), at, end, at) for text, at, end in spans]
+    shape, call = tiny_shape(), SimpleNamespace(batch_rows=2, total_tokens=7)
+    step = SimpleNamespace(schedule=SimpleNamespace(num_chunks=4))
+    records: list[StepRecord] = []
+    for rank in range(3, 6):
+        engine = SimpleNamespace(
+            mesh=SimpleNamespace(rank=rank, sharing_ranks=(3, 4, 5)),
+            observer=SimpleNamespace(on_record=records.append),
+            take_stats=OffloadStats,
+            shape=lambda: shape,
+        )
+        timer: Any = PipelineStepTimer(engine, call, step, began=100.0, name="a step")  # type: ignore[arg-type]
+        timer.done(executed, training=training, planned_seconds=9.0)
+    assert sum(record.tokens for record in records) == 2 * 7
+    flops = (step_flops if training else forward_flops)(shape, 2, 7)
+    assert sum(record.model_flops for record in records) == pytest.approx(flops)
+    for record in records:
+        # What is no forward, waiting included, is called backward.
+        assert (record.forward_seconds, record.backward_seconds) == (3.0, 7.0)
+        assert (record.batch_rows, record.total_tokens, record.num_chunks) == (2, 7, 4)

@@ -13,8 +13,10 @@ from transformers.core_model_loading import spawn_materialize
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from sppo_hf import SPPOConfig
 from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.engine.stages import AbsentLayer, AbsentModule, StageCut, staged_model_of
+from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline import convert as loading
 from sppo_hf.pipeline.convert import load_stages
@@ -101,6 +103,16 @@ def test_files_are_mapped_unless_their_tensors_change(tmp_path, monkeypatch):
     assert mapped is None
     assert "lm_head.weight" in read
     assert "lm_head.weight" in joined
+
+
+def test_loaded_stages_are_those_of_one_rank_and_its_settings(tmp_path):
+    parts = find_parts(_load(_save("llama", tmp_path), 1))
+    settings = SPPOConfig(pp_size=3)
+    assert loading.staged_model(parts, settings, 1) is staged_model_of(parts.causal_lm)
+    with pytest.raises(ConfigError, match=r"Allowed: a model that was loaded by the same rank"):
+        loading.staged_model(parts, settings, 2)
+    with pytest.raises(ConfigError, match=r"of 3, but pp_size=2 .* makes 2"):
+        loading.staged_model(parts, SPPOConfig(pp_size=2), 1)
 
 
 @pytest.mark.parametrize("family", ["llama-bias-tied", "gemma2", "gpt2"])

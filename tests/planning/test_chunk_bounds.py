@@ -100,6 +100,15 @@ def test_even() -> None:
     assert set(lengths(bounds)) == {14, 15}
 
 
+@given(num_chunks=st.integers(1, 40), more=st.integers(0, 200))
+def test_short_even_chunks_end_at_the_nearest_tokens(num_chunks: int, more: int) -> None:
+    total = num_chunks + more
+    bounds = even_bounds(total, num_chunks)
+    assert len(bounds) == num_chunks
+    for number, (_, end) in enumerate(bounds, 1):
+        assert abs(end - total * number / num_chunks) <= 0.5
+
+
 def test_long_even_chunks_have_two_lengths() -> None:
     for total_tokens, num_chunks in ((100_000, 12), (131_072, 16), (65_001, 8)):
         bounds = even_bounds(total_tokens, num_chunks)

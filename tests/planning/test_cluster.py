@@ -112,6 +112,11 @@ def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
     assert (best.layout.saved, best.layout.offload) == ("whole", "none")
     assert best.bubble_fraction < 0.2
     assert best.recompute_fraction == 0.0
+    # In words, nothing that takes no time.
+    assert replace(best, bubble_fraction=0.125).why == "idle 12.5%"
+    assert replace(best, recompute_fraction=0.2).why.endswith(", recompute 20.0%")
+    away = replace(best, layout=best.layout._replace(kv_tier="host"))
+    assert away.why.endswith("%, copies beside compute")
 
 
 def test_less_memory_is_slower() -> None:
