@@ -207,7 +207,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     if causal_lm.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{name} has no language-model head on top of a base model. Load it with "
-            "AutoModelForCausalLM."
+            "AutoModelForCausalLM; classifiers and reward models train without sppo_hf."
         )
     if base is causal_lm:
         raise UnsupportedModelError(
@@ -251,6 +251,30 @@ def check_trainable(parts: ModelParts) -> None:
             "neftune_noise_alpha scales its noise by the length of what is embedded, which would "
             "be the chunk and not the sequence. Train without NEFTune."
         )
+
+
+def check_adapters(parts: ModelParts) -> None:
+    """Refuse adapters of PEFT whose place in the sequence is counted from its end (aLoRA).
+
+    Asked at every call, in evaluation too: adapters come and go after the conversion.
+
+    Raises:
+        UnsupportedModelError: One is active.
+    """
+    configs: Any = getattr(parts.causal_lm, "peft_config", None) or {}
+    invoked = {n for n, c in configs.items() if getattr(c, "alora_invocation_tokens", None)}
+    if not invoked:
+        return
+    for layer in parts.causal_lm.modules():
+        active: Any = getattr(layer, "active_adapters", ()) if hasattr(layer, "lora_A") else ()
+        if not invoked.isdisjoint(active) and not getattr(layer, "disable_adapters", False):
+            names = ", ".join(map(repr, sorted(invoked.intersection(active))))
+            raise UnsupportedModelError(
+                f"{parts.name}: adapter {names} has alora_invocation_tokens. PEFT counts from the "
+                "end of the sequence where it begins, which would be the end of the chunk. "
+                "Allowed: LoRA on all tokens. Remedy: alora_invocation_tokens=None in LoraConfig, "
+                "or train it without sppo_hf."
+            )
 
 
 def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: str) -> None:
