@@ -126,7 +126,9 @@ def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[
     if mask.ndim != 2 or tuple(mask.shape) != (batch_rows, total_tokens):
         raise ConfigError(
             f"attention_mask has shape {tuple(mask.shape)}; chunked sequences take a padding mask "
-            f"of shape ({batch_rows}, {total_tokens}): 1 for real tokens, 0 for padding."
+            f"of shape ({batch_rows}, {total_tokens}): 1 for real tokens, 0 for padding. Documents "
+            "packed into a row need no mask: leave it out and let position_ids restart at 0 with "
+            "every document."
         )
     real_BT = mask != 0
     at = torch.arange(total_tokens, device=mask.device)

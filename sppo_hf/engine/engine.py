@@ -48,7 +48,7 @@ from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
 from sppo_hf.engine.step_observer import Direction, StepObserver
 from sppo_hf.engine.step_timer import StepTimer, let_go_of_failed
-from sppo_hf.engine.structure import ModelParts, check_trainable
+from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_rest
@@ -143,6 +143,7 @@ class Engine:
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         check_router_loss(self.parts)
+        check_adapters(self.parts)
         with self._alone():
             self._try_kernels(call.device)
             output = self._run(call)
@@ -363,6 +364,9 @@ class Engine:
         if logits.whole and logits.asked_by:
             self._warn_of_whole_logits(call, logits.asked_by)
         labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
+        # Those of training are part of the graph, so that a loss may be made of them; they are
+        # computed beside the tiles of the loss, whose gradients are there before its backward.
+        in_graph = logits.whole and torch.is_grad_enabled()
         whole = LogitsCollector() if logits.whole else None
         reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
         collectors = [collector for collector in (whole, reduced) if collector is not None]
@@ -379,7 +383,7 @@ class Engine:
             self.parts.head_parameters(),
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
-            on_logits=on_logits if collectors else None,
+            on_logits=on_logits if collectors and not in_graph else None,
             fused=fused_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
         )
@@ -392,7 +396,7 @@ class Engine:
                 collector.begin_group()
             labels_BT = call.shift_labels[group[0] : group[1]]
             # Not where a head runs before the layers' backward: its logits are at the peak.
-            backward_next = group == groups[-1] and not head_in_backward
+            backward_next = group == groups[-1] and not head_in_backward and not in_graph
             hidden = self._hidden(
                 call,
                 layout,
@@ -411,6 +415,8 @@ class Engine:
                     for collector in collectors:
                         collector.begin_chunk(labels[group[0] : group[1], start:end])
                     totals.append(loss.add(hidden_BCD, labels_BC, last=final))
+                    if in_graph:
+                        on_logits(self.head.logits(hidden_BCD).flatten(0, 1), slice(None))
         total = torch.stack(totals).sum()
         total = total if sharing is None else sharing.sum_over_ranks(total)
         count = (call.shift_labels != call.ignore_index).sum().to(total.device)
@@ -419,9 +425,7 @@ class Engine:
             logits.reduced, logits.failure = reduced.result(), reduced.failure
             logits.logits_tokens = call.total_tokens
             logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
-        kept = None if whole is None else whole.result()
-        if kept is not None and call.kept_positions is not None:
-            kept = kept.take_along_dim(call.kept_positions[..., None].to(kept.device), dim=1)
+        kept = None if whole is None else call.kept_of(whole.result())
         if kept is None and reduced is not None:
             # Whoever collects outputs of several ranks learns the number of tokens from it.
             kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)

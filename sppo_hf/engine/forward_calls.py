@@ -55,6 +55,7 @@ class ForwardCall:
     """For a head that somebody put on the model; it then gets the whole hidden states."""
     constants: dict[str, Any]
     switched_on: tuple[str, ...]
+    """Keywords, and fields of the model's config, that collect tensors of the whole sequence."""
     past_key_values: Any
     kept_positions: Tensor | None
     """Tokens that `logits_to_keep` names, `[B, K]`; None for all."""
@@ -99,6 +100,13 @@ class ForwardCall:
         """The labels as given, `[B, T]`; None without any, or where only some tokens have one."""
         labels: Tensor | None = self.loss_arguments.get("labels")
         return labels if self.kept_positions is None else None
+
+    def kept_of(self, logits_BTV: Tensor) -> Tensor:
+        """The logits, `[B, K, V]`, of the tokens that `logits_to_keep` names."""
+        if self.kept_positions is None:
+            return logits_BTV
+        kept_BK1 = self.kept_positions[..., None].to(logits_BTV.device)
+        return logits_BTV.take_along_dim(kept_BK1, dim=1)
 
     def layout(self, *, all_positions: bool = False) -> BatchLayout:
         """The layout of the batch; see `read_layout`, which reads a few integers off the device.
@@ -163,9 +171,10 @@ class ForwardCall:
         """
         self._refuse_shapes()
         for switch in self.switched_on:
+            of_config = f"set {switch} = False" if "." in switch else ""
             raise ConfigError(
                 f"{name}: {switch}=True collects tensors of the whole sequence, which chunked "
-                f"training exists to avoid. Call the model without {switch}."
+                f"training exists to avoid. Remedy: {of_config or f'call it without {switch}'}."
             )
         if self.past_key_values is not None:
             raise ConfigError(
@@ -293,7 +302,7 @@ def read_call(
         loss_arguments=loss_arguments,
         head_arguments={n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)},
         constants={},
-        switched_on=tuple(n for n, value in switches.items() if value),
+        switched_on=_switched_on(parts, switches),
         past_key_values=past_key_values,
         kept_positions=kept,
         uses_cache=past_key_values is not None or bool(use_cache),
@@ -311,6 +320,17 @@ def read_call(
         else:
             call.constants[name] = value
     return call
+
+
+def _switched_on(parts: ModelParts, given: dict[str, Any]) -> tuple[str, ...]:
+    """The keywords that are true, and the fields of the config that stand in for one left out."""
+    owner = "model.config" + ("" if parts.text_config is parts.causal_lm.config else ".text_config")
+    fields = [
+        f"{owner}.{name}"
+        for name in ("output_attentions", "output_hidden_states")
+        if given[name] is None and getattr(parts.text_config, name, False)
+    ]
+    return (*(name for name, value in given.items() if value), *fields)
 
 
 def _is_switch(value: object) -> bool:

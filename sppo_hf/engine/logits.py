@@ -85,7 +85,7 @@ class LogitsCollector:
 
     def add(self, logits_MV: Tensor, tile: slice) -> None:
         """Take the logits of some tokens of the chunk, whose rows lie one behind the other."""
-        logits_1MV = logits_MV.detach()[None]
+        logits_1MV = logits_MV[None]
         self.vocab_size, self.logits_dtype = logits_1MV.shape[-1], logits_1MV.dtype
         if self._reduce is None:
             self._tiles.append(logits_1MV)

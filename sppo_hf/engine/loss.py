@@ -381,8 +381,13 @@ class _Divide(torch.autograd.Function):
         return total / divisor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise SPPOError(
+                "backward was asked for a graph of its own (create_graph=True), as gradient "
+                "penalties and second-order optimizers do. Chunked sequences allow first "
+                "derivatives alone: leave create_graph out, or train without sppo_hf."
+            )
         count, divisor = ctx.saved_tensors
         return torch.where(count > 0, dloss / divisor, torch.zeros_like(dloss)), None, None
 

@@ -2,13 +2,15 @@
 
 Finds the parts the engine needs (base model, decoder layers, the configs that attention reads, the
 head) in a bare model or inside a PEFT wrapper, and refuses, with the reason and the remedy, what
-would not be exact chunk by chunk. It looks at modules and configs only; it runs nothing.
+would not be exact chunk by chunk. It looks at modules and configs only; it runs nothing, and
+changes nothing but the model's own activation checkpointing.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,8 @@ from sppo_hf.planning.refusals import (
     WITHOUT_ATTENTION,
     indexer_reason,
 )
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_DROPOUT_FIELDS = (
     *("attention_dropout", "attn_pdrop", "attn_dropout"),
@@ -207,7 +211,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     if causal_lm.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{name} has no language-model head on top of a base model. Load it with "
-            "AutoModelForCausalLM."
+            "AutoModelForCausalLM; classifiers and reward models train without sppo_hf."
         )
     if base is causal_lm:
         raise UnsupportedModelError(
@@ -234,6 +238,9 @@ def find_parts(model: nn.Module) -> ModelParts:
 def check_trainable(parts: ModelParts) -> None:
     """Refuse settings that matter in training only: dropout in attention, noise.
 
+    Activation checkpointing of the model's own, that somebody switched on after the conversion, is
+    switched off again.
+
     Raises:
         UnsupportedModelError: Naming the setting and the remedy.
     """
@@ -251,6 +258,61 @@ def check_trainable(parts: ModelParts) -> None:
             "neftune_noise_alpha scales its noise by the length of what is embedded, which would "
             "be the chunk and not the sequence. Train without NEFTune."
         )
+    layers = (parts.decoder, *parts.layers)
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+        own_recomputation(parts.causal_lm)
+
+
+def own_recomputation(model: nn.Module) -> bool:
+    """Switch the model's own activation checkpointing off, and say so.
+
+    Under SPPO it would run attention a second time and hide the layers' insides from the engine;
+    what a user wants by it, less memory, is what SPPO's `recompute` and `offload` give.
+
+    Returns:
+        Whether it was on.
+    """
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return False
+    # The old name is deprecated in newer releases of Transformers, the new one unknown to older.
+    switch_off = getattr(model, "activation_checkpointing_disable", None) or getattr(
+        model, "gradient_checkpointing_disable", None
+    )
+    if switch_off is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has gradient checkpointing on and no method to switch it off. "
+            "Remedy: build the model without gradient checkpointing; SPPO recomputes by itself."
+        )
+    switch_off()
+    logger.warning(
+        "gradient_checkpointing is on; SPPO switched it off in the model and recomputes by itself "
+        "(settings: recompute, offload). Drop gradient_checkpointing to silence this."
+    )
+    return True
+
+
+def check_adapters(parts: ModelParts) -> None:
+    """Refuse adapters of PEFT whose place in the sequence is counted from its end (aLoRA).
+
+    Asked at every call, in evaluation too: adapters come and go after the conversion.
+
+    Raises:
+        UnsupportedModelError: One is active.
+    """
+    configs: Any = getattr(parts.causal_lm, "peft_config", None) or {}
+    invoked = {n for n, c in configs.items() if getattr(c, "alora_invocation_tokens", None)}
+    if not invoked:
+        return
+    for layer in parts.causal_lm.modules():
+        active: Any = getattr(layer, "active_adapters", ()) if hasattr(layer, "lora_A") else ()
+        if not invoked.isdisjoint(active) and not getattr(layer, "disable_adapters", False):
+            names = ", ".join(map(repr, sorted(invoked.intersection(active))))
+            raise UnsupportedModelError(
+                f"{parts.name}: adapter {names} has alora_invocation_tokens. PEFT counts from the "
+                "end of the sequence where it begins, which would be the end of the chunk. "
+                "Allowed: LoRA on all tokens. Remedy: alora_invocation_tokens=None in LoraConfig, "
+                "or train it without sppo_hf."
+            )
 
 
 def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: str) -> None:

@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
 from sppo_hf.engine.engine import Engine, rests_on_host
+from sppo_hf.engine.structure import own_recomputation
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
 from sppo_hf.integrations.limits import (
@@ -516,34 +517,6 @@ def _refuse_compiled(model: nn.Module) -> None:
             "uncompiled models, and compiled parts without attention. Remedy: drop "
             f"torch.compile; instead, {COMPILED_PARTS}."
         )
-
-
-def own_recomputation(model: nn.Module) -> bool:
-    """Switch the model's own activation checkpointing off, and say so.
-
-    Under SPPO it would run attention a second time and hide the layers' insides from the engine;
-    what a user wants by it, less memory, is what SPPO's `recompute` and `offload` give.
-
-    Returns:
-        Whether it was on.
-    """
-    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return False
-    # The old name is deprecated in newer releases of Transformers, the new one unknown to older.
-    switch_off = getattr(model, "activation_checkpointing_disable", None) or getattr(
-        model, "gradient_checkpointing_disable", None
-    )
-    if switch_off is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has gradient checkpointing on and no method to switch it off. "
-            "Remedy: build the model without gradient checkpointing; SPPO recomputes by itself."
-        )
-    switch_off()
-    logger.warning(
-        "gradient_checkpointing is on; SPPO switched it off in the model and recomputes by itself "
-        "(settings: recompute, offload). Drop gradient_checkpointing to silence this."
-    )
-    return True
 
 
 def without_mixed_precision_wrapper(model: nn.Module) -> nn.Module:

@@ -164,15 +164,16 @@ class TrainerEvaluation(TrainerMethods):
         """Evaluate one batch; the model returns logits if the Trainer wants more than the loss.
 
         Raises:
-            ConfigError: The model runs in a pipeline, or the function for logits turns out not to
-                treat tokens one by one after all.
+            ConfigError: The model runs in a pipeline, a `compute_loss` of a subclass missed logits,
+                or the function for logits turns out not to treat tokens one by one after all.
             BudgetError: Whole logits are needed and do not fit.
         """
         step = (self._trainer, model, inputs, prediction_loss_only)
         engine = self._engine()
         self._request = None
         if engine is None or prediction_loss_only:
-            return self._kind.prediction_step(*step, ignore_keys=ignore_keys)
+            with self._explaining_missing_logits(engine):
+                return self._kind.prediction_step(*step, ignore_keys=ignore_keys)
         if isinstance(engine, PipelineEngine):
             self._refuse_pipeline(engine)
         engine.loss_is_outside = self._loss_outside()
@@ -220,11 +221,6 @@ class TrainerEvaluation(TrainerMethods):
             self._overrides(name) for name in ("prediction_step", "compute_loss")
         )
         return not looked_at and self._trainer.label_names == ["labels"]
-
-    def _overrides(self, name: str) -> bool:
-        from transformers import Trainer
-
-        return getattr(self._kind, name) is not getattr(Trainer, name)
 
     # -- the function for logits -------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """A Trainer's training step, run once more with less memory where its first backward had none left.
 
+It also says what a `compute_loss` that reads logits must do, where the model returns none.
+
 A forward that runs out of memory is run again by the engine itself. A backward cannot be: the graph
 may be larger than the model's, and whoever called it still holds the loss. The Trainer's step is
 the one place that has the batch and nothing of the failed step, so it is replaced on the
@@ -8,19 +10,24 @@ the one place that has the batch and nothing of the failed step, so it is replac
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine, RandomState
-from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
+
+_SIGNS = ("'NoneType'", "'logits'", "tuple index out of range")
+"""What Python says where `outputs.logits`, `outputs["logits"]` or `outputs[1]` is missing."""
 
 
 class TrainerMethods:
@@ -51,6 +58,37 @@ class TrainerMethods:
             return None
         return engine if engine is not None and engine.enabled else None
 
+    def _overrides(self, name: str) -> bool:
+        """Whether the Trainer's class has a method of its own of this name."""
+        from transformers import Trainer
+
+        return getattr(self._kind, name) is not getattr(Trainer, name)
+
+    @contextlib.contextmanager
+    def _explaining_missing_logits(self, engine: Engine | None) -> Iterator[None]:
+        """Say what to do about logits that a `compute_loss` of a subclass seems to have missed.
+
+        Raises:
+            ConfigError: From the error that it explains.
+        """
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            missed = engine is not None and not engine.config.return_logits
+            seen = missed and any(sign in str(error) for sign in _SIGNS)
+            # A pipeline has no logits to return, whatever is set.
+            if engine is None or not seen or engine.config.pp_size > 1:
+                raise
+            if not self._overrides("compute_loss"):
+                raise
+            raise ConfigError(
+                f"{self._kind.__name__}.compute_loss ended in {type(error).__name__}: {error}. "
+                "With labels, a model converted by SPPO returns its loss alone, and logits are "
+                "None. Allowed: outputs.loss, or the logits of a call without labels. Remedy, if "
+                'it reads logits: labels = inputs.pop("labels") before it calls the model, or '
+                "SPPOPlugin(return_logits=True); either holds the logits of whole sequences."
+            ) from error
+
 
 class TrainerStep(TrainerMethods):
     """The training step of one Trainer.
@@ -66,8 +104,18 @@ class TrainerStep(TrainerMethods):
     def training_step(
         self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the Trainer's own, and again if memory ran out in the first backward of a plan."""
+        """Run the Trainer's own, and again if memory ran out in the first backward of a plan.
+
+        Raises:
+            ConfigError: A `compute_loss` of a subclass missed logits.
+        """
         engine = self._engine()
+        with self._explaining_missing_logits(engine):
+            return self._step(engine, model, inputs, *args, **kwargs)
+
+    def _step(
+        self, engine: Engine | None, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if engine is None or not self._can_begin_again(model):
             return self._kind.training_step(self._trainer, model, inputs, *args, **kwargs)
         random = RandomState(self._trainer.args.device)

@@ -37,7 +37,7 @@ from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, par
 from sppo_hf.engine.stage_message import MessageLayout
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import ModelParts, check_trainable
+from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.agreement import agree, refused, settings_number
@@ -337,6 +337,7 @@ class PipelineEngine(Engine):
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         check_router_loss(self.parts)
+        check_adapters(self.parts)
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from sppo_hf import BudgetError, ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.float64 import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 
 T = 23
@@ -240,6 +242,26 @@ def test_returned_logits_are_those_of_every_token(model, ids, batch, settings):
     torch.testing.assert_close(ours.logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:logits of the whole sequence")
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1, "order": "by_chunk"}],
+                         ids=["rows", "micro-batches"])  # fmt: skip
+@pytest.mark.parametrize("with_loss", [True, False], ids=["loss and logits", "logits alone"])
+@pytest.mark.parametrize("keep", [0, 9], ids=["all tokens", "the last"])
+def test_returned_logits_carry_gradients(ids, settings, with_loss, keep):
+    def gradients(model):
+        with float64_everywhere(model):
+            outputs = model(input_ids=ids, labels=ids[:, -keep:], logits_to_keep=keep)
+            loss = outputs.logits.logsumexp(-1).pow(2).mean()
+            (loss + outputs.loss if with_loss else loss).backward()
+        return loss.detach(), [p.grad for p in model.parameters()]
+
+    model, plain = build_tiny_model("gemma2"), build_tiny_model("gemma2")
+    plain.set_attn_implementation("eager")
+    expected = gradients(plain)
+    convert(model, _config(return_logits=True, loss_tile_tokens=3, **settings))
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_training_without_labels_gives_logits_and_says_what_they_cost(model, ids):
     def loss_of(logits):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -380,6 +402,13 @@ def test_second_backward_is_a_clear_error(model, ids):
         loss.backward()
 
 
+def test_second_derivatives_are_a_clear_error(model, ids):
+    convert(model, _config())
+    loss = model(input_ids=ids, labels=ids).loss
+    with pytest.raises(SPPOError, match="leave create_graph out"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
 def test_bfloat16_autocast_is_close_to_the_unmodified_model(model, ids):
     def step():
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -404,7 +433,8 @@ REFUSED = {
                      ConfigError, "left padding in row 0.*padding_side"),
     "hole": ({}, {"attention_mask": torch.arange(T)[None].repeat(2, 1) != 3},
              ConfigError, "a hole in row 0"),
-    "4D mask": ({}, {"attention_mask": torch.ones(2, 1, T, T)}, ConfigError, r"\(2, 1, 23, 23\)"),
+    "4D mask": ({}, {"attention_mask": torch.ones(2, 1, T, T)}, ConfigError,
+                r"\(2, 1, 23, 23\).*let position_ids restart at 0"),
     "labels of another shape": ({}, {"labels": torch.ones(2, 5, dtype=torch.long)},
                                 ConfigError, r"labels has shape \(2, 5\)"),
     "hidden states": ({}, {"output_hidden_states": True}, ConfigError, "output_hidden_states"),
@@ -429,6 +459,18 @@ def test_bad_input_is_refused_before_the_first_chunk(model, ids, case):
     assert not listener.units
 
 
+@pytest.mark.parametrize("field", ["output_hidden_states", "output_attentions"])
+def test_what_the_config_collects_is_refused_as_keywords_are(field, ids):
+    model = build_tiny_model("llama", dtype=torch.float32, attn_implementation="eager").train()
+    setattr(model.config, field, True)
+    convert(model, _config())
+    with pytest.raises(ConfigError, match=f"Remedy: set model.config.{field} = False"):
+        model(input_ids=ids, labels=ids)
+    model(input_ids=ids, labels=ids, **{field: False}).loss.backward()  # the keyword decides
+    setattr(model.config, field, False)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 @pytest.mark.parametrize(("family", "overrides", "message"), [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1.*Set it to 0.0"),
 ])  # fmt: skip
@@ -439,6 +481,23 @@ def test_settings_that_cannot_be_exact_are_refused_in_training(family, overrides
     convert(model, _config())
     with pytest.raises(UnsupportedModelError, match=message):
         model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_adapters_that_begin_within_the_sequence_are_refused_while_active(model, ids, training):
+    peft = pytest.importorskip("peft")
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "init_lora_weights": False}
+    invoked = peft.LoraConfig(**settings, alora_invocation_tokens=[int(ids[0, 4])])
+    convert(model, _config())
+    with quiet_peft():
+        wrapped = peft.get_peft_model(model, invoked).train(training)
+    with pytest.raises(UnsupportedModelError, match="'default' has alora_invocation_tokens"):
+        wrapped(input_ids=ids, labels=ids)
+    with wrapped.disable_adapter():
+        wrapped(input_ids=ids, labels=ids)
+    wrapped.add_adapter("whole", peft.LoraConfig(**settings))
+    wrapped.set_adapter("whole")
+    wrapped(input_ids=ids, labels=ids).loss.backward()
 
 
 def test_longer_than_the_rotary_range_only_warns(ids):

@@ -14,8 +14,8 @@ from transformers import LlamaForSequenceClassification
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import get_engine, is_converted
 from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.structure import own_recomputation
 from sppo_hf.integrations import accelerator as accelerator_module
-from sppo_hf.integrations.accelerator import own_recomputation
 from tests.integrations.training import (
     is_checkpointing,
     make_model,
@@ -231,6 +231,18 @@ def test_checkpointing_of_the_model_is_switched_off_with_a_word(caplog):
     caplog.clear()
     assert not own_recomputation(model)
     assert not caplog.records
+
+
+def test_checkpointing_that_comes_after_the_conversion_is_switched_off_at_the_next_step(caplog):
+    model, plain = _accelerator().prepare(make_model()), make_model()
+    switch_checkpointing_on(model)
+    with caplog.at_level(logging.WARNING, logger="sppo_hf"):
+        for one in (model, plain):
+            one(**_batch()).loss.backward()
+    assert not is_checkpointing(model)
+    assert "recomputes by itself" in caplog.text
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_checkpointing_of_a_peft_model_is_switched_off():

@@ -1,8 +1,12 @@
-"""Memory runs out in a backward under the Trainer: once it is planned anew, else it is an error."""
+"""A Trainer's step: memory that runs out in backward, and losses that read what is not there.
+
+The first is planned anew once, else it is an error; the second is told what to do.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
-from sppo_hf import SPPOPlugin, StepObserver
+from sppo_hf import ConfigError, SPPOPlugin, StepObserver
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from tests.integrations.training import make_arguments, make_model, make_rows
 
@@ -117,3 +121,62 @@ def test_what_is_not_run_again(tmp_path, monkeypatch, calls, error, changes) -> 
     run_out_at(monkeypatch, *calls, error=error)
     with pytest.raises(type(error), match=str(error)):
         train(tmp_path, **changes)
+
+
+class ReadsLogits(Trainer):
+    """Makes a loss of its own out of logits, of a call with labels or without."""
+
+    read: Callable[[Any], torch.Tensor] = staticmethod(lambda outputs: outputs.logits)
+    keep_labels = True
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs["labels"] if self.keep_labels else inputs.pop("labels")
+        logits = self.read(model(**inputs))[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def reads_logits(folder: Any, *, plain: bool = False, **changes: Any) -> ReadsLogits:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = None if plain else SPPOPlugin(num_chunks=4, show_plan=False, **changes)
+    args = make_arguments(folder, max_steps=1, optim="sgd", parallelism_config=plugin)
+    rows = make_rows(4)
+    return ReadsLogits(make_model(), args, train_dataset=rows, eval_dataset=rows)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda outputs: outputs.logits,
+        lambda outputs: outputs.get("logits"),
+        lambda outputs: outputs["logits"],
+        lambda outputs: outputs[1],
+    ],
+    ids=["attribute", "get", "key", "index"],
+)
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_a_loss_that_misses_logits_is_told_what_to_do(tmp_path, read, call) -> None:
+    trainer = reads_logits(tmp_path)
+    trainer.read = read
+    with pytest.raises(ConfigError, match=r"ReadsLogits.compute_loss.*labels.*return_logits=True"):
+        getattr(trainer, call)()
+
+
+@pytest.mark.filterwarnings("ignore:logits of the whole sequence")
+@pytest.mark.parametrize("remedy", ["labels taken out", "return_logits"])
+def test_both_remedies_for_missed_logits_train_as_the_plain_model(tmp_path, remedy) -> None:
+    expected = reads_logits(tmp_path, plain=True)
+    ours = reads_logits(tmp_path, return_logits=remedy == "return_logits")
+    ours.keep_labels = remedy == "return_logits"
+    for trainer in (expected, ours):
+        trainer.train()
+    torch.testing.assert_close(weights(ours), weights(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_other_errors_of_a_loss_are_left_as_they_are(tmp_path) -> None:
+    def fails(outputs: Any) -> torch.Tensor:
+        raise TypeError("of the user's own")
+
+    trainer = reads_logits(tmp_path)
+    trainer.read = fails
+    with pytest.raises(TypeError, match="of the user's own"):
+        trainer.train()
