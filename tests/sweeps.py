@@ -33,6 +33,11 @@ def sample(items: Sequence[Any], step: int) -> list[Any]:
     return list(items if ALL else items[::step])
 
 
+def turn(items: Sequence[Any], step: int, index: int) -> list[Any]:
+    """As `sample`, but one that begins elsewhere for each `index`, so that all are met in turn."""
+    return list(items if ALL else items[index % step :: step])
+
+
 def examples(count: int, *, whole: int) -> settings:
     """Hypothesis's settings for `count` examples; or for `whole`."""
     return settings(max_examples=whole if ALL else count)
