@@ -7,9 +7,9 @@ The families named in `PRODUCT` meet every setting of each axis of the product. 
 one of each feature, get every pair of settings of two axes: a cross (one axis varied at a time, at
 the hardest setting of the others) runs always, the pairs that it leaves out are `slow`. Settings
 drawn together: test_exactness_random.py. Without `--all` only three families have all of the cross;
-the others of `PRODUCT` take turns at the cells, so that each cell meets half of them. All other
-families of `tiny_families` get three hard cells each, or must be refused with the reason that is
-written here.
+the others of `PRODUCT` take turns at the cells, so that each cell meets half of them, and each of
+those pairs meets one of `CROSS`. All other families of `tiny_families` get three hard cells each,
+or must be refused with the reason that is written here.
 """
 
 import dataclasses
@@ -305,8 +305,14 @@ def _pairs() -> list[Cell]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", _pairs(), ids="/".join)
-@pytest.mark.parametrize("family", sample(CROSS, 3))
+@pytest.mark.parametrize(
+    ("family", "cell"),
+    [
+        pytest.param(family, cell, id=f"{family}-{'/'.join(cell)}")
+        for index, cell in enumerate(_pairs())
+        for family in turn(CROSS, len(CROSS), index)
+    ],
+)
 def test_family_on_every_pair_of_settings(family: str, cell: Cell) -> None:
     _assert_exact(family, cell)
 

@@ -290,17 +290,21 @@ def _wait_for_all(waiting: list[Generator[None, None, dict[str, Any]]]) -> list[
 
 
 def _warm_up() -> None:
-    """Train a tiny model, so that no rank has to do what torch and the planner do but once."""
+    """Trace and train a tiny model, so that no rank has to do what torch does but once."""
     if shutil.which("nvidia-smi") is not None:
         return  # autograd has threads for each device, which no fork keeps
     import torch
 
     from sppo_hf.config import SPPOConfig
     from sppo_hf.engine.convert import convert, revert
+    from sppo_hf.engine.trace_profile import trace_config
+    from sppo_hf.planning.model_profile import Training
     from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
     with torch.random.fork_rng(devices=[]):
         model = build_tiny_model("llama", dtype=torch.float32)
+        # Its profile may have been kept by another test.
+        trace_config(model.config, Training(dtype_bytes=4, parameter_bytes=4))
         convert(model, SPPOConfig(num_chunks=2, recompute="full", show_plan=False))
         model(**make_batch(rows=1, tokens=8)).loss.backward()
         revert(model)
