@@ -59,7 +59,9 @@ _error_output = 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test its tier."""
+    """Give each test its tier, and let files with slow tests come first: at the end all work."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         own = [tier for tier in TIERS if item.get_closest_marker(tier)]
         assert len(own) <= 1, f"{item.nodeid} is marked {own}; a test belongs to one tier"

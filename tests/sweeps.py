@@ -1,7 +1,9 @@
 """What tests leave out unless everything is asked for: `bash tests/run.sh --all`.
 
 A sweep over many that are alike runs on a sample with one of each kind, and random examples are
-fewer. What is the only one of its kind runs always.
+fewer. What is the only one of its kind runs always. Where a sweep has two axes, families and
+settings, each setting is met by some of the families and each family has some of the settings; in
+launches of ranks families that other cases have are left out of the sweep over families.
 """
 
 import os
@@ -31,6 +33,11 @@ KINDS = frozenset(
 def sample(items: Sequence[Any], step: int) -> list[Any]:
     """Every `step`-th item; or all."""
     return list(items if ALL else items[::step])
+
+
+def turn(items: Sequence[Any], step: int, index: int) -> list[Any]:
+    """As `sample`, but one that begins elsewhere for each `index`, so that all are met in turn."""
+    return list(items if ALL else items[index % step :: step])
 
 
 def examples(count: int, *, whole: int) -> settings:

@@ -96,7 +96,7 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
     for layer in layers:
         layer.forward = _in_float64(layer.forward)
     try:
-        with Float64Everywhere():
+        with _float64_once():
             yield
     finally:
         for layer, own in zip(layers, before, strict=True):
@@ -118,11 +118,15 @@ def _may_run_again(model: nn.Module) -> Iterator[nn.Module]:
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # Not a second time in forward: every call on a tensor would go through each of them.
-        stack = _get_current_function_mode_stack()
-        if any(isinstance(mode, Float64Everywhere) for mode in stack):
-            return forward(*args, **kwargs)
-        with Float64Everywhere():
+        with _float64_once():
             return forward(*args, **kwargs)
 
     return wrapped
+
+
+def _float64_once() -> contextlib.AbstractContextManager[object]:
+    """The mode, unless it is active: every call on a tensor would go through each of them."""
+    stack = _get_current_function_mode_stack()
+    if any(isinstance(mode, Float64Everywhere) for mode in stack):
+        return contextlib.nullcontext()
+    return Float64Everywhere()

@@ -1,9 +1,11 @@
 """A process that has imported everything and forks the ranks of one launch after another.
 
-A rank that is started by itself spends seconds on imports; a forked one begins at once. So a test
-may lose many launches:
+A rank that is started by itself spends seconds on imports, and as much again on what torch does
+when it is first asked; a forked one begins at once. So a test may lose many launches:
 
     ended = shared_nursery().launch("tests.pipeline.failing_ranks", job, ranks=3, folder=tmp_path)
+
+or have several at a time, where ranks wait for a time limit.
 
 Each rank runs `main(job)` of the module, in `folder`, with what a launcher would set in its
 environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
@@ -19,13 +21,14 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -124,23 +127,35 @@ class Nursery:
             together: Whether all are killed as soon as one has failed.
             started: Called with the numbers of the processes once they have been started.
         """
-        port = free_port()
-        task = {
-            "module": module,
-            "job": {**job, "folder": str(folder)},
-            "environments": [environment(rank, ranks, port) for rank in range(ranks)],
-            "folder": str(folder),
-            "limit": limit,
-            "failing": job.get("rank"),
-            "together": together,
-        }
+        task = _task(module, job, ranks, folder, limit=limit, together=together)
+        return self._run([task], lambda numbers: started(numbers[0]))[0]
+
+    def launch_all(
+        self, module: str, jobs: Sequence[dict[str, Any]], *, ranks: Sequence[int], folder: Path
+    ) -> list[Ended]:
+        """Run several jobs at a time, each in a folder of its own in `folder`; as `launch`."""
+        tasks = []
+        for index, (job, count) in enumerate(zip(jobs, ranks, strict=True)):
+            own = folder / str(index)
+            own.mkdir()
+            tasks.append(_task(module, job, count, own))
+        return self._run(tasks)
+
+    def _run(
+        self,
+        tasks: list[dict[str, Any]],
+        started: Callable[[list[list[int]]], None] = lambda numbers: None,
+    ) -> list[Ended]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.write(json.dumps(tasks) + "\n")
         self._process.stdin.flush()
         started(self._answer())
-        answer = self._answer()
-        logs = [(folder / f"rank{rank}.log").read_text() for rank in range(ranks)]
-        return Ended(answer["codes"], logs, answer["seconds"])
+        found = []
+        for task, answer in zip(tasks, self._answer(), strict=True):
+            files = [f"{task['folder']}/rank{r}.log" for r in range(len(task["environments"]))]
+            logs = [Path(file).read_text() for file in files]
+            found.append(Ended(answer["codes"], logs, answer["seconds"]))
+        return found
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -149,6 +164,27 @@ class Nursery:
             self._errors.seek(0)
             raise AssertionError(f"the nursery has ended: {self._errors.read()[-4000:]}")
         return json.loads(line)
+
+
+def _task(
+    module: str,
+    job: dict[str, Any],
+    ranks: int,
+    folder: Path,
+    *,
+    limit: float = 60.0,
+    together: bool = False,
+) -> dict[str, Any]:
+    port = free_port()
+    return {
+        "module": module,
+        "job": {**job, "folder": str(folder)},
+        "environments": [environment(rank, ranks, port) for rank in range(ranks)],
+        "folder": str(folder),
+        "limit": limit,
+        "failing": job.get("rank"),
+        "together": together,
+    }
 
 
 @functools.cache
@@ -177,8 +213,8 @@ def _fork_ranks(task: dict[str, Any]) -> list[int] | None:
     return numbers
 
 
-def _wait_for(numbers: list[int], task: dict[str, Any]) -> dict[str, Any]:
-    """Wait until all but the rank that fails have ended, or the limit has come."""
+def _wait_for(numbers: list[int], task: dict[str, Any]) -> Generator[None, None, dict[str, Any]]:
+    """Look, at each call, whether all but the rank that fails have ended or the limit has come."""
     codes: list[int | None] = [None] * len(numbers)
     ended_at = [0.0] * len(numbers)
     reached, failing = Path(task["folder"]) / "reached", task["failing"]
@@ -194,7 +230,7 @@ def _wait_for(numbers: list[int], task: dict[str, Any]) -> dict[str, Any]:
         late |= task["together"] and any(codes)
         if late or all(codes[rank] is not None for rank in others):
             break
-        time.sleep(0.02)
+        yield
     # The rank that failed may be about to end, unless it is stopped.
     deadline = time.monotonic() + 10.0
     for rank, number in enumerate(numbers):
@@ -206,7 +242,7 @@ def _wait_for(numbers: list[int], task: dict[str, Any]) -> dict[str, Any]:
                 os.waitpid(number, 0)
                 break
             else:
-                time.sleep(0.02)
+                yield
     last = max(ended_at[rank] or time.monotonic() for rank in others)
     return {"codes": codes, "seconds": last - (failed_at or started_at)}
 
@@ -222,18 +258,56 @@ def _serve(answers: int) -> dict[str, Any] | None:
         os.write(answers, f"{json.dumps(found)}\n".encode())
 
     for line in sys.stdin:
-        task = json.loads(line)
-        with contextlib.suppress(ImportError):  # the ranks will say it
-            importlib.import_module(task["module"])
+        tasks = json.loads(line)
+        for module in {task["module"] for task in tasks}:
+            with contextlib.suppress(ImportError):  # the ranks will say it
+                importlib.import_module(module)
         # What was imported stays: ranks that look for garbage need not look through it.
         gc.freeze()
-        numbers = _fork_ranks(task)
-        if numbers is None:
-            os.close(answers)
-            return task
+        numbers = []
+        for task in tasks:
+            numbers.append(_fork_ranks(task))
+            if numbers[-1] is None:
+                os.close(answers)
+                return task
         answer(numbers)
-        answer(_wait_for(numbers, task))
+        answer(_wait_for_all([_wait_for(*both) for both in zip(numbers, tasks, strict=True)]))
     return None
+
+
+def _wait_for_all(waiting: list[Generator[None, None, dict[str, Any]]]) -> list[dict[str, Any]]:
+    ended: dict[int, dict[str, Any]] = {}
+    while True:
+        for index, one in enumerate(waiting):
+            if index not in ended:
+                try:
+                    next(one)
+                except StopIteration as end:
+                    ended[index] = end.value
+        if len(ended) == len(waiting):
+            return [ended[index] for index in range(len(waiting))]
+        time.sleep(0.02)
+
+
+def _warm_up() -> None:
+    """Trace and train a tiny model, so that no rank has to do what torch does but once."""
+    if shutil.which("nvidia-smi") is not None:
+        return  # autograd has threads for each device, which no fork keeps
+    import torch
+
+    from sppo_hf.config import SPPOConfig
+    from sppo_hf.engine.convert import convert, revert
+    from sppo_hf.engine.trace_profile import trace_config
+    from sppo_hf.planning.model_profile import Training
+    from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+
+    with torch.random.fork_rng(devices=[]):
+        model = build_tiny_model("llama", dtype=torch.float32)
+        # Its profile may have been kept by another test.
+        trace_config(model.config, Training(dtype_bytes=4, parameter_bytes=4))
+        convert(model, SPPOConfig(num_chunks=2, recompute="full", show_plan=False))
+        model(**make_batch(rows=1, tokens=8)).loss.backward()
+        revert(model)
 
 
 if __name__ == "__main__":
@@ -242,6 +316,7 @@ if __name__ == "__main__":
     os.dup2(2, 1)
     for name in WARM:
         importlib.import_module(name)
+    _warm_up()
     mine = _serve(channel)
     if mine is not None:
         importlib.import_module(mine["module"]).main(mine["job"])

@@ -1,7 +1,8 @@
 """A job for each rank: tiny models as pipelines against one unmodified process.
 
 The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size`, `refused` (cases that
-are refused) and `weights` (whether to note when they pass), and `out`, which rank 0 writes.
+are refused) and `weights` (whether to note when they pass), and `out`, which rank 0 writes. Without
+`sp_size` it says, too, what ran in which order, on which mesh, and what a changed weight leads to.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Ranks that are killed or stopped, in every phase of training: tests/attacks/rank
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,21 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 TIMEOUT_SECONDS = 6
 
 
+MODULE = "tests.pipeline.failing_ranks"
+
+
+def job_of(how: str, rank: int, **sizes: int) -> dict[str, Any]:
+    return {"pp_size": 1, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS, **sizes}
+
+
 def run(how: str, rank: int, folder: Path, *, ranks: int, **sizes: int) -> Ended:
-    job = {"pp_size": 1, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS, **sizes}
-    module = "tests.pipeline.failing_ranks"
-    ended = shared_nursery().launch(module, job, ranks=ranks, folder=folder)
-    assert all(code not in (None, 0) for r, code in enumerate(ended.codes) if r != rank), ended
+    ended = shared_nursery().launch(MODULE, job_of(how, rank, **sizes), ranks=ranks, folder=folder)
+    assert_all_ended(ended, rank)
     return ended
+
+
+def assert_all_ended(ended: Ended, rank: int) -> None:
+    assert all(code not in (None, 0) for r, code in enumerate(ended.codes) if r != rank), ended
 
 
 def test_a_rank_that_throws_ends_all_with_its_error_step_and_action(tmp_path):
@@ -44,13 +54,27 @@ def test_a_rank_of_two_replicas_that_leaves_without_a_word_is_lost(tmp_path, ran
 
 
 def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
-    # It still shows signs of life, so its neighbours' messages are what times out.
-    ended = run("hang", 1, tmp_path, pp_size=3, ranks=3)
-    assert ended.seconds < TIMEOUT_SECONDS + 20
-    assert "sppo_hf: rank 1 ends because" in ended.logs[1]
-    for log in ended.logs:
+    """In a pipeline, in a unit that ranks share, and where ranks share a sequence."""
+    # It still shows signs of life, so its neighbours' messages are what times out. All three at a
+    # time, since most of it is waiting.
+    jobs = [
+        job_of("hang", 1, pp_size=3),
+        job_of("hang", 1, pp_size=2, shared=1, unit=3),
+        job_of("hang", 1, sp_size=2),
+    ]
+    found = shared_nursery().launch_all(MODULE, jobs, ranks=[3, 2, 2], folder=tmp_path)
+    for ended in found:
+        assert_all_ended(ended, 1)
+        assert ended.seconds < TIMEOUT_SECONDS + 20
+    pipeline, unit, sequence = (ended.logs for ended in found)
+    assert "sppo_hf: rank 1 ends because" in pipeline[1]
+    for log in pipeline:
         assert "no rank has reported an error" in log
-        assert "rank 1 is in forward pass 3, action" in log or log is ended.logs[1]
+        assert "rank 1 is in forward pass 3, action" in log or log is pipeline[1]
+    assert "no rank has reported an error" in unit[0]
+    assert "rank 1 is in forward pass 2, action" in unit[0]
+    assert "no rank has reported an error" in sequence[0]
+    assert "rank 1 is in backward pass 3" in sequence[0]
 
 
 def test_a_rank_that_leaves_a_shared_unit_is_lost(tmp_path):
@@ -59,13 +83,6 @@ def test_a_rank_that_leaves_a_shared_unit_is_lost(tmp_path):
     assert ended.seconds < TIMEOUT_SECONDS
     assert "RankLostError: lost rank 1, last seen " in ended.logs[0]
     assert "(1B3#0: backward of stage 1, micro-batch 0, chunk 3)" in ended.logs[0]
-
-
-def test_a_rank_that_hangs_in_a_shared_unit_ends_all_within_the_timeout(tmp_path):
-    ended = run("hang", 1, tmp_path, pp_size=2, ranks=2, shared=1, unit=3)
-    assert ended.seconds < TIMEOUT_SECONDS + 20
-    assert "no rank has reported an error" in ended.logs[0]
-    assert "rank 1 is in forward pass 2, action" in ended.logs[0]
 
 
 def test_ranks_that_disagree_say_so(tmp_path):
@@ -97,13 +114,6 @@ def test_a_rank_that_shares_a_sequence_and_leaves_is_lost(tmp_path):
     assert ended.seconds < 2 * TIMEOUT_SECONDS
     # Last heard of a moment before, by whichever rank was the first to notice.
     assert "RankLostError: lost rank 1, last seen " in ended.logs[0]
-
-
-def test_a_rank_that_hangs_ends_all_that_share_its_sequence(tmp_path):
-    ended = run("hang", 1, tmp_path, sp_size=2, ranks=2)
-    assert ended.seconds < TIMEOUT_SECONDS + 20
-    assert "no rank has reported an error" in ended.logs[0]
-    assert "rank 1 is in backward pass 3" in ended.logs[0]
 
 
 def test_ranks_that_share_a_sequence_and_disagree_say_so(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from tests.integrations.launch import run_ranks
 from tests.pipeline.pipeline_cases import FAST, Case, all_cases, every_family, fast_cases
+from tests.sweeps import ALL
 
 pytestmark = pytest.mark.process
 
@@ -101,15 +102,18 @@ def test_a_cross_through_all_is_exact(pp_size: int, replicas: int, tmp_path: Pat
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("pp_size", "replicas"), [(2, 1), (3, 1), (4, 1), (2, 2)])
 def test_all_are_exact(pp_size: int, replicas: int, tmp_path: Path) -> None:
+    if (pp_size, replicas) not in FAST:
+        assert_all(all_cases(pp_size, replicas), tmp_path, pp_size=pp_size, replicas=replicas)
+        return
     # The others have run in the cross.
-    fast = fast_cases(pp_size, replicas) if (pp_size, replicas) in FAST else []
+    fast = fast_cases(pp_size, replicas)
     cases = [case for case in all_cases(pp_size, replicas) if case not in fast]
-    assert_all(cases, tmp_path, pp_size=pp_size, replicas=replicas)
+    launch(cases, tmp_path, ranks=pp_size * replicas, pp_size=pp_size, sp_size=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_every_family_is_exact(tmp_path: Path) -> None:
     cases = every_family()
-    assert len(cases) > 20
-    launch(cases, tmp_path, ranks=2, pp_size=2)
+    assert len(cases) > (60 if ALL else 12)
+    launch(cases, tmp_path, ranks=2, pp_size=2, sp_size=1)

@@ -176,7 +176,7 @@ def test_the_default_model_learns_real_code(place):
         (code / f"{path.stem}.txt").write_text(path.read_text())
     status, printed, report = finetune(
         place / "smollm2",
-        *("--dataset", code, "--max_length", 256, "--max_steps", 3, "--sppo_chunk_tokens", 128),
+        *("--dataset", code, "--max_length", 128, "--max_steps", 3, "--sppo_chunk_tokens", 64),
     )
 
     assert status == 0, printed
