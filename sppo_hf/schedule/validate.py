@@ -263,21 +263,23 @@ class _PlainSteps:
         """
         counts = [np.zeros(len(steps), np.int64) for steps in self._computes]
         sources = [np.zeros(len(steps), np.int64) for steps in self._computes]
+        homes: list[int] = self._homes.tolist()
         ways: list[tuple[Kind, _Steps, int]] = [("SEND_F", self._at["F"], 1)]
         if self._training:
             ways.append(("SEND_B", self._backward, -1))
         for send, made, way in ways:
-            for stage, source in enumerate(self._homes):
+            for stage, source in enumerate(homes):
                 to = stage + way
-                if not 0 <= to < len(self._homes) or self._homes[to] == source:
+                if not 0 <= to < len(homes) or homes[to] == source:
                     continue
-                target = self._homes[to]
-                turns = np.searchsorted(self._computes[target], made[to])
+                target = homes[to]
+                needed: NDArray[np.int64] = made[to]
+                turns = np.searchsorted(self._computes[target], needed)
                 # Without transfers what is made is at hand once it is done.
                 until = self._at[send][stage] if self.transfers else made[stage] + 1
                 counts[target][turns] = np.searchsorted(self._computes[source], until)
                 sources[target][turns] = source
-        return _play([needed.tolist() for needed in counts], [rank.tolist() for rank in sources])
+        return _play([rank.tolist() for rank in counts], [rank.tolist() for rank in sources])
 
 
 def _listed(first: _Steps, then: _Steps, where: NDArray[np.bool_] | bool) -> bool:
