@@ -121,13 +121,14 @@ def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
 
 
 def check_nodes(config: SPPOConfig) -> None:
-    """Refuse launches in which this rank shares its sequences with ranks of another machine.
+    """Refuse launches in which ranks of this machine share sequences with ranks of another.
 
-    Which ranks are on this machine the launcher says in the environment: RANK, LOCAL_RANK and
-    LOCAL_WORLD_SIZE, as torchrun and Accelerate do. Where it does not, all are taken to be.
+    All ranks of the machine refuse, or those whose own sequence stays here would wait for the
+    others. Which ranks are on this machine the launcher says in the environment: RANK, LOCAL_RANK
+    and LOCAL_WORLD_SIZE, as torchrun and Accelerate do. Where it does not, all are taken to be.
 
     Raises:
-        ConfigError: It does, and `sp_across_nodes` does not allow it.
+        ConfigError: They do, and `sp_across_nodes` does not allow it.
     """
     size = config.sp_size
     if size == 1 or config.sp_across_nodes or "LOCAL_WORLD_SIZE" not in os.environ:
@@ -135,9 +136,12 @@ def check_nodes(config: SPPOConfig) -> None:
     rank, local_rank, here = (
         int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
-    first, start = rank - local_rank, rank // size * size
-    if first <= start and start + size <= first + here:
+    first = rank - local_rank
+    shared = (one // size * size for one in (rank, first, first + here - 1))
+    apart = [start for start in shared if start < first or start + size > first + here]
+    if not apart:
         return
+    start = apart[0]
     seen = (
         f"sp_size={size} lets ranks {start} to {start + size - 1} share a sequence, but this "
         f"machine has ranks {first} to {first + here - 1}: every layer would exchange every "

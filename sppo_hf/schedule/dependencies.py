@@ -10,6 +10,7 @@ before them is done) and run beside what follows. Besides:
 a forward needs the activation of the stage before and, for keys and values, the chunk before;
 a backward needs its forward, the gradient of the stage behind, its frame (if that left the device)
 and, for the gradients of keys and values, the chunk behind;
+either needs keys and values, or sums of their gradients, that other ranks send it;
 what is stored behind the host needs its copy out, is loaded from there, and then copied back, and
 a copy out needs that all but the last one before it were stored;
 a weight gradient needs its input gradient; a receive needs its send, and a send that the receiver
@@ -54,6 +55,8 @@ _PEERS: dict[Kind, tuple[str, int]] = {
     "RECV_B": ("recv", 1),
 }
 """Which way a transfer goes, and where its other end is, in stages."""
+_KEYS: frozenset[Kind] = frozenset({"SEND_KV", "RECV_KV", "SEND_DKV", "RECV_DKV"})
+"""Kinds of which each piece is for a unit of its own, maybe one that another set computes."""
 _KINDS: tuple[Kind, ...] = tuple(KIND_NAMES)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 _NOWHERE = -1
@@ -122,6 +125,11 @@ class DependencyGraph:
             self._needs(position, action) for position, action in enumerate(self.actions)
         ]
         """By position: the positions of what must be done before."""
+        for receive in self._alone if self._messages else ():
+            if receive.kind in ("RECV_KV", "RECV_DKV") and receive in self._messages:
+                used = self._position(self._messages[receive].used)
+                if used >= 0:
+                    self.needs[used].append(self._alone[receive])
         for action, streams in self._awaited.items():
             self.needs[self._position(action)] += map(self._position, streams)
         for action, streams in self._streams.items():
@@ -142,7 +150,7 @@ class DependencyGraph:
                 self._at[kind][here] = position
             if part is not None:
                 self._alone[action] = position
-                if kind not in _PLAIN:
+                if kind not in _PLAIN and kind not in _KEYS:
                     self._groups.setdefault((kind, here), []).append(position)
 
     def needed(self, found: int) -> Action:

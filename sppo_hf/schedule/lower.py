@@ -6,12 +6,15 @@ device is decided elsewhere and comes in as data or as a callable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import accumulate, chain
 
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, frame_part, stream_part
+from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate import simulate_positions
 
 Leaves = Container[tuple[int, int]] | Callable[[int, int], bool]
 """Which frames leave the device: those (stage, unit) that it contains, or for which it is true."""
@@ -64,8 +67,11 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     links: dict[tuple[int, int], list[Message]] = {}
     for message in messages(schedule).values():
         links.setdefault((message.source, message.target), []).append(message)
+    many = Counter(m.made for m in chain(*links.values()) if m.send.kind == "SEND_DKV")
+    # Where none is delayed nothing needs to be known of when computes run.
+    turns = _compute_turns(schedule) if max(many.values(), default=0) > 2 else {}
     for (source, target), sent in links.items():
-        made = dict(zip(sent, _sending_steps(places, source, sent), strict=True))
+        made = dict(zip(sent, _sending_steps(places, source, sent, turns), strict=True))
         if len(made) > 1:
             sent.sort(key=lambda message: made[message])
         # The order of sends; where a receive must be listed for it is that of its last use or less.
@@ -77,11 +83,24 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     return places.schedule()
 
 
-def _sending_steps(places: _Places, source: int, sent: Sequence[Message]) -> list[int]:
+def _compute_turns(schedule: Schedule) -> dict[Action, float]:
+    """In how many turns computes begin, if each takes one: none needs one with a later turn."""
+    graph = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
+    seconds = [1.0] * len(graph.actions)
+    timeline = simulate_positions(graph.lanes, seconds=seconds, needs=graph.needs)
+    return {
+        span.action: span.start_seconds for lane in timeline.lanes for span in timeline.spans(lane)
+    }
+
+
+def _sending_steps(
+    places: _Places, source: int, sent: Sequence[Message], turns: Mapping[Action, float]
+) -> list[int]:
     """Behind which step each message of a link is sent: as soon as it can be.
 
     Of sums of gradients many can be at once, and are needed one by one: the first two are, the
-    others follow a compute later each, and wait where they were summed.
+    others follow a compute later each, and wait where they were summed; but behind no compute whose
+    turn is that of the message's use or later, for it may wait for what that use makes.
     """
     before: dict[Action, int] = {}
     steps: list[int] = []
@@ -90,7 +109,8 @@ def _sending_steps(places: _Places, source: int, sent: Sequence[Message]) -> lis
             steps.append(places.step(source, message.made))
             continue
         count = before[message.made] = before.get(message.made, -1) + 1
-        steps.append(places.compute_after(source, message.made, max(0, count - 1)))
+        late = max(0, count - 1)
+        steps.append(places.last_before(source, message.made, late, message.used, turns))
     return steps
 
 
@@ -249,6 +269,20 @@ class _Places:
         """Returns the step of the compute `count` after a compute, or of the rank's last."""
         steps = self._compute[rank]
         return steps[min(self._turns[compute] + count, len(steps) - 1)]
+
+    def last_before(
+        self, rank: int, compute: Action, count: int, used: Action, turns: Mapping[Action, float]
+    ) -> int:
+        """Returns the step of the compute `count` after a compute, or of one whose turn is early.
+
+        That is the last one, not before `compute`, whose turn is over when `used` begins.
+        """
+        steps, first = self._compute[rank], self._turns[compute]
+        last = min(first + count, len(steps) - 1)
+        actions = self._schedule.ranks[rank]
+        while last > first and turns[actions[steps[last]]] >= turns[used]:
+            last -= 1
+        return steps[last]
 
     def add_after(self, rank: int, step: int, action: Action) -> None:
         """Lists an action behind a step's, and behind what was put there before."""

@@ -56,6 +56,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, here: 
         (16, 2, 9, "0 to 15", "sp_size=8 with pp_size=4,"),
         (12, 1, 14, "12 to 23", "sp_size=4 with pp_size=3,"),
         (3, 1, 8, "6 to 8", "sp_size=1 with pp_size=3,"),
+        # Its own sequence stays on the machine, others do not.
+        (3, 1, 10, "6 to 8", "sp_size=1 with pp_size=3,"),
+        (6, 1, 14, "12 to 17", "sp_size=2 with pp_size=3,"),
     ],
 )
 def test_sequences_shared_between_machines_are_refused(

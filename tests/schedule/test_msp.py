@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import pairwise
 from math import lcm
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -223,7 +224,32 @@ def test_sums_of_gradients_go_one_by_one_in_the_order_in_which_they_are_needed(r
             for before, after in pairwise(steps)
         ]
         assert max(beside) == 1
-        assert sum(beside) == (5 if kind == "SEND_DKV" else 4)
+        assert sum(beside) == 4
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(3, 7), (5, 5), (6, 9), (8, 8)])
+def test_units_wait_for_keys_and_sums_and_none_waits_for_itself(ranks: int, chunks: int) -> None:
+    schedule = lower(msp(ranks, chunks))
+    validate(schedule)
+    timeline = simulate_pipeline(schedule, seconds=fixed_seconds(send=0.7))
+    begins = {s.action: s.start_seconds for lane in timeline.lanes for s in timeline.spans(lane)}
+    moved = [m for m in messages(schedule).values() if m.send.kind in ("SEND_KV", "SEND_DKV")]
+    assert len(moved) > ranks
+    for message in moved:
+        assert timeline.span(message.receive).end_seconds <= begins[message.used]
+
+
+def test_sums_that_are_sent_behind_what_waits_for_their_use_are_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second of five ranks would wait for the first, which waits for its gradient."""
+
+    def later(places: Any, rank: int, compute: Action, count: int, *_: object) -> int:
+        return places.compute_after(rank, compute, count)
+
+    monkeypatch.setattr("sppo_hf.schedule.lower._Places.last_before", later)
+    with pytest.raises(ScheduleError, match=r"deadlock[\s\S]*1RECV_DKV0#3 waits for 1SEND_DKV0#3"):
+        validate(lower(msp(5, 5)))
 
 
 def test_keys_that_wait_elsewhere_stream_beside_each_share() -> None:
