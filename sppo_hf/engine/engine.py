@@ -641,8 +641,10 @@ class Engine:
             return
         self._optimizers[optimizer] = None
         known = self._optimizers  # and not the engine, which the optimizer would keep alive
-        optimizer.register_step_post_hook(lambda one, *_: known.update({one: None}))
-        optimizer.register_load_state_dict_post_hook(lambda one: known.update({one: None}))
+        # A wrapper that skips Optimizer.__init__ may lack some; what it loads counts after a step.
+        with contextlib.suppress(AttributeError):
+            optimizer.register_step_post_hook(lambda one, *_: known.update({one: None}))
+            optimizer.register_load_state_dict_post_hook(lambda one: known.update({one: None}))
         if states_bytes is not None:
             self.plans.optimizer_bytes = states_bytes + (self.plans.optimizer_bytes or 0)
         if len(self._optimizers) == 1 or why_not:

@@ -241,11 +241,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits_MV.dtype, torch.float32)
         logs_MV = F.log_softmax(logits_MV, -1, dtype=wide)
         counts_M1 = (labels_M != ignore_index)[:, None]
-        labels_M1 = torch.where(counts_M1, labels_M[:, None], 0)
+        labels_M1 = torch.where(counts_M1, labels_M[:, None], 0).long()
         ctx.logits_dtype = logits_MV.dtype
         ctx.save_for_backward(logs_MV, labels_M1, counts_M1)
-        # Not times zero: a label that does not count may stand at an infinite logit.
-        return -logs_MV.gather(-1, labels_M1).where(counts_M1, 0.0).sum()
+        # Skips labels that do not count, which may stand at infinite logits, and names bad ones.
+        return F.nll_loss(logs_MV, labels_M, ignore_index=ignore_index, reduction="sum")
 
     @staticmethod
     @once_differentiable
@@ -273,12 +273,16 @@ class _SummedGradients(TorchFunctionMode):
             number = self._numbers.get(id(args[1]))
         if number is None or not _is_plain_product(*args[:2]):
             return func(*args, **(kwargs or {}))
-        return _SummedLinear.apply(*args[:2], *(args[2:] or (None,)), self._sums, number)
+        x, weight, bias = (*args, None)[:3]
+        x_MD = x.reshape(-1, x.shape[-1])
+        y_MV = _SummedLinear.apply(x_MD, weight, bias, self._sums, number)
+        # Here and not in there, or the head could not write into its logits.
+        return y_MV.view(*x.shape[:-1], weight.shape[0])
 
 
 def _is_plain_product(x: Tensor, weight: nn.Parameter) -> bool:
     """Whether the weight's gradient is one product of the dtype in which it is summed."""
-    if type(weight) is not nn.Parameter or type(x) is not Tensor:
+    if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.ndim != 2:
         return False
     wide = weight.dtype in (torch.float32, torch.float64) and x.dtype == weight.dtype
     return wide and not torch.is_autocast_enabled(x.device.type)
@@ -290,29 +294,28 @@ class _SummedLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        x: Tensor,
+        x_MD: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         sums: list[Tensor | None],
         number: int,
     ) -> Tensor:
         ctx.sums, ctx.number = sums, number
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(x_MD, weight)
+        return F.linear(x_MD, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        dy_MV, x_MD = dy.flatten(0, -2), x.flatten(0, -2)
+    def backward(ctx: Any, dy_MV: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x_MD, weight = ctx.saved_tensors
         held = ctx.sums[ctx.number]
         if held is None:
             ctx.sums[ctx.number] = dy_MV.t().mm(x_MD)
         else:
             held.addmm_(dy_MV.t(), x_MD)
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
-        dx = dy.matmul(weight) if needs_x else None
-        return dx, None, dy_MV.sum(0) if needs_bias else None, None, None
+        dx_MD = dy_MV.mm(weight) if needs_x else None
+        return dx_MD, None, dy_MV.sum(0) if needs_bias else None, None, None
 
 
 class _TiledLoss(torch.autograd.Function):

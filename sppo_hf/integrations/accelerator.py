@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import extract_model_from_parallel, gather_object, is_compiled_module
 from torch import nn
 from transformers import PreTrainedModel
@@ -248,8 +249,8 @@ class SPPOAccelerator(Accelerator):
 
     def _offer_host(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         """Tell the engine whose weights an optimizer updates what it keeps, and where it works."""
-        if getattr(optimizer, "_is_accelerate_prepared", False):
-            return  # the wrapper of one that was offered
+        if isinstance(optimizer, AcceleratedOptimizer):  # prepared before, perhaps without a model
+            optimizer = optimizer.optimizer
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for engine in self._engines(models):
             if any(id(p) in held for p in engine.parts.causal_lm.parameters()):

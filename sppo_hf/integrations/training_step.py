@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -79,7 +81,7 @@ class TrainerMethods:
             # A pipeline has no logits to return, whatever is set.
             if engine is None or not seen or engine.config.pp_size > 1:
                 raise
-            if not self._overrides("compute_loss"):
+            if not self._overrides("compute_loss") or not _ended(self._kind.compute_loss, error):
                 raise
             raise ConfigError(
                 f"{self._kind.__name__}.compute_loss ended in {type(error).__name__}: {error}. "
@@ -88,6 +90,14 @@ class TrainerMethods:
                 'it reads logits: labels = inputs.pop("labels") before it calls the model, or '
                 "SPPOPlugin(return_logits=True); either holds the logits of whole sequences."
             ) from error
+
+
+def _ended(function: Callable[..., Any], error: Exception) -> bool:
+    """Whether an error came out of a call of `function`; True of one that is no plain function."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or any(
+        frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 class TrainerStep(TrainerMethods):

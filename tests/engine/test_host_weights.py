@@ -7,6 +7,7 @@ parameter, and the copy that it had on the device.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -265,6 +266,28 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     for place, room in zip(choices, standing, strict=True):
         assert rests(room) == [place.weights, place.optimizer]
         assert rests(room - 1) == [room < standing[0], True]
+
+
+class Wraps(torch.optim.Optimizer):
+    """Some wrappers skip Optimizer.__init__ and bring what a step of theirs needs."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self._optimizer_step_post_hooks = OrderedDict()
+
+
+def test_an_optimizer_without_all_hooks_is_offered_the_host() -> None:
+    model = _converted(weights="host")
+    engine = get_engine(model)
+    assert engine is not None
+    optimizer = Wraps(torch.optim.AdamW(model.parameters()))
+    engine.offer_host(optimizer, None)
+    _loss(model).backward()
+    before = engine._resting_bytes()
+    optimizer.inner.step()
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        hook(optimizer, (), {})
+    assert engine._resting_bytes() > before
 
 
 def test_what_rests_beside_weights_is_known_to_the_next_plan(

@@ -173,6 +173,41 @@ def test_a_weight_that_is_read_in_other_ways_too_gets_all_of_its_gradient(reads_
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
+def _in_place(head, h):
+    logits = head(h).mul_(2.0)
+    logits[..., 3] = -1.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _in_place,
+        lambda head, h: torch.stack([head(row) for row in h[0]])[None],
+        lambda head, h: head(h) + F.linear(h, head.extra)[..., None],
+    ],
+    ids=["writes into its logits", "token by token", "one weight a vector"],
+)
+def test_a_head_may_use_its_products_as_it_likes(run):
+    head, hidden, labels = _problem()
+    head.extra = nn.Parameter(torch.randn(D, dtype=torch.float64))
+    loss = ChunkedLoss(lambda h: run(head, h), list(head.parameters()), tile_tokens=4)
+    wanted = [hidden, *head.parameters()]
+    ours = torch.autograd.grad(loss.add(hidden, labels, last=True), wanted, allow_unused=True)
+    logits = run(head, hidden.flatten(0, 1)[None])
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    theirs = torch.autograd.grad(expected, wanted, allow_unused=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_label_that_is_no_token_is_named():
+    head, hidden, labels = _problem()
+    labels[0, 1] = V
+    loss = ChunkedLoss(head, list(head.parameters()), tile_tokens=4)
+    with pytest.raises(IndexError, match=f"Target {V} is out of bounds"):
+        loss.add(hidden, labels, last=True)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_labels_that_do_not_count_may_stand_at_infinite_logits(autocast):
     head, hidden, labels = _problem(torch.float32)

@@ -53,6 +53,15 @@ def test_an_optimizer_that_is_prepared_twice_is_offered_the_host_once():
     assert len(engine._optimizers) == 1
 
 
+def test_an_optimizer_that_is_prepared_before_its_model_is_offered_the_host():
+    model = make_model()
+    accelerator = _accelerator()
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, accelerator.prepare(optimizer))
+    engine = get_engine(accelerator.unwrap_model(model))
+    assert list(engine._optimizers) == [optimizer]
+
+
 def test_a_raw_loop_trains_to_the_same_weights():
     def train(accelerator: Accelerator) -> tuple[list[float], list[torch.Tensor]]:
         model = make_model()

@@ -180,3 +180,15 @@ def test_other_errors_of_a_loss_are_left_as_they_are(tmp_path) -> None:
     trainer.read = fails
     with pytest.raises(TypeError, match="of the user's own"):
         trainer.train()
+
+
+def test_errors_outside_of_a_loss_are_left_as_they_are(tmp_path) -> None:
+    class PreparesNothing(ReadsLogits):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            nothing: Any = None
+            return nothing["input_ids"]
+
+    trainer = reads_logits(tmp_path)
+    trainer.__class__ = PreparesNothing
+    with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
+        trainer.train()

@@ -1,4 +1,4 @@
-"""The script for a first hour on a GPU: its order, what it does again, and its time limits.
+"""The script for a first half hour on a GPU: its order, what it does again, and its time limits.
 
 A made-up Python stands in for all that the steps start; what they start is tested where it is.
 """
