@@ -105,7 +105,8 @@ def test_all_that_is_started_on_a_gpu_is_there_and_takes_its_arguments(run) -> N
     for call in map(shlex.split, calls):
         if call[:2] == ["-m", "sppo_hf.cli"]:
             name, rest = call[2], call[3:]
-            context = commands.commands[name].make_context(name, rest)  # parses, runs nothing
+            command = commands.get_command(typer.Context(commands), name)
+            context = command.make_context(name, rest)  # parses, runs nothing
             if name == "bench" and context.params["show"] is None:
                 parse_list(context.params["contenders"])
                 assert parse_tokens(context.params["seq_lens"] or context.params["longest_step"])
