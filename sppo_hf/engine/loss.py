@@ -273,7 +273,7 @@ class _SummedGradients(TorchFunctionMode):
             number = self._numbers.get(id(args[1]))
         if number is None or not _is_plain_product(*args[:2]):
             return func(*args, **(kwargs or {}))
-        x, weight, bias = (*args, None)[:3]
+        x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
         x_MD = x.reshape(-1, x.shape[-1])
         y_MV = _SummedLinear.apply(x_MD, weight, bias, self._sums, number)
         # Here and not in there, or the head could not write into its logits.

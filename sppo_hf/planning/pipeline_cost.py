@@ -524,7 +524,7 @@ class PipelineCost:
         share = share_part(Action(kind, stage, chunk, None, part)) or 0
         for change in self._changed_whole(kind, stage, chunk, ranks[share]):
             # Each rank has a graph of its own, whose nodes are as many for fewer tokens.
-            parts = 1 if change.cause == Cause.GRAPH else len(ranks)
+            parts = 1 if Cause(change.cause) is Cause.GRAPH else len(ranks)
             yield change._replace(num_bytes=int(change.num_bytes / parts))
 
     def _passed(self, action: Action, message: Message) -> Iterator[Change]:
