@@ -62,6 +62,16 @@ def test_executed_is_planned_with_offload(ranks: int, tmp_path: Path) -> None:
             assert {event["pid"] for event in events} == {rank}
 
 
+@pytest.mark.slow
+def test_five_ranks_that_share_units_come_to_their_end(tmp_path: Path) -> None:
+    """The fewest of whom one could wait for sums behind a unit that waits for it."""
+    sizes = {"num_hidden_layers": 5, "num_attention_heads": 10, "num_key_value_heads": 10}
+    settings = {"num_chunks": 5, "pp_msp": "on", "offload": "none", "recompute": "full"}
+    run = {"name": MSP, "settings": settings, "overrides": {**sizes, "hidden_size": 80}, "rows": 1}
+    found = _launch([run], 5, tmp_path)
+    assert found[MSP] == lower(generate(MSP, Size(5, 1, 5))).texts()
+
+
 def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
     """Keys and values on the host beside every unit; frames, and both, behind the host."""
     keys = {"num_chunks": CHUNKS, "offload": "none", "offload_kv": "full"}
