@@ -1,13 +1,10 @@
-# pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# SciPy, which is imported when the first program is solved, has no stubs.
 """The linear program behind "auto": how many frames of each slot get which mode.
 
 Time is cut into slots, forward and backward of each chunk, or by layer of each layer. A slot lasts
 as long as its compute (recomputation included) and at least as long as the copies that must go on
 in it; the sum is minimised. Bytes are conserved: what leaves was produced, what comes back is there
 before its use, no more than the look-ahead waits on the device. All of it is linear in the numbers
-of frames, so the optimum over fractional numbers is found exactly (HiGHS, through SciPy) and bounds
+of frames, so the optimum over fractional numbers is found exactly (HiGHS) and bounds
 every plan of these modes and look-ahead from below; rounding to whole frames is `solve`'s.
 
 By chunk the frames of a slot are those of its layers, in groups of layers that cost the same. By
@@ -108,23 +105,30 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
         less: rows that are at most their bound.
         equal: rows that are their bound.
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import csr_array
+    # Imported when the first program is solved: most plans need none.
+    from highspy import Highs, HighsLp, HighsModelStatus, MatrixFormat, kHighsInf
 
-    def matrix(rows: Rows) -> csr_array:
-        shape = (len(rows.bounds), len(objective))
-        return csr_array((rows.data, rows.columns, rows.starts), shape)
-
-    result = linprog(
-        objective,
-        A_ub=matrix(less),
-        b_ub=np.array(less.bounds),
-        A_eq=matrix(equal),
-        b_eq=np.array(equal.bounds),
-        bounds=(0, None),
-        method="highs",
-    )
-    return None if result.status != 0 else np.asarray(result.x)
+    width, height = len(objective), len(less.bounds) + len(equal.bounds)
+    program = HighsLp()
+    program.num_col_, program.num_row_ = width, height
+    program.col_cost_ = objective
+    program.col_lower_, program.col_upper_ = np.zeros(width), np.full(width, kHighsInf)
+    unbounded = np.full(len(less.bounds), -kHighsInf)
+    program.row_lower_ = np.concatenate([unbounded, equal.bounds])
+    program.row_upper_ = np.concatenate([less.bounds, equal.bounds])
+    matrix = program.a_matrix_
+    matrix.format_ = MatrixFormat.kRowwise
+    matrix.num_col_, matrix.num_row_ = width, height
+    matrix.start_ = np.array([*less.starts, *(len(less.data) + at for at in equal.starts[1:])])
+    matrix.index_ = np.array(less.columns + equal.columns)
+    matrix.value_ = np.array(less.data + equal.data)
+    solver = Highs()
+    solver.silent()
+    solver.passModel(program)
+    solver.run()
+    if solver.getModelStatus() != HighsModelStatus.kOptimal:
+        return None
+    return np.array(solver.getSolution().col_value)
 
 
 class _Group(NamedTuple):

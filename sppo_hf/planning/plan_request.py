@@ -386,30 +386,39 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     budgets = plan.budgets
     config, kind = placed[0].config, placed[0].device.kind
     there = [name for name, tier in TIERS.items() if tier.is_there(config, kind)]
-    unlimited = all(budgets.of(tier) is None for tier in there)
+    if all(budgets.of(tier) is None for tier in there):
+        return longest(lambda _: -1)
     most_cuts = len(partitions_of(config))
     costs = [_cost_of(question, plan) for question in placed]
     fitted = 0
 
-    def possible(tokens: int) -> bool:
+    def missing(tokens: int) -> int:
+        """Bytes that are missing where least are; where one fits, less than 0: those it leaves."""
         nonlocal fitted
-        if unlimited:
-            return True
         bases = [
             (question, cost, base)
             for question, cost in zip(placed, costs, strict=True)
             for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
         ]
+        least: int | None = None
         # What fitted at another length is tried first: it most likely fits again.
         for at in sorted(range(len(bases)), key=lambda at: at != fitted):
             question, cost, base = bases[at]
-            smallest = _least(question, cost, budgets, base)
-            if fits(estimate(cost.shape, smallest, device_kind=kind), budgets):
+            found = estimate(cost.shape, _least(question, cost, budgets, base), device_kind=kind)
+            lacking = sum(limit.missing_bytes for limit in over_budget(found, budgets))
+            if not lacking:
                 fitted = at
-                return True
-        return False
+                return -sum(
+                    budget - found.peak_bytes(tier)
+                    for tier in there
+                    if (budget := budgets.of(tier)) is not None
+                )
+            least = lacking if least is None else min(least, lacking)
+        assert least is not None, "there is one way to cut at least"
+        return least
 
-    return longest(possible)
+    fits_now = fits(plan.estimate, budgets)
+    return longest(missing, known_tokens=placed[0].total_tokens if fits_now else 0)
 
 
 def _smallest(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:

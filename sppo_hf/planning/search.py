@@ -172,14 +172,18 @@ def most_chunks(total_tokens: int) -> int:
     return min(_MOST_CHUNKS, -(-total_tokens // TARGET_TOKENS[0]))
 
 
-def longest(possible: Callable[[int], bool]) -> int:
+def longest(missing: Callable[[int], float], *, known_tokens: int = 0) -> int:
     """Returns the largest number of tokens (a multiple of 1,024) that is possible; 0 if none.
 
     Args:
-        possible: says so of one length; of two lengths, the shorter must not be harder.
+        missing: of one length, see `search_longest`.
+        known_tokens: a length that is possible, from which longer ones are tried.
     """
     return search_longest(
-        possible, step_tokens=_LENGTH_STEP_TOKENS, most_tokens=_LONGEST_TOKENS
+        missing,
+        step_tokens=_LENGTH_STEP_TOKENS,
+        most_tokens=_LONGEST_TOKENS,
+        known_tokens=known_tokens,
     ).longest_tokens
 
 
@@ -194,30 +198,44 @@ class Found:
     """The shortest length that did not train; None if the search ended at its limit."""
 
 
-def search_longest(trains: Callable[[int], bool], *, step_tokens: int, most_tokens: int) -> Found:
+def search_longest(
+    missing: Callable[[int], float], *, step_tokens: int, most_tokens: int, known_tokens: int = 0
+) -> Found:
     """Searches the longest multiple of `step_tokens` that trains.
 
-    What fits is taken to fit at every shorter length too. Takes about twice the logarithm of the
-    answer in tries.
+    What fits is taken to fit at every shorter length too. Doubles the length until one fails, then
+    tries where a straight line through what is missing at both ends says that nothing is missing,
+    or halfway when two such tries in turn have not halved what is left. Takes about twice the
+    logarithm of the answer in tries at most.
 
     Args:
-        trains: tries a length, in tokens.
+        missing: tries a length, in tokens, and says how much is missing in any unit: at most 0
+            where it trains, and the less the more room there is. A bare yes or no is -1 or 1.
         step_tokens: resolution, and the first length tried.
         most_tokens: lengths above are not tried.
+        known_tokens: a length that is known to train.
     """
-    good, bad = 0, None
-    tried = step_tokens
+    good, bad = known_tokens // step_tokens * step_tokens, None
+    at_good, at_bad = 0.0, 0.0
+    tried = max(2 * good, step_tokens)
     while tried <= most_tokens:
-        if not trains(tried):
-            bad = tried
+        at_tried = missing(tried)
+        if at_tried > 0:
+            bad, at_bad = tried, at_tried
             break
-        good, tried = tried, 2 * tried
+        good, at_good, tried = tried, at_tried, 2 * tried
     if bad is None:
         return Found(good, None)
+    slow = 0
     while bad - good > step_tokens:
-        middle = (good + bad) // 2 // step_tokens * step_tokens
-        if trains(middle):
-            good = middle
+        left = bad - good
+        share = at_good / (at_good - at_bad) if at_good < 0 and slow < 2 else 0.5
+        middle = good + int(share * left) // step_tokens * step_tokens
+        middle = min(max(middle, good + step_tokens), bad - step_tokens)
+        at_middle = missing(middle)
+        if at_middle > 0:
+            bad, at_bad = middle, at_middle
         else:
-            bad = middle
+            good, at_good = middle, at_middle
+        slow = 0 if 2 * (bad - good) <= left + step_tokens else slow + 1
     return Found(good, bad)

@@ -305,14 +305,14 @@ class Benchmark:
             return self._keep("longest", job, unavailable)
         tries: dict[int, Row] = {}
 
-        def trains(total_tokens: int) -> bool:
+        def missing(total_tokens: int) -> int:
             part = base.replace(total_tokens=total_tokens)
             row = self._there("try", part) or self._keep("try", part, self.run(part))
             self.on_row(row)
             tries[total_tokens] = row
-            return row.trained
+            return -1 if row.trained else 1
 
-        found = search_longest(trains, step_tokens=step_tokens, most_tokens=most_tokens)
+        found = search_longest(missing, step_tokens=step_tokens, most_tokens=most_tokens)
         best = tries.get(found.longest_tokens)
         worst = None if found.failed_tokens is None else tries[found.failed_tokens]
         last = best or worst
