@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from sppo_hf.planning.search import Found, search_longest
 
-
 SIZES = {
     "yes or no": lambda over: 1 if over > 0 else -1,
     "a line": lambda over: over,
