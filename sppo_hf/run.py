@@ -22,6 +22,7 @@ import os
 import runpy
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
 
 logger = logging.getLogger(__name__)
+
+# A process that is ending waits so long for Gloo's threads at most.
+_LEAVE_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -144,12 +148,29 @@ def _leave_group() -> None:
     """Leave the process group, if the script has not, as a script that ends well should.
 
     Gloo's threads drop the tensors of a last collective a little later, for which they ask for the
-    interpreter; when that is shutting down by then, the process is aborted (seen with PyTorch 2.13,
-    about one exit in ten of two ranks, whether SPPO is on or not).
+    interpreter; when that is shutting down by then, the process is aborted, whether SPPO is on or
+    not (PyTorch 2.13). Leaving the group does not end them, so they are waited for until they rest.
     """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    distributed.destroy_process_group()
+    late, seen_at_rest = time.monotonic() + _LEAVE_SECONDS, 0
+    while seen_at_rest < 3 and time.monotonic() < late:
+        time.sleep(0.01)  # without the interpreter's lock, which they may be waiting for
+        seen_at_rest = 0 if _gloo_runs() else seen_at_rest + 1
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread of Gloo runs or could run; False where threads cannot be looked at."""
+    for path in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, state = path.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended
+            continue
+        if "gloo" in name and not state.lstrip().startswith("S"):
+            return True
+    return False
 
 
 @contextmanager
