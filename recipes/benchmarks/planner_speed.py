@@ -57,6 +57,7 @@ LIMIT_SECONDS = {
     **dict.fromkeys(map(SOLVE.format, ORDERS), 1.0),
     VALIDATE.format("seq1f1b"): 0.02,
     "sppo --help": 0.5,
+    "sppo estimate, 128K": 1.5,
 }
 
 
