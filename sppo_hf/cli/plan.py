@@ -218,13 +218,8 @@ def _write_files(answer: PlanResult, title: str, figure: Path | None, trace: Pat
         return
     timeline = timeline_of(answer.plan)
     budgets = {tier: answer.budgets.of(tier) for tier in TIERS}
-    try:
+    with given.writing(figure, trace):
         if figure is not None:
             draw_plan(answer.plan, timeline, budgets=budgets, path=figure, title=title)
         if trace is not None:
             write_trace(timeline, trace)
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or figure or trace} cannot be written: {error.strerror}. Remedy: name"
-            " a file in a writable folder."
-        ) from error

@@ -317,6 +317,22 @@ def check_figure(figure: Path | None) -> None:
         )
 
 
+@contextmanager
+def writing(*files: Path | None) -> Iterator[None]:
+    """Turns what the system says of a file that cannot be written into a ConfigError.
+
+    Args:
+        *files: what may be written, for where the system names none.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or next(filter(None, files))
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}. Remedy: name a file in a writable folder."
+        ) from error
+
+
 def trace_unknown(config: object, training: Training) -> ModelProfile:
     """Traces a model whose profile is not known; only then are torch and Transformers imported.
 
