@@ -18,10 +18,9 @@ import typer
 from sppo_hf.cli import planning_arguments as given
 from sppo_hf.cli.benchmark.contenders import parse_list
 from sppo_hf.cli.benchmark.driver import Benchmark
-from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.picture import draw
 from sppo_hf.cli.benchmark.process import run_in_process
-from sppo_hf.cli.benchmark.results import ResultFile, Row
+from sppo_hf.cli.benchmark.results import Job, ResultFile, Row
 from sppo_hf.cli.benchmark.table import progress_line, tables
 from sppo_hf.cli.benchmark.trace_summary import FILE as PROFILE_FILE
 from sppo_hf.cli.benchmark.trace_summary import profile_table, profiles

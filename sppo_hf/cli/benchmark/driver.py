@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo_hf.cli.benchmark.contenders import IDEAL, parse
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Kind, Numbers, ResultFile, Row, Status
+from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, Status
 from sppo_hf.cli.planning_arguments import model_path, trace_unknown
 from sppo_hf.planning.config_file import load_config, read_fields
 from sppo_hf.planning.flops import peak_flops, step_flops

@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Row, Status
+from sppo_hf.cli.benchmark.results import Job, Row, Status
 from sppo_hf.planning.machine import connect_all_streams, expand_segments
 
 WORKER = (sys.executable, "-m", "sppo_hf.cli.benchmark.worker")

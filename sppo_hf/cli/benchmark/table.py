@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.cli.benchmark.contenders import IDEAL, TODAY, parse
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Row, best_environment, groups
+from sppo_hf.cli.benchmark.results import Job, Row, best_environment, groups
 from sppo_hf.reporting.plan_tables import format_seconds
 from sppo_hf.rules import format_bytes
 
