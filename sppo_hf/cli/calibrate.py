@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sppo_hf.cli import planning_arguments as given
-from sppo_hf.planning.profile_json import profile_to_json
+from sppo_hf.planning.hardware import profile_to_json
 from sppo_hf.planning.profile_store import save_profile
 from sppo_hf.rules import format_bytes
 

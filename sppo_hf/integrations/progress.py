@@ -19,8 +19,8 @@ from sppo_hf.reporting.comparison import comparison_table
 from sppo_hf.reporting.plan_tables import plan_table
 
 if TYPE_CHECKING:
-    from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
+    from sppo_hf.planning.prediction import MeasuredStep
 
 SHOW_AFTER_SECONDS = 3.0
 """A step that is over sooner than this shows no bar."""

@@ -29,9 +29,9 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Cut, Layout, SearchSpace, bounds_of
 from sppo_hf.planning.memory import ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.model_profile import head_granules
 from sppo_hf.planning.pipeline_cost import KVTier, PipelineCost, granules_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
-from sppo_hf.planning.shared_units import head_granules
 from sppo_hf.planning.stage_split import StageWeights
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
@@ -447,7 +447,7 @@ class ClusterQuestion:
     """What may be chosen."""
 
     shares_units: bool = True
-    """Whether ranks of a pipeline can share units of this model (`shared_units`), where its heads
+    """Whether ranks of a pipeline can share units of this model (`head_granules`), where its heads
     can be divided among them."""
 
     bounds_of_layout: LowerBounds = field(init=False, repr=False, compare=False)

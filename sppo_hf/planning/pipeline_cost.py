@@ -14,8 +14,8 @@ to its like on the other rank. Where ranks share a unit, all their devices are o
 
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
 several have the same head and divide its queries; then each holds that head's K/V whole. Where
-they cannot divide heads evenly (`shared_units.head_granules`), the one with most sets the pace; its
-K/V are counted as if they were even shares.
+they cannot divide heads evenly (`head_granules`), the one with most sets the pace; its K/V are
+counted as if they were even shares.
 
 [Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
 Frozen ones (adapters train) are on every rank. Others come from the stage's rank for a run of
@@ -54,9 +54,9 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import Lifetime, kv_lifetimes
 from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
+from sppo_hf.planning.model_profile import head_granules
 from sppo_hf.planning.pipeline_bounds import streams_of
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
-from sppo_hf.planning.shared_units import head_granules
 from sppo_hf.planning.stage_split import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
@@ -146,7 +146,7 @@ class PipelineCost:
     """Ranks that share (stage, chunk), by part."""
 
     granules: int | None = None
-    """How the ranks of these units divide heads, as `shared_units.head_granules` says."""
+    """How the ranks of these units divide heads, as `head_granules` says."""
 
     messages: Mapping[Action, Message] = field(default_factory=dict[Action, Message], repr=False)
     """By send and by receive, where units are shared: what it is an end of."""

@@ -20,9 +20,14 @@ from pathlib import Path
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.flops import peak_flops
-from sppo_hf.planning.hardware import Curve, HardwareProfile
+from sppo_hf.planning.hardware import (
+    PROFILE_FORMAT,
+    Curve,
+    HardwareProfile,
+    profile_from_json,
+    profile_to_json,
+)
 from sppo_hf.planning.json_store import keyed_path, write_whole
-from sppo_hf.planning.profile_json import PROFILE_FORMAT, profile_from_json, profile_to_json
 from sppo_hf.reading import read_text
 from sppo_hf.rules import show
 

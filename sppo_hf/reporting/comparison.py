@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.reporting.plan_tables import format_seconds
 from sppo_hf.rules import format_bytes
 

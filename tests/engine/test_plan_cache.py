@@ -16,7 +16,7 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import BudgetError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction
-from sppo_hf.planning.measured import MeasuredStep
+from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 

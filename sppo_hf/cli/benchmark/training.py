@@ -6,9 +6,10 @@ The attention kernel is the same for every contender where there is a choice: "a
 engine's "auto" takes on this device, laid upon the others too. These reach PyTorch's kernels
 through scaled_dot_product_attention, narrowed down to one of them for the run.
 
-The ideal: the base model in one piece, everything kept, and the loss in tiles. It has what no contender can do without (the layers, one attention kernel, a loss that does not hold
-logits of the whole sequence) and nothing else: no hooks, no chunks, no copies, no recomputation. So
-it is a bound on speed where it fits, and where it does not, `extrapolate` says what it would take.
+The ideal: the base model in one piece, everything kept, and the loss in tiles. It has what no
+contender can do without (the layers, one attention kernel, a loss that does not hold logits of the
+whole sequence) and nothing else: no hooks, no chunks, no copies, no recomputation. So it is a bound
+on speed where it fits, and where it does not, `extrapolate` says what it would take.
 """
 
 from __future__ import annotations

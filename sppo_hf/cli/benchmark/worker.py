@@ -53,8 +53,8 @@ from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan_request import PlanRequest, request_plan
 
 if TYPE_CHECKING:
-    from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
+    from sppo_hf.planning.prediction import MeasuredStep
 
 
 class StepClock(TrainerCallback):
