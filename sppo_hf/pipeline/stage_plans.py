@@ -24,7 +24,6 @@ from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.pipeline_bounds import stage_shape, streams_of
 from sppo_hf.planning.pipeline_choice import (
     LINK_BYTES_PER_SECOND,
     RULE,
@@ -38,6 +37,7 @@ from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
+from sppo_hf.planning.stages import stage_shape, streams_of
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.generate import MSP, Size, generate

@@ -32,7 +32,7 @@ from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import head_granules
 from sppo_hf.planning.pipeline_cost import KVTier, PipelineCost, granules_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
-from sppo_hf.planning.stage_split import StageWeights
+from sppo_hf.planning.stages import StageWeights
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
 from sppo_hf.schedule.lower import lower

@@ -20,9 +20,9 @@ from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.pipeline_bounds import LEAST_TOKENS, cut_number, pipeline_bounds
 from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.stages import LEAST_TOKENS, cut_number, pipeline_bounds
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
 from sppo_hf.schedule.generate import MSP, Size, generate

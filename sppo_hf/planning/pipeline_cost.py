@@ -55,9 +55,8 @@ from sppo_hf.planning.lowering import Lifetime, kv_lifetimes
 from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
 from sppo_hf.planning.model_profile import head_granules
-from sppo_hf.planning.pipeline_bounds import streams_of
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
-from sppo_hf.planning.stage_split import StageWeights, balanced_stages
+from sppo_hf.planning.stages import StageWeights, balanced_stages, streams_of
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
 from sppo_hf.schedule.actions import (

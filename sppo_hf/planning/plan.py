@@ -43,7 +43,6 @@ from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.pipeline_bounds import asked_by_unit, shared_budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
@@ -60,6 +59,7 @@ from sppo_hf.planning.solve import (
     tightened,
     with_kv,
 )
+from sppo_hf.planning.stages import asked_by_unit, shared_budgets
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES

@@ -24,9 +24,9 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.affinity import near_device
 from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
-from sppo_hf.profiling.bench_timer import BenchTimer
 from sppo_hf.profiling.measure import (
     AttentionSpeed,
+    BenchTimer,
     CopySpeed,
     DiskSpeed,
     Heads,

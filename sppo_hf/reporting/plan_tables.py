@@ -1,4 +1,4 @@
-"""The plan as one table, and the way tokens and seconds are written everywhere.
+"""The plan as one table, alone and beside a measured step, and how tokens and seconds are written.
 
 Neighbouring chunks that are treated alike share a row, so that sixty-four of them read like six.
 Uses rich and prints nothing by itself.
@@ -21,6 +21,7 @@ from sppo_hf.planning.activation_modes import ALL_MODES, FrameMode, Saved
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
+from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.planning.tiers import TIERS, away_tiers
 from sppo_hf.rules import format_bytes
 
@@ -107,6 +108,7 @@ def _group(chunks: Sequence[int], counts: Sequence[Counter[FrameMode]]) -> Chunk
 
 _MOST_LENGTHS_SHOWN = 6
 _MOST_GROUPS_SHOWN = 6
+_MOST_CHUNKS_COMPARED = 12
 
 
 ORDERS: dict[Order, str] = {
@@ -379,3 +381,73 @@ def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> 
         table.add_row(f"{tier} memory", size, note)
         for cause, size_bytes in amounts.shown():
             table.add_row(f"  {cause.label}", f"  {format_bytes(size_bytes)}", cause.meaning)
+
+
+def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group:
+    """Lays a measured step beside its plan, and says what is done about the difference.
+
+    Args:
+        before: the plan that ran; it has a prediction.
+        after: the plan from now on.
+        measured: a step of `before`.
+    """
+    planned = before.prediction
+    assert planned is not None, "a plan is corrected where it predicted something"
+    title = "SPPO: measured beside planned"
+    if before.pipeline is not None:
+        title += ", one micro-batch on this rank's stage"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("what", style="bold")
+    table.add_column("planned", justify="right")
+    table.add_column("measured", justify="right")
+    forward = sum(chunk.forward_seconds for chunk in planned.chunks)
+    backward = sum(chunk.backward_seconds for chunk in planned.chunks)
+    rows = (
+        ("forward", forward, sum(measured.forward_seconds)),
+        ("backward", backward, sum(measured.backward_seconds)),
+        ("standing still", planned.stall_seconds, measured.stall_seconds),
+        ("step", planned.forward_backward_seconds, measured.step_seconds),
+    )
+    for name, said, took in rows:
+        table.add_row(name, format_seconds(said), format_seconds(took))
+    for name, said, took in (
+        ("to host", planned.d2h_bytes, measured.d2h_bytes),
+        ("to device", planned.h2d_bytes, measured.h2d_bytes),
+    ):
+        if said or took:
+            table.add_row(name, format_bytes(said), format_bytes(took))
+    for name, took in (
+        ("to disk", measured.disk_write_bytes),
+        ("from disk", measured.disk_read_bytes),
+    ):
+        if took:
+            table.add_row(name, "", format_bytes(took))
+    for chunk in _chunks_shown(before.num_chunks):
+        said = planned.chunks[chunk].compute_seconds
+        took = measured.forward_seconds[chunk] + measured.backward_seconds[chunk]
+        name = f"chunk {chunk + 1}, both ways"
+        table.add_row(name, format_seconds(said), format_seconds(took))
+    return Group(table, Text(_conclusion(before, after)))
+
+
+def _chunks_shown(num_chunks: int) -> list[int]:
+    """All chunks, or of many so many, evenly spaced, the first and the last among them."""
+    most = min(num_chunks, _MOST_CHUNKS_COMPARED)
+    return sorted({round(i * (num_chunks - 1) / max(1, most - 1)) for i in range(most)})
+
+
+def _conclusion(before: Plan, after: Plan) -> str:
+    same = ("order", "layer_modes", "kv_tier", "kv_modes")
+    if all(getattr(after, name) == getattr(before, name) for name in same):
+        return "The same plan is still the fastest that fits; only its prediction is corrected."
+    assert after.prediction is not None, "a corrected plan is predicted"
+    changed = sum(
+        a != b
+        for row_a, row_b in zip(before.layer_modes, after.layer_modes, strict=True)
+        for a, b in zip(row_a, row_b, strict=True)
+    )
+    return (
+        f"Planned anew with the measured speeds: {changed} of "
+        f"{before.num_chunks * before.num_layers} layers of chunks are treated otherwise, "
+        f"{after.prediction.step_seconds:.3g} s a step predicted."
+    )

@@ -15,11 +15,11 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import COMPUTE, StepProgram
 from sppo_hf.planning.lowering import lower as lower_stage
 from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES
-from sppo_hf.planning.pipeline_bounds import stage_shape
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.stages import stage_shape
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action

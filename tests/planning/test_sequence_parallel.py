@@ -17,7 +17,7 @@ from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import DeviceFacts, PlanRequest, make_plan
-from sppo_hf.planning.stage_split import StageWeights
+from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
