@@ -25,7 +25,6 @@ from sppo_hf.planning.tiers import HOST
 from sppo_hf.planning.written_plan import planned_for
 from sppo_hf.reading import write_yaml
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import lower
 
 _ACCELERATE, _SPPO = "accelerate.yaml", "sppo.yaml"
 
@@ -262,13 +261,7 @@ def actions_of_layout(
         frame_tier=layout.frame_tier,
         kv_tier=layout.kv_tier,
     )
-    listed = lower(
-        schedule,
-        leaves=costs.leaves,
-        stores=costs.stores,
-        streams=costs.streams,
-        reduce=layout.replicas > 1,
-    ).texts()
+    listed = costs.lowered(schedule, reduce=layout.replicas > 1).texts()
     return [texts for texts in listed for _ in range(layout.sp)]
 
 

@@ -198,10 +198,8 @@ class PipelineArguments:
             if self.link
             else UNKNOWN_LINK,
         )
-        lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
-        timeline = simulate_pipeline(
-            lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
-        )
+        lowered = costs.lowered(schedule)
+        timeline = costs.simulate(lowered)
         peaks = [timeline.peak(f"{r}.device").num_bytes for r in range(schedule.num_ranks)]
         return Simulated(
             schedule=schedule,

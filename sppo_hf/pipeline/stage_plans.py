@@ -23,9 +23,9 @@ from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.flops import peak_flops, step_flops
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.pipeline_choice import (
-    LINK_BYTES_PER_SECOND,
     RULE,
     PipelineChoice,
     choose_pipeline,
@@ -345,7 +345,7 @@ class StagePlanCache:
             start, end = plans.bounds[chunk]
             tokens = one.batch_rows * one.shape.own_tokens(end - start)
             layer = engine.staged.cut.layers[stage].start
-            return tokens * whole.message_bytes_per_token(layer) / LINK_BYTES_PER_SECOND
+            return tokens * whole.message_bytes_per_token(layer) / UNKNOWN_LINK
 
         seconds, idle = pipeline_step(
             lambda count: (
@@ -369,7 +369,7 @@ class StagePlanCache:
             * (mesh.dp_size - 1)
             / mesh.dp_size
             * one.shape.gradient_bytes
-            / LINK_BYTES_PER_SECOND,
+            / UNKNOWN_LINK,
         )
         peak = peak_flops(one.device.name)
         rows = plans.micro_batches * one.batch_rows
@@ -487,7 +487,7 @@ class StagePlanCache:
         )
         compute = generate(MSP, Size(engine.mesh.pp_size, min(micro_batches, 2), len(bounds)))
         costs = PipelineCost.of(
-            compute, cost, bounds, kv_tier=kv_tier, link_bytes_per_second=LINK_BYTES_PER_SECOND
+            compute, cost, bounds, kv_tier=kv_tier, link_bytes_per_second=UNKNOWN_LINK
         )
         costs = replace(costs, stages=engine.staged.cut.layers)
         return bytes_of_slices(costs, compute, engine.mesh.pp_rank)

@@ -30,14 +30,13 @@ from sppo_hf.planning.layouts import Cut, Layout, SearchSpace, bounds_of
 from sppo_hf.planning.memory import ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import head_granules
-from sppo_hf.planning.pipeline_cost import KVTier, PipelineCost, granules_of
+from sppo_hf.planning.pipeline_cost import PipelineCost, granules_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
 from sppo_hf.planning.stages import StageWeights
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
-from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import period_seconds, simulate_pipeline
+from sppo_hf.schedule.simulate_pipeline import period_seconds
 from sppo_hf.schedule.timeline import Timeline
 
 __all__ = [
@@ -84,7 +83,7 @@ class _Room(NamedTuple):
     """Temporaries of the running layer."""
 
 
-_Batch = tuple[Cut, int, Saved, KVTier, int]
+_Batch = tuple[Cut, int, Saved, Tier, int]
 """What a sequence's seconds and bytes on all ranks depend on."""
 
 
@@ -929,19 +928,7 @@ def _simulated(
     reduced = layout.replicas * layout.sp > 1 and not layout.sharded
     if reduced:
         costs = replace(costs, reduce_seconds=_reduce_seconds(question, costs, layout))
-    timeline = simulate_pipeline(
-        lower(
-            schedule,
-            leaves=costs.leaves,
-            stores=costs.stores,
-            streams=costs.streams,
-            reduce=reduced,
-        ),
-        seconds=costs.seconds,
-        changes=costs.changes,
-        standing=costs.standing(),
-    )
-    return schedule, costs, timeline
+    return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduced))
 
 
 def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:

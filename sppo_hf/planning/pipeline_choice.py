@@ -18,15 +18,15 @@ from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
+from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.stages import LEAST_TOKENS, cut_number, pipeline_bounds
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
@@ -37,9 +37,6 @@ a rank."""
 
 AUTO: tuple[str, ...] = (RULE, "zb_seq1f1b")
 """Schedules that "auto" chooses from: those for one stage on a rank that may be the fastest."""
-
-LINK_BYTES_PER_SECOND = 25 * 2.0**30
-"""Between neighbouring ranks, each way, where nothing else is known: a 200 Gbit/s card's."""
 
 # Actions of one simulation: about a third of a second.
 _MOST_ACTIONS = 30_000
@@ -209,7 +206,7 @@ class _Search:
         self.found.append((*min(ways), len(self.found), name, bounds))
 
     def _simulate(
-        self, name: str, bounds: Bounds, saved: Saved, offload: OffloadRule, kv_tier: KVTier
+        self, name: str, bounds: Bounds, saved: Saved, offload: OffloadRule, kv_tier: Tier
     ) -> tuple[int, float]:
         config = self._config
         missing = 0
@@ -226,14 +223,9 @@ class _Search:
                 offload=offload,
                 frame_tier=self._frame_tier,
                 kv_tier=kv_tier,
-                link_bytes_per_second=LINK_BYTES_PER_SECOND,
+                link_bytes_per_second=UNKNOWN_LINK,
             )
-            timeline = simulate_pipeline(
-                lower(schedule, leaves=costs.leaves, stores=costs.stores, streams=costs.streams),
-                seconds=costs.seconds,
-                changes=costs.changes,
-                standing=costs.standing(),
-            )
+            timeline = costs.simulate(costs.lowered(schedule))
             missing = max(missing, _missing(timeline, config.pp_size, self._budgets))
             return timeline.end_seconds
 
@@ -384,7 +376,7 @@ def _cuts(
         yield cut_number(config, shape, total_tokens, number)
 
 
-def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, OffloadRule, KVTier]]:
+def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, OffloadRule, Tier]]:
     """What may be kept of layers, what of it leaves, and where K/V wait; fastest first."""
     choices = read_choices(config, device)
     rules: dict[str, tuple[OffloadRule, ...]] = {

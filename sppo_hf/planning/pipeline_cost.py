@@ -72,13 +72,10 @@ from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.timeline import Timeline
 
 OffloadRule = Literal["none", "full", "sppo"]
 """What of each frame leaves the device: nothing, all of it, or the paper's share."""
-
-KVTier = Tier
-"""Where keys and values, and their gradient sums, wait between their uses."""
-
 
 _Key = tuple[Kind, int, int, int | None]
 """Kind, stage, chunk and part of an action."""
@@ -117,7 +114,7 @@ class PipelineCost:
     frame_tier: Tier = HOST
     """Where what leaves goes."""
 
-    kv_tier: KVTier = "device"
+    kv_tier: Tier = "device"
     """Where K/V wait."""
 
     link_bytes_per_second: float = float("inf")
@@ -170,7 +167,7 @@ class PipelineCost:
         saved: Saved = "whole",
         offload: OffloadRule = "none",
         frame_tier: Tier = HOST,
-        kv_tier: KVTier = "device",
+        kv_tier: Tier = "device",
         link_bytes_per_second: float = float("inf"),
         node_bytes_per_second: float | None = None,
         rank_nodes: tuple[Hashable, ...] = (),
@@ -220,6 +217,17 @@ class PipelineCost:
         if self.kv_tier == "device":
             return frozenset()
         return streams_of(self._tables, self.kv_tier, list(self._counts))
+
+    def lowered(self, schedule: Schedule, *, reduce: bool = False) -> Schedule:
+        """Returns a schedule of compute with all that goes beside it at these costs."""
+        leaves, stores, streams = self.leaves, self.stores, self.streams
+        return lower(schedule, leaves=leaves, stores=stores, streams=streams, reduce=reduce)
+
+    def simulate(self, lowered: Schedule) -> Timeline:
+        """Returns when all of a lowered schedule runs, with the bytes of every rank's tiers."""
+        return simulate_pipeline(
+            lowered, seconds=self.seconds, changes=self.changes, standing=self.standing()
+        )
 
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
@@ -351,12 +359,10 @@ class PipelineCost:
             size = self._leaving_bytes(stage, chunk)
             passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
             return passed(self.frame_tier, size) * self._share(stage, chunk)
-        if kind == "D":
+        if kind in ("D", "H"):
             size = self._leaving_bytes(stage, chunk)
-            return self.cost.d2h_seconds(size, both=True) * self._share(stage, chunk)
-        if kind == "H":
-            size = self._leaving_bytes(stage, chunk)
-            return self.cost.h2d_seconds(size, both=True) * self._share(stage, chunk)
+            copied = self.cost.d2h_seconds if kind == "D" else self.cost.h2d_seconds
+            return copied(size, both=True) * self._share(stage, chunk)
         if kind not in self._compute:
             return 0.0
         seconds = self._computing_seconds(kind, stage, chunk)

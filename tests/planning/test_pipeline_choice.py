@@ -10,8 +10,8 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.pipeline_choice import (
-    LINK_BYTES_PER_SECOND,
     RULE,
     PipelineChoice,
     choose_pipeline,
@@ -57,7 +57,7 @@ def _seconds(choice: PipelineChoice, micro_batches: int) -> float:
     assert H100.profile is not None
     schedule = generate(choice.schedule, Size(4, micro_batches, len(choice.bounds)))
     cost = ModelCost(shape=SHAPE, profile=H100.profile, dtype_name="bfloat16")
-    link = LINK_BYTES_PER_SECOND
+    link = UNKNOWN_LINK
     costs = PipelineCost.of(schedule, cost, choice.bounds, link_bytes_per_second=link)
     return simulate_pipeline(lower(schedule), seconds=costs.seconds).end_seconds
 
@@ -141,9 +141,9 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
         saved=saved,  # type: ignore[arg-type]
         offload="full",
         kv_tier=kv_tier,
-        link_bytes_per_second=LINK_BYTES_PER_SECOND,
+        link_bytes_per_second=UNKNOWN_LINK,
     )
-    lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
+    lowered = costs.lowered(schedule)
     expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
     config = SPPOConfig(
         pp_size=ranks,
@@ -165,7 +165,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
         )
         for stage, layers in enumerate(costs.stages)
     ]
-    message = costs.message_bytes(1, 0) / LINK_BYTES_PER_SECOND
+    message = costs.message_bytes(1, 0) / UNKNOWN_LINK
     seconds, idle = pipeline_step(
         lambda count: lower(
             generate(name, Size(ranks, count, len(bounds))),

@@ -43,10 +43,8 @@ def bounds_of(num_chunks: int) -> Bounds:
 
 
 def run(schedule: Schedule, costs: PipelineCost) -> Timeline:
-    lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
-    return simulate_pipeline(
-        lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
-    )
+    lowered = costs.lowered(schedule)
+    return costs.simulate(lowered)
 
 
 def made(

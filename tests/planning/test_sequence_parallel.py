@@ -20,8 +20,6 @@ from sppo_hf.planning.plan import DeviceFacts, PlanRequest, make_plan
 from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
-from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
@@ -49,10 +47,8 @@ def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[Pipe
     schedule = generate(name, size)
     bounds = even_bounds(TOKENS, size.num_chunks)
     costs = PipelineCost.of(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
-    lowered = lower(schedule, leaves=costs.leaves, stores=costs.stores)
-    timeline = simulate_pipeline(
-        lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
-    )
+    lowered = costs.lowered(schedule)
+    timeline = costs.simulate(lowered)
     return costs, timeline
 
 
