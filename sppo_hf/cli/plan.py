@@ -23,15 +23,10 @@ from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.choices import read_budgets
-from sppo_hf.planning.cluster import (
-    ClusterAnswer,
-    ClusterPlan,
-    ClusterQuestion,
-    SearchSpace,
-    solve_cluster,
-)
+from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.layouts import SearchSpace
 from sppo_hf.planning.plan_request import (
     PlanResult,
     PolicyResult,

@@ -39,18 +39,6 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import period_seconds
 from sppo_hf.schedule.timeline import Timeline
 
-__all__ = [
-    "ClusterAnswer",
-    "ClusterPlan",
-    "ClusterQuestion",
-    "Layout",
-    "LowerBounds",
-    "SearchSpace",
-    "layouts",
-    "simulate_layout",
-    "solve_cluster",
-]
-
 # What layouts whose ranks share units may be simulated beside all others: this share of it.
 _SHARING = 0.25
 

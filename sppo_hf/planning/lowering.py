@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo_hf.planning.activation_modes import ALL_MODES, SAVED, mode_of
+from sppo_hf.planning.activation_modes import SAVED, all_modes, mode_of
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
@@ -125,11 +125,11 @@ class StepProgram:
 
     @cached_property
     def modes(self) -> Bytes:
-        """[chunks, layers] Index of each frame's mode in `ALL_MODES`: tier by tier."""
+        """[chunks, layers] Index of each frame's mode in `all_modes`: tier by tier."""
         chunks = self.decisions.layer_modes
         # Modes are shared constants, and rows are often the same object.
         rows = {id(row): row for row in chunks}
-        number = {id(mode): at for at, mode in enumerate(ALL_MODES)}
+        number = {id(mode): at for at, mode in enumerate(all_modes())}
         numbers = [[number[id(mode_of(m.saved, m.tier))] for m in row] for row in rows.values()]
         place = {row: at for at, row in enumerate(rows)}
         return np.array(numbers, dtype=np.int64)[[place[id(row)] for row in chunks]]
@@ -388,9 +388,9 @@ class StepProgram:
 
     def _hold_frames(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
         points = self.points
-        present = np.bincount(self.modes.ravel(), minlength=len(ALL_MODES))
+        present = np.bincount(self.modes.ravel(), minlength=len(all_modes()))
         for index in np.flatnonzero(present).tolist():
-            mode = ALL_MODES[index]
+            mode = all_modes()[index]
             here = self.modes == index
             size = np.where(here, self.frame_bytes, 0)
             cause = OF_SAVED[mode.saved]

@@ -19,8 +19,8 @@ from sppo_hf.planning.activation_modes import SAVED
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory_snapshots import Bytes, Points
-from sppo_hf.planning.model_profile import LayerProfile
-from sppo_hf.planning.model_shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
 from sppo_hf.rules import format_bytes

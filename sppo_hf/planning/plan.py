@@ -65,19 +65,6 @@ from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import format_bytes
 
-__all__ = [
-    "DeviceFacts",
-    "Plan",
-    "PlanRequest",
-    "check_named_budgets",
-    "check_standing_bytes",
-    "estimate_warnings",
-    "hole_warnings",
-    "limit_text",
-    "limit_warnings",
-    "make_plan",
-]
-
 _FULL = 0.8
 """Share of the device's budget from which on more of it would change a plan."""
 
@@ -798,13 +785,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
         recompute_reason=reason if config.recompute == "auto" else "set by the user",
         offload_reason=reason if config.offload == "auto" else "set by the user",
         order_reason=_FASTER,
-        prediction=predict(
-            found.decisions,
-            cost,
-            found.timeline,
-            policy=found.policy,
-            bound_seconds=found.bound_seconds,
-        ),
+        prediction=predict(found.decisions, cost, found.timeline, policy=found.policy),
     )
 
 

@@ -58,14 +58,8 @@ class Prediction:
     update_seconds: float = 0.0
     """The optimizer's update on the host, which follows backward; 0 where it is on the device."""
 
-    bound_seconds: float
-    """Duration of the program's optimum over fractional layers; 0 where it was not asked."""
-
     tokens_per_second: float
     """Of all rows."""
-
-    tflops: float
-    """Model TFLOP/s of one device, recomputation not counted."""
 
     mfu: float | None
     """Of the device's dense bf16 peak; None where that is unknown."""
@@ -91,7 +85,6 @@ def predict(
     timeline: Timeline,
     *,
     policy: str,
-    bound_seconds: float = 0.0,
 ) -> Prediction:
     """Summarises a simulated step."""
     tokens = decisions.batch_rows * decisions.total_tokens
@@ -107,9 +100,7 @@ def predict(
         - timeline.busy_seconds(COMPUTE)
         - timeline.busy_seconds(HOST_COMPUTE),
         update_seconds=timeline.busy_seconds(HOST_COMPUTE),
-        bound_seconds=bound_seconds,
         tokens_per_second=tokens / step_seconds,
-        tflops=model_flops / step_seconds / 1e12,
         mfu=None if peak is None else model_flops / step_seconds / peak,
         chunks=_by_chunk(decisions, timeline),
         d2h_bytes=d2h_bytes,

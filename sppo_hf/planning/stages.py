@@ -128,7 +128,7 @@ class StageWeights:
     @classmethod
     def of(cls, shape: ModelShape, layers: range) -> StageWeights:
         """Counts the parameters of a run of layers, and of what stands at the model's ends."""
-        works = [shape.work(layer) for layer in range(shape.num_layers)]
+        works = shape.layers
         held = [works[layer] for layer in layers]
         first, last = layers.start == 0, layers.stop == shape.num_layers
         table = shape.vocab_size * shape.hidden_size
@@ -154,7 +154,7 @@ class StageWeights:
 
 def _ends(shape: ModelShape) -> int:
     """Parameters outside decoder layers: embedding, positions, final norm, head."""
-    works = [shape.work(layer) for layer in range(shape.num_layers)]
+    works = shape.layers
     inside = sum(work.total_weights + work.adapter_weights for work in works)
     return shape.total_parameters - inside
 

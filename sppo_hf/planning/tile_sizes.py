@@ -5,7 +5,8 @@ Knows nothing of plans; each figure follows from the model's sizes and the kind 
 
 from __future__ import annotations
 
-from sppo_hf.planning.model_shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.planning.model_profile import FLOAT32_BYTES
+from sppo_hf.planning.model_shape import ModelShape
 
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
 # head's matrix product is already bound by arithmetic.

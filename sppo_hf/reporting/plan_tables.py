@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.planning.activation_modes import ALL_MODES, FrameMode, Saved
+from sppo_hf.planning.activation_modes import FrameMode, Saved, all_modes
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
@@ -37,7 +37,7 @@ class ChunkGroup:
     """Index of the last chunk."""
 
     layers: dict[FrameMode, tuple[int, int]]
-    """Fewest and most layers per chunk, of modes that occur, in the order of `ALL_MODES`."""
+    """Fewest and most layers per chunk, of modes that occur, in the order of `all_modes`."""
 
     @property
     def title(self) -> str:
@@ -99,7 +99,7 @@ def span(low: int, high: int) -> str:
 
 def _group(chunks: Sequence[int], counts: Sequence[Counter[FrameMode]]) -> ChunkGroup:
     layers: dict[FrameMode, tuple[int, int]] = {}
-    for mode in ALL_MODES:
+    for mode in all_modes():
         numbers = [counts[chunk][mode] for chunk in chunks]
         if any(numbers):
             layers[mode] = min(numbers), max(numbers)

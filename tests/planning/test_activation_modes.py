@@ -3,12 +3,12 @@
 import pytest
 
 from sppo_hf.planning.activation_modes import (
-    ALL_MODES,
     KEEP,
     OFFLOAD,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
     FrameMode,
+    all_modes,
     mode_of,
 )
 
@@ -31,6 +31,6 @@ def test_text(mode: FrameMode, text: str) -> None:
 
 
 def test_mode_of_returns_the_shared_constant() -> None:
-    assert len({str(mode) for mode in ALL_MODES}) == 12
-    for mode in ALL_MODES:
+    assert len({str(mode) for mode in all_modes()}) == 12
+    for mode in all_modes():
         assert mode_of(mode.saved, mode.tier) is mode

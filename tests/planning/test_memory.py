@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.activation_modes import (
-    ALL_MODES,
     KEEP,
     OFFLOAD,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
     FrameMode,
+    all_modes,
 )
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -121,13 +121,13 @@ def test_offloaded_skeletons_leave_kv_and_dkv_on_the_device() -> None:
     assert predicted.moment == "end of backward of chunk 2 of 2"
     assert predicted.device["dkv"] == 500 * shape.dkv_bytes_per_token()
     assert predicted.device["frames"] == predicted.device["skeletons"] == 0
-    assert predicted.host["skeletons"] == 32 * 1000 * shape.inputs_bytes_per_token(0)
+    assert predicted.host["skeletons"] == 32 * 1000 * shape.layers[0].inputs_bytes
     assert predicted.host["frames"] == 0
 
 
 def test_modes_order_as_they_should() -> None:
-    device = {mode: predict(mode).device.total for mode in ALL_MODES}
-    host = {mode: predict(mode).host.total for mode in ALL_MODES}
+    device = {mode: predict(mode).device.total for mode in all_modes()}
+    host = {mode: predict(mode).host.total for mode in all_modes()}
     assert device[KEEP] > device[RECOMPUTE] > device[RECOMPUTE_OFFLOAD]
     assert device[KEEP] > device[OFFLOAD]
     assert host[OFFLOAD] > host[RECOMPUTE_OFFLOAD] > host[KEEP] == host[RECOMPUTE] == 0
@@ -170,7 +170,7 @@ def test_returned_logits_are_counted_whole() -> None:
 @given(
     ends=st.lists(st.integers(1, 5000), min_size=1, max_size=6, unique=True).map(sorted),
     rows=st.integers(1, 4),
-    mode=st.sampled_from(ALL_MODES),
+    mode=st.sampled_from(all_modes()),
 )
 def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: FrameMode) -> None:
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))

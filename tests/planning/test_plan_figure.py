@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.activation_modes import ALL_MODES
+from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -224,4 +224,4 @@ def test_causes_can_be_told_apart() -> None:
 
 
 def test_every_mode_has_a_colour_of_its_own() -> None:
-    assert len({mode_colour(mode) for mode in ALL_MODES}) == len(ALL_MODES) == 12
+    assert len({mode_colour(mode) for mode in all_modes()}) == len(all_modes()) == 12

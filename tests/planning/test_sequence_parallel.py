@@ -8,6 +8,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, Saved
 from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
 from sppo_hf.planning.cost import ModelCost
@@ -16,7 +17,7 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
-from sppo_hf.planning.plan import DeviceFacts, PlanRequest, make_plan
+from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate

@@ -13,7 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from sppo_hf.planning.cluster import ClusterAnswer, ClusterQuestion, Layout, simulate_layout
+from sppo_hf.planning.cluster import ClusterAnswer, ClusterQuestion, simulate_layout
+from sppo_hf.planning.layouts import Layout
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP
 from tests.cli.configs import TINY, write_config

@@ -50,7 +50,8 @@ from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.plan_request import PlanRequest, request_plan
+from sppo_hf.planning.plan import PlanRequest
+from sppo_hf.planning.plan_request import request_plan
 
 if TYPE_CHECKING:
     from sppo_hf.planning.plan import Plan
