@@ -24,10 +24,11 @@ from sppo_hf.reporting.gantt import FINEST, join_spans
 from sppo_hf.reporting.plan_figure import draw_plan, mode_colour, stack_causes
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.simulate import Change, simulate
+from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.situations import runs
 from tests.planning.synthetic import GIB, mixed_plan, simulated
+from tests.schedule.simulated import simulate
 
 matplotlib = pytest.importorskip("matplotlib")
 # Not of the pure tier, which is the standard library's.
