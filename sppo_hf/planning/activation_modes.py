@@ -91,6 +91,3 @@ def mode_of(saved: Saved, tier: Tier) -> FrameMode:
 
 
 KEEP = mode_of("whole", DEVICE)
-OFFLOAD = mode_of("whole", HOST)
-RECOMPUTE = mode_of("inputs", DEVICE)
-RECOMPUTE_OFFLOAD = mode_of("inputs", HOST)

@@ -775,18 +775,6 @@ class Lanes:
             standing=standing,
         )
 
-    def after(self, action: Action) -> set[Action]:
-        """Returns what an action waits for, beside the one before it on its lane."""
-        every = self._every()
-        return {every[at] for at in self.needs[every.index(action)]}
-
-    def seconds_of(self, action: Action) -> float:
-        """Returns how long an action takes."""
-        return self.seconds[self._every().index(action)]
-
-    def _every(self) -> list[Action]:
-        return [action for lane in self.actions.values() for action in lane]
-
 
 @dataclass(slots=True)
 class _Queue:

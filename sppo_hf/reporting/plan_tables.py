@@ -6,14 +6,13 @@ Uses rich and prints nothing by itself.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -271,14 +270,6 @@ def speeds_known(plan: Plan) -> str:
 def warning_lines(plan: Plan) -> list[Text]:
     """Returns the plan's warnings, to stand below a table."""
     return [Text(f"Warning: {warning}.", style="yellow") for warning in plan.warnings]
-
-
-def render_plan(plan: Plan, model_name: str, width: int = 100) -> str:
-    """Returns the table as plain text of at most `width` columns, for logs and terminals."""
-    sink = io.StringIO()
-    console = Console(file=sink, width=width, color_system=None, force_terminal=False)
-    console.print(plan_table(plan, model_name))
-    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()).strip("\n")
 
 
 def _add_adapters(table: Table, plan: Plan) -> None:

@@ -36,13 +36,13 @@ from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.reporting.plan_tables import render_plan
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.planning.modes import render_plan
 
 TOKENS = 23
 LAYERS = 6

@@ -2,15 +2,8 @@
 
 import pytest
 
-from sppo_hf.planning.activation_modes import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    FrameMode,
-    all_modes,
-    mode_of,
-)
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes, mode_of
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 
 
 @pytest.mark.parametrize(

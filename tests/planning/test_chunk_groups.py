@@ -2,17 +2,10 @@
 
 import pytest
 
-from sppo_hf.planning.activation_modes import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    FrameMode,
-    all_modes,
-    mode_of,
-)
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes, mode_of
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.reporting.plan_tables import ChunkGroup, group_chunks, span, words
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 
 
 def decisions(*rows: tuple[FrameMode, ...]) -> Decisions:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -23,6 +23,7 @@ from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
+from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.planning.activation_modes import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    FrameMode,
-    all_modes,
-)
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Decisions
@@ -27,6 +20,7 @@ from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 from tests.planning.shapes import by_hand, llama_config, shape_of, tiny_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))

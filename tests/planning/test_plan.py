@@ -7,12 +7,13 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
+from sppo_hf.planning.activation_modes import KEEP, FrameMode
 from sppo_hf.planning.choices import HOLES, DeviceFacts
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits
-from sppo_hf.reporting.plan_tables import again_text, render_plan
+from sppo_hf.reporting.plan_tables import again_text
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, render_plan
 from tests.planning.shapes import llama_config, shape_of
 
 CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)

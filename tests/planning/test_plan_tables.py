@@ -15,9 +15,9 @@ from sppo_hf.reporting.plan_tables import (
     format_speed,
     format_tokens,
     group_chunks,
-    render_plan,
 )
 from sppo_hf.rules import format_bytes
+from tests.planning.modes import render_plan
 from tests.planning.shapes import llama_config, shape_of
 
 CUDA = DeviceFacts(

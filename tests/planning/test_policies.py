@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.policies import sppo_modes, spread, spread_kinds, uniform_modes
+from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
 
 
