@@ -157,12 +157,7 @@ def launch_of_layout(
 ) -> Launch:
     """Returns the run of a layout: every decision of it as a setting.
 
-    Args:
-        arguments: The command line.
-        question: What was asked.
-        base: The settings of the command line.
-        plan: The answer.
-        written: Whether it is for files, which name a folder where there is a disk.
+    Files (`written`) name a folder where there is a disk.
     """
     layout = plan.layout
     # Of what a node has, what each of its processes may take.
@@ -221,12 +216,6 @@ def actions_of_layout(
 
     A single stage is a device of its own, whose program lists single layers and one row. None where
     there are more actions than are worth listing.
-
-    Args:
-        question: What was asked.
-        single: The same of one device.
-        launch: The run.
-        plan: The answer.
     """
     layout = plan.layout
     if layout.stages == 1:

@@ -406,12 +406,7 @@ def read_budget(text: str) -> int | float | str:
 
 @contextmanager
 def bad_input(as_json: bool, **named: object) -> Iterator[None]:
-    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2.
-
-    Args:
-        as_json: whether the caller wants JSON.
-        **named: what else the JSON object says.
-    """
+    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2."""
     try:
         yield
     except SPPOError as error:

@@ -4,7 +4,7 @@ Candidates are simulated, the most promising first; what does not fit on any one
 Order and rejection go by `LowerBounds`: the seconds and bytes that a layout takes at least, found
 without simulating it, with the terms of PipelineCost and stages taken as equal where that makes
 them smaller. Frames and K/V follow one rule on all stages: this searches layouts, the solver for
-one device searches frames. Knows nothing of how a layout is run.
+one device searches frames.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def _batch(layout: Layout) -> _Batch:
 
 
 class LowerBounds:
-    """Lower bounds for layouts of one model, length and number of rows."""
+    """Lower bounds for layouts of one model, length and number of rows.
+
+    `exchange_rate` is bytes per second between so many sequence-parallel devices.
+    """
 
     def __init__(
         self,
@@ -89,14 +92,6 @@ class LowerBounds:
         rows: int,
         exchange_rate: Callable[[int], float] = lambda _: math.inf,
     ) -> None:
-        """Prepare for layouts.
-
-        Args:
-            cost: of one device.
-            total_tokens: length of a row.
-            rows: rows of a step.
-            exchange_rate: bytes per second between so many sequence-parallel devices.
-        """
         self._cost = cost
         self._costs = {1: cost}
         self._exchange_rate = exchange_rate
@@ -699,12 +694,7 @@ class _Search:
     ) -> list[tuple[float, Layout]]:
         """Simulates candidates: what is small, what is large, what seems not to fit.
 
-        Args:
-            ranked: by the least seconds that their steps take.
-            most_actions: most actions that are simulated for all of them.
-
-        Returns:
-            Those that would take more.
+        Returns those that would take more than `most_actions`, over all of them.
         """
         most = self._actions + most_actions
         half = self._actions + most_actions / 2
@@ -798,10 +788,8 @@ class _Search:
 def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layout]:
     """Yields every layout that is worth a look.
 
-    Args:
-        question: what is asked.
-        across: those some of whose groups of sequence-parallel devices leave a node; otherwise all
-            others.
+    With `across`, those some of whose groups of sequence-parallel devices leave a node; else all
+    others.
     """
     space = question.space
     found = space.layouts(

@@ -63,9 +63,6 @@ def find_config(path: str | Path) -> Path:
 def load_config(path: str | Path) -> object:
     """Reads a model's configuration.
 
-    Args:
-        path: as for `find_config`.
-
     Returns:
         A namespace of the file's fields; `text_config` and its like are namespaces too.
 
@@ -78,9 +75,6 @@ def load_config(path: str | Path) -> object:
 
 def read_fields(path: str | Path) -> dict[str, Any]:
     """Reads a model's configuration as the JSON object that it is.
-
-    Args:
-        path: as for `find_config`.
 
     Raises:
         ConfigError: as `load_config`.
@@ -169,10 +163,6 @@ def text_config(config: object) -> object:
 
 def find_int(config: object, *names: str) -> int | None:
     """Returns the first of the named attributes that is not None; None where there is none.
-
-    Args:
-        config: any object with attributes.
-        *names: by which families call the size.
 
     Raises:
         ConfigError: it is no whole number from 1 to below 2**31.

@@ -85,10 +85,6 @@ _STANDS_FOR: dict[str, tuple[tuple[str, float], ...]] = {
 def curve_for(curves: Mapping[str, Curve], dtype_name: str) -> Curve:
     """The curve of a dtype, or what its nearest relative lets expect.
 
-    Args:
-        curves: by dtype name, as in `HardwareProfile.matmul_flops`.
-        dtype_name: such as "bfloat16".
-
     Returns:
         `curves[dtype_name]` where it is listed. Else the other 16-bit dtype's curve for a 16-bit
         one, half of float32's for float64, a tenth of a 16-bit one's for float32 (tensor cores
@@ -218,10 +214,6 @@ def profile_to_json(profile: HardwareProfile) -> str:
 def profile_from_json(text: str, *, where: str) -> HardwareProfile:
     """Read a profile.
 
-    Args:
-        text: JSON as `profile_to_json` writes it.
-        where: name of the file, for messages.
-
     Raises:
         ConfigError: it is not JSON, or as `profile_from_dict`.
     """
@@ -234,10 +226,6 @@ def profile_from_json(text: str, *, where: str) -> HardwareProfile:
 
 def profile_from_dict(data: object, *, where: str) -> HardwareProfile:
     """Make a profile of plain JSON types.
-
-    Args:
-        data: as `profile_to_dict` returns it.
-        where: name of the file, for messages.
 
     Raises:
         ConfigError: another format version, an unknown or missing key, or a value that is not what

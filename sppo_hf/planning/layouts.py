@@ -210,14 +210,7 @@ class SearchSpace:
 
 
 def bounds_of(curve: PrefixCost, total_tokens: int, num_chunks: int, partition: Cut) -> Bounds:
-    """Cuts a sequence as a layout says.
-
-    Args:
-        curve: what a prefix costs.
-        total_tokens: length of the sequence.
-        num_chunks: how many.
-        partition: how.
-    """
+    """Cuts a sequence as a layout says."""
     if partition == "even":
         return even_bounds(total_tokens, num_chunks)
     if partition == "bounded":

@@ -3,9 +3,8 @@
 A `StepProgram` is all that is known of a step before it runs: the computations in their order (its
 points), each with its seconds and with the bytes that it takes and gives back on every tier, and
 the copies beside them, which follow from byte counts alone. The estimate is the running sum of
-these bytes, the simulator adds up the same, the linear program takes its rows from the same
-arrays, and `pipeline_cost` sums these over the layers of a stage. Knows nothing of how decisions
-are found.
+these bytes, the simulator adds up the same, the linear program takes its rows from the same arrays,
+and `pipeline_cost` sums these over the layers of a stage.
 
 [Note: when bytes come and go] A point takes bytes when it begins and gives back when it ends, so a
 peak is always at a point's begin, and no stall changes it. On the device, what a layer saves is
@@ -87,13 +86,7 @@ def lower(decisions: Decisions, cost: ModelCost) -> StepProgram:
 def estimate(
     shape: ModelShape, decisions: Decisions, *, device_kind: str = "cuda"
 ) -> MemoryEstimate:
-    """Predicts the bytes of one forward (and backward, when training) on one device.
-
-    Args:
-        shape: the model.
-        decisions: bounds, modes, tiers and look-ahead.
-        device_kind: "cpu" or "cuda".
-    """
+    """Predicts the bytes of one forward (and backward, when training) on one device."""
     return StepProgram(decisions, shape, device_kind).estimate
 
 

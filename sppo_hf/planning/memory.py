@@ -1,9 +1,9 @@
 """Where the bytes of a step come from: what layers, chunks and the model's ends take, as arrays.
 
 `ByteTables` has the quantities, each in one place; who holds them from when to when is said by
-`lowering`, and by `pipeline_cost` for the units of a pipeline. Knows nothing of torch, speeds,
-modes or a config's budgets. Every figure is a prediction from the model's shape and the batch;
-those that are assumptions rather than consequences say so (`optimizer`, `workspace`, `reserve`).
+`lowering`, and by `pipeline_cost` for the units of a pipeline. Every figure is a prediction from
+the model's shape and the batch; those that are assumptions rather than consequences say so
+(`optimizer`, `workspace`, `reserve`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,7 @@ GRAPH_NODE_BYTES = 730
 
 
 def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> ByteTables:
-    """Returns the tables of a batch; those of one batch are made once, whatever its modes are.
-
-    Args:
-        shape: the model.
-        decisions: the batch: rows, bounds, tile, order, where K/V wait. Modes are not looked at.
-        device_kind: "cpu" or "cuda".
-    """
+    """Returns the tables of a batch; those of one batch are made once, whatever its modes are."""
     return _byte_tables(
         _Same(shape),
         decisions.bounds,

@@ -2,7 +2,7 @@
 
 A step is a row of points: the computations of a device in their order. A `Level` is one cause's
 bytes on one tier over these; all of an estimate is read off such levels, and so are the changes
-that a simulator adds up. Knows nothing of models, plans or how the figures come about.
+that a simulator adds up.
 """
 
 from __future__ import annotations
@@ -226,18 +226,11 @@ class MemorySnapshot:
 
 
 class MemoryEstimate:
-    """Predicted bytes per tier over a step."""
+    """Predicted bytes per tier over a step: what stands all along, and what comes and goes."""
 
     def __init__(
         self, points: Points, standing: Mapping[Tier, Mapping[Cause, int]], levels: Levels
     ) -> None:
-        """Prepare to be asked.
-
-        Args:
-            points: of the step.
-            standing: what is there all along.
-            levels: what comes and goes.
-        """
         self._points = points
         self._standing = standing
         self._levels = levels

@@ -285,11 +285,6 @@ Tracer = Callable[[Any, Training], ModelProfile]
 def find_profile(config: object, training: Training, trace: Tracer) -> ModelProfile:
     """Returns a model's profile: shipped, kept from before, or traced now and kept.
 
-    Args:
-        config: of a causal language model.
-        training: how it is trained.
-        trace: makes a profile where there is none.
-
     Raises:
         SPPOError: as `trace` does.
     """

@@ -279,8 +279,7 @@ class ModelShape:
     def linear_flops_per_token(self, layer: int | None = None) -> int:
         """Forward FLOPs of all matrix products but attention's, for one token.
 
-        Args:
-            layer: one decoder layer; None for the whole model with its head.
+        Of one decoder layer; None is the whole model with its head.
         """
         if layer is not None:
             return self.layers[layer].forward_flops
@@ -291,10 +290,8 @@ class ModelShape:
 
         The gradient of each input that needs one, and of each weight that is trained. Without
         adapters but with frozen parameters (it is not known which), the latter are counted by the
-        trained share of all parameters.
-
-        Args:
-            layer: one decoder layer; None for the whole model with its head.
+        trained share of all parameters. Of one decoder layer; None is the whole model with its
+        head.
         """
         if layer is not None:
             return self._backward_flops(self.layers[layer])

@@ -1,8 +1,7 @@
 """What settings leave open about a pipeline, decided by simulation: its schedule and its chunks.
 
 Also how long a step of all its stages together takes. Without speeds a rule decides, and says so.
-Stages, ranks and rows are given: layouts over devices are `cluster`'s business. Knows nothing of
-torch or of ranks.
+Stages, ranks and rows are given: layouts over devices are `cluster`'s business.
 """
 
 from __future__ import annotations
@@ -68,14 +67,6 @@ def rule_choice(
 ) -> PipelineChoice:
     """Decides without speeds: four units a stage, by one schedule.
 
-    Args:
-        config: the settings.
-        shape: the model, or what a rank has of it.
-        total_tokens: length of each row.
-        micro_batches: of a step.
-        device_kind: "cuda" or "cpu".
-        may_share: whether ranks can share units in this step.
-
     Raises:
         ConfigError: the settings do not fit this length.
     """
@@ -121,16 +112,6 @@ def choose_pipeline(
     What is kept of layers and where K/V wait is, for each candidate, the first of `_ways` that
     fits; each stage's own plan decides anew later. Finer cuts are tried as long as they can be
     simulated in a moment.
-
-    Args:
-        config: the settings.
-        shape: the whole model.
-        total_tokens: length of each row.
-        micro_batches: of a step.
-        batch_rows: rows of each.
-        device: a rank's; without a profile the rule decides.
-        dtype_name: dtype of the compute.
-        may_share: whether ranks can share units of this model.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -241,9 +222,6 @@ def stage_seconds(plan: Plan) -> StageSeconds:
     """Returns how long each kind of a stage's units takes, by chunk: layers and modes added up.
 
     Parts are those of K/V streams; of a unit that ranks share the seconds are those of the whole.
-
-    Args:
-        plan: a stage's, made with costs.
     """
     assert plan.cost is not None, "asked where speeds are known"
     program, cost = plan.program(), plan.cost

@@ -1,8 +1,7 @@
 """PipelineCost: seconds and bytes of every action of a schedule over ranks, for a real model.
 
 `sppo_hf.schedule.simulate_pipeline` asks it. All figures come from ModelCost and from the terms of
-the memory estimate, so a pipeline of one rank and the planner agree. Knows nothing of how a
-schedule was made.
+the memory estimate, so a pipeline of one rank and the planner agree.
 
 [Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
 actions of their own (K, O; L and S behind the host) on the lanes that frames are copied on. Each
@@ -801,11 +800,6 @@ def bytes_of_slices(costs: PipelineCost, schedule: Schedule, rank: int) -> dict[
 
     At most, and of K/V, their sums and messages: what the note on slices says. The stage's own plan
     counts one row's K/V and their sums.
-
-    Args:
-        costs: of the schedule.
-        schedule: compute alone.
-        rank: whose.
     """
     lowered = lower(schedule, streams=costs.streams)
     timeline = simulate_pipeline(lowered, seconds=costs.seconds, changes=costs.changes)

@@ -2,8 +2,8 @@
 
 `make_plan` turns a request (settings, a model's shape, a device's facts) into chunk bounds, a mode
 per (layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit, saying
-which budget breaks, by how many bytes, and what helps. It knows nothing of torch or of how anything
-is carried out. A Plan is a value: the engine, the tables and the tests read the same.
+which budget breaks, by how many bytes, and what helps. A Plan is a value: the engine, the tables
+and the tests read the same.
 """
 
 from __future__ import annotations

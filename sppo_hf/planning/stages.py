@@ -96,11 +96,6 @@ def _split(
 def balanced_stages(cost: ModelCost, bounds: Bounds, num_stages: int) -> tuple[range, ...]:
     """Cuts a model so that stages take the same time for a whole sequence, head and loss counted.
 
-    Args:
-        cost: seconds of every unit.
-        bounds: the chunks of a sequence.
-        num_stages: how many stages.
-
     Raises:
         ConfigError: fewer than one stage, or more than layers.
     """
@@ -178,14 +173,6 @@ def pipeline_bounds(
 ) -> Bounds:
     """Cuts the sequences of a pipeline; more often than for one device where that fills it.
 
-    Args:
-        config: the settings; what they say about chunks is done.
-        shape: the whole model.
-        total_tokens: length of each row.
-        stages: stages of the pipeline.
-        micro_batches: micro-batches of a step.
-        device_kind: "cuda" or "cpu".
-
     Raises:
         ConfigError: the settings do not fit this length.
     """
@@ -241,10 +228,7 @@ def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> 
 def streams_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[Stream]:
     """Returns what keys and values do beside the units of stages, where they wait elsewhere.
 
-    Args:
-        tables: bytes of the chunks.
-        kv_tier: where they wait.
-        stages: of each stage, [kinds] its layers of each kind.
+    `stages` are the layers of each kind of each stage: [kinds].
     """
     behind = TIERS[kv_tier].behind_host
     copies: tuple[tuple[Kind, int, Bytes], ...] = (

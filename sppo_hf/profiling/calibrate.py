@@ -1,8 +1,7 @@
 """Measuring a HardwareProfile on this machine: what is measured, how large, and in which order.
 
 Takes under a minute on a CPU and under two on a GPU, because every measurement has a limit in
-seconds of its own. Knows nothing of where profiles are kept (`planning/profile_store.py`) nor of
-the command line. This synchronises with the device; it is no part of a training step.
+seconds of its own. This synchronises with the device; it is no part of a training step.
 """
 
 from __future__ import annotations

@@ -231,11 +231,7 @@ def _room_bytes(device: torch.device) -> int:
 
 
 def backends_table(group: Group) -> Lines:
-    """TFLOPS of forward and backward at every size, the fastest of both together in bold.
-
-    Args:
-        group: measured points.
-    """
+    """TFLOPS of forward and backward at every size, the fastest of both together in bold."""
     names = list(dict.fromkeys(point.backend for point in group.points))
     table = Table(title=f"{group}: TFLOPS forward / backward", title_justify="left")
     table.add_column("chunk", justify="right")
@@ -274,11 +270,6 @@ def best_of(row: dict[str, Point]) -> Point | None:
 
 def draw_backends(groups: Sequence[Group], path: str | Path, *, title: str) -> None:
     """Draw TFLOPS against chunk length: a row for each group, a panel for each prefix.
-
-    Args:
-        groups: at least one with a measured point.
-        path: file to write; its ending says what kind.
-        title: the device's name, say.
 
     Raises:
         ConfigError: as `new_figure`, or nothing was measured.

@@ -188,10 +188,7 @@ def start_table(title: str) -> Table:
 def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
     """Adds what is done and how long it is predicted to take.
 
-    Args:
-        table: made by `start_table`.
-        plan: what to add.
-        layers: whether to say of groups of chunks what becomes of their layers.
+    `layers`: whether to say of groups of chunks what becomes of their layers.
     """
     rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows x "
     purpose = "training" if plan.training else "evaluation"
@@ -375,13 +372,7 @@ def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> 
 
 
 def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group:
-    """Lays a measured step beside its plan, and says what is done about the difference.
-
-    Args:
-        before: the plan that ran; it has a prediction.
-        after: the plan from now on.
-        measured: a step of `before`.
-    """
+    """Lays a measured step beside its plan, and says what is done about the difference."""
     planned = before.prediction
     assert planned is not None, "a plan is corrected where it predicted something"
     title = "SPPO: measured beside planned"

@@ -50,12 +50,6 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     Below, the bytes on each rank's device over time where the timeline has them, otherwise the
     units that are alive.
 
-    Args:
-        schedule: what was run.
-        timeline: when.
-        path: file to write; its ending says what kind.
-        title: the schedule's name and size, say.
-
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
         OSError: the file cannot be written.
@@ -312,14 +306,6 @@ def draw_comparison(
     """Draws a measured step and its simulation into a file.
 
     A pair of rows for each rank: measured above, simulated below. Dashed lines mark both ends.
-
-    Args:
-        schedule: what was run.
-        measured: see `measured_timeline.measured_timeline`.
-        simulated: with `measured_timeline.mean_seconds`.
-        difference: what they differ by, told in words.
-        path: file to write; its ending says what kind.
-        title: the schedule's name and size, say.
 
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is not one that can be drawn.

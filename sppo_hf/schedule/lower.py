@@ -151,10 +151,6 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
 
     When they run, and what waits for them: `dependencies`. Each rank that shares a unit has its
     own, of its heads.
-
-    Args:
-        schedule: with the copies of its frames, without transfers.
-        streams: which.
     """
     if not streams:
         return schedule

@@ -1,8 +1,8 @@
 """A run as it was measured, beside the simulation of its schedule.
 
 From what each rank noted down (action, begin, end) comes a Timeline as `simulate_pipeline` returns,
-durations to simulate with, and a sum of what measured and simulated step differ by. Knows nothing
-of who noted it down, but that all ranks read the same clock, as processes of one machine do.
+durations to simulate with, and a sum of what measured and simulated step differ by. All ranks read
+the same clock, as processes of one machine do.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ class ActionRecord(NamedTuple):
 
 def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> Timeline:
     """Makes a Timeline of a measured step: each rank's compute, without the time that it waited.
-
-    Args:
-        schedule: what was run.
-        executed: what each rank did, in its order, all of one step.
 
     Returns:
         A timeline with the lanes "0.compute", "1.compute" and so on. It begins when the first rank

@@ -1,7 +1,7 @@
 """A Timeline: when each action of a schedule ran, what it waited for, and the bytes over time.
 
 `simulate` makes one from durations; a measured run can make the same from what it recorded, so the
-two can be laid over each other. Knows nothing of how the times came about.
+two can be laid over each other.
 """
 
 from __future__ import annotations

@@ -31,12 +31,6 @@ def run_in_process(
 ) -> Row:
     """Runs a job in a process of its own.
 
-    Args:
-        job: what to run.
-        timeout_seconds: after which the process is ended.
-        log: file for what it writes to stderr, anew.
-        command: to which the job is added in JSON.
-
     Returns:
         Its last row; where it did not come to its end, the last that was known, with a status and a
         reason that say how it ended.

@@ -124,10 +124,6 @@ _IGNORED = -100
 def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
     """Gives a model the ideal's forward, in place and for good.
 
-    Args:
-        model: a causal language model, bare or wrapped by PEFT.
-        tile_tokens: tokens per tile of the loss.
-
     Returns:
         The same model; it takes `input_ids` `[B, T]` and `labels` `[B, T]` and returns a loss.
 
@@ -269,19 +265,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
     folder: str,
 ) -> Trainer:
-    """Makes the Trainer of a contender.
-
-    Args:
-        job: what is measured.
-        model: made by `build_model`; changed in place.
-        kernel: its attention kernel.
-        shape: the model in numbers.
-        contender: who trains.
-        plugin: made by `make_plugin`; None for contenders that are not ours.
-        num_steps: optimizer steps.
-        callbacks: what watches.
-        folder: where a Trainer may write; nothing is saved.
-    """
+    """Makes the Trainer of a contender."""
     if contender.tiled:
         kind = torch.device(job.device).type
         make_ideal(model, tile_tokens=loss_tile_tokens(shape, device_kind=kind))

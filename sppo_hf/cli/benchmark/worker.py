@@ -59,14 +59,9 @@ if TYPE_CHECKING:
 
 
 class StepClock(TrainerCallback):
-    """Seconds and loss of every optimizer step."""
+    """Seconds and loss of every optimizer step, at whose ends the device is waited for."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start with no steps.
-
-        Args:
-            device: is waited for at the ends of a step.
-        """
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.on_step: Callable[[], None] = lambda: None
@@ -103,11 +98,6 @@ class UnitClock(StepObserver):
     """Seconds per chunk, forward and backward, of every step of ours, and the plan's words."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start with no steps.
-
-        Args:
-            device: its kind decides between events and the host's clock.
-        """
         self.plan: Plan | None = None
         self.records: list[StepRecord] = []
         self._kind = device.type
@@ -449,10 +439,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def run_job(job: Job, tell: Callable[[Row], None]) -> None:
     """Runs a job in this process.
-
-    Args:
-        job: what to measure.
-        tell: takes rows; the last one is the result.
 
     Raises:
         ConfigError: a setting is wrong.
