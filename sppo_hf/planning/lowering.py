@@ -4,7 +4,7 @@ A `StepProgram` is all that is known of a step before it runs: the computations 
 points), each with its seconds and with the bytes that it takes and gives back on every tier, and
 the copies beside them, which follow from byte counts alone. The estimate is the running sum of
 these bytes, the simulator adds up the same, the linear program takes its rows from the same arrays,
-and `pipeline_cost` sums these over the layers of a stage.
+and `pipeline_cost` adds up the tables beneath it over the layers of a stage.
 
 [Note: when bytes come and go] A point takes bytes when it begins and gives back when it ends, so a
 peak is always at a point's begin, and no stall changes it. On the device, what a layer saves is
@@ -584,30 +584,17 @@ class _Tape(NamedTuple):
     """Which are keys and values of a layer."""
 
 
-class Lifetime(NamedTuple):
-    """When bytes that wait for a backward come and go: [kinds, chunks] each."""
+def _kv_lifetimes(tables: ByteTables) -> Iterator[tuple[Cause, tuple[Bytes, Bytes, Bytes]]]:
+    """Yields, of keys and values and of their gradient sums, when they come and go where K/V wait.
 
-    cause: Cause
-    """What they are."""
-
-    taken_forward: Bytes
-    """What a forward takes."""
-
-    taken_backward: Bytes
-    """What a backward takes."""
-
-    given: Bytes
-    """What a backward gives back."""
-
-
-def kv_lifetimes(tables: ByteTables) -> Iterator[Lifetime]:
-    """Yields those of keys and values and of their gradient sums, on the tier where K/V wait."""
-    yield Lifetime(Cause.KV, tables.kv, np.zeros_like(tables.kv), tables.kv * tables.training)
+    [kinds, chunks] each: what a forward takes, what a backward takes, what a backward gives back.
+    """
+    yield Cause.KV, (tables.kv, np.zeros_like(tables.kv), tables.kv * tables.training)
     if tables.training:
         # The first backward writes the sums of all chunks before it.
         written = np.zeros_like(tables.dkv)
         written[:, -1] = tables.dkv.sum(axis=1)
-        yield Lifetime(Cause.DKV, np.zeros_like(tables.dkv), written, tables.dkv)
+        yield Cause.DKV, (np.zeros_like(tables.dkv), written, tables.dkv)
 
 
 def _waiting(
@@ -643,7 +630,7 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     points, tier = tables.points, tables.kv_tier
     levels: dict[Tier, dict[Cause, Level]] = {tier: {} for tier in TIERS}
     device = levels["device"]
-    for cause, *sizes in kv_lifetimes(tables):
+    for cause, sizes in _kv_lifetimes(tables):
         forward, backward, given = map(tables.of_layers, sizes)
         ended: Bytes | int = 0
         if points.by_layer and cause is Cause.KV:

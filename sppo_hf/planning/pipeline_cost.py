@@ -22,8 +22,9 @@ units, beside the first of them, and gradients go back to it beside the last: th
 more stage's. Each device of a node's part of a group gets its share from its like and the rest from
 its neighbours.
 
-[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks (a run) have
-stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a chunk a rank may hold slices twice:
+[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks (a run; without
+shared units all of them) have stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a
+chunk a rank may hold slices twice:
 - From the first unit of a run on, its ranks have their heads of all chunks before, too, until the
   run's last backward has ended; the run before keeps its own.
 - What comes from other ranks for that waits on the device until that unit, wherever K/V rest.
@@ -50,7 +51,6 @@ from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.lowering import Lifetime, kv_lifetimes
 from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
 from sppo_hf.planning.model_profile import head_granules
@@ -374,10 +374,9 @@ class PipelineCost:
         kind, stage, chunk, _, _ = action
         forward = stream_way(action) == (0 if kind in ("K", "O") else 1)
         come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
-        if self.messages:
-            share = self._share(stage, chunk)
-            slices = self._streamed_slices(stage, chunk, stream_share(action), forward=forward)
-            come, leave = (int(n * share) + m for n, m in zip((come, leave), slices, strict=True))
+        share = self._share(stage, chunk)
+        slices = self._streamed_slices(stage, chunk, stream_share(action), forward=forward)
+        come, leave = (int(n * share) + m for n, m in zip((come, leave), slices, strict=True))
         if kind == "K":
             return self.cost.h2d_seconds(come, both=True)
         if kind == "O":
@@ -519,7 +518,7 @@ class PipelineCost:
         """What one rank's action changes; of a shared unit its share of what the whole would."""
         if is_stream(Action(kind, stage, chunk, None, part)):
             return  # what keys and values hold is their unit's
-        if self.messages and kind in ("F", "B"):
+        if kind in ("F", "B", "I"):
             yield from self._slices_changed(kind, stage, chunk, part)
         ranks = self.shared_units.get((stage, chunk))
         if part is None or ranks is None:
@@ -565,7 +564,7 @@ class PipelineCost:
         packed = sum(map(self._passed_bytes, self._made.get(action, ())))
         if away:
             forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
-            passing = {Cause.KV: backward, Cause.DKV: sums} if kind == "B" else {Cause.KV: forward}
+            passing = {Cause.KV: forward} if kind == "F" else {Cause.KV: backward, Cause.DKV: sums}
             share = self._copies(action) / len(run.ranks)
             yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
         if kind == "F":
@@ -626,8 +625,6 @@ class PipelineCost:
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
         if kind in ("F", "B", "I"):
             yield from self._passing(device, kind, stage, chunk)
-            if not self.messages:
-                yield from self._kv_changed(kind, stage, chunk, rank)
             if self.shards > 1:
                 yield from self._gathered(device, kind, stage)
         if not self.messages:
@@ -663,33 +660,10 @@ class PipelineCost:
             sizes[Cause.GRADIENTS] = held.gradients // count
         yield from _during(device, sizes)
 
-    def _kv_changed(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
-        """K/V and their gradient sums, where they wait and while they pass the device."""
-        device, waits = (f"{rank}.{t}" for t in ("device", self.kv_tier))
-        if self.kv_tier != "device":
-            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
-            streamed = {Cause.KV: forward, Cause.DKV: 0}
-            if kind != "F":
-                streamed = {Cause.KV: backward, Cause.DKV: sums}
-            yield from _during(device, streamed)
-        for cause, forward, backward, given in self._lifetimes:
-            taken = forward if kind == "F" else backward
-            yield Change(waits, cause, int(taken[stage, chunk]))
-            if kind != "F":
-                yield Change(waits, cause, -int(given[stage, chunk]), "end")
-
     @cached_property
     def _graph(self) -> Bytes:
         """[stages, chunks] Autograd's graph, on a CPU."""
         return self._counts @ self._tables.graph
-
-    @cached_property
-    def _lifetimes(self) -> tuple[Lifetime, ...]:
-        """[stages, chunks] Those of the one lowering, added up over the layers of each stage."""
-        return tuple(
-            Lifetime(cause, *(self._counts @ sizes for sizes in tables))
-            for cause, *tables in kv_lifetimes(self._tables)
-        )
 
     def _transferred(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         """Buffers of what passes between ranks: one till it is sent, the other till it is used.
