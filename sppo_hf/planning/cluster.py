@@ -90,7 +90,7 @@ class LowerBounds:
         cost: ModelCost,
         total_tokens: int,
         rows: int,
-        exchange_rate: Callable[[int], float] = lambda _: math.inf,
+        exchange_rate: Callable[[int], float],
     ) -> None:
         self._cost = cost
         self._costs = {1: cost}
@@ -432,13 +432,10 @@ class ClusterQuestion:
     """Whether ranks of a pipeline can share units of this model (`head_granules`), where its heads
     can be divided among them."""
 
-    bounds_of_layout: LowerBounds = field(init=False, repr=False, compare=False)
-    """What layouts take at least."""
-
-    def __post_init__(self) -> None:
-        """Prepare to look at layouts."""
-        bounds_of_layout = LowerBounds(self.cost, self.total_tokens, self.rows, self.exchange_rate)
-        object.__setattr__(self, "bounds_of_layout", bounds_of_layout)
+    @cached_property
+    def bounds_of_layout(self) -> LowerBounds:
+        """What layouts take at least."""
+        return LowerBounds(self.cost, self.total_tokens, self.rows, self.exchange_rate)
 
     @property
     def ranks_per_node(self) -> int:

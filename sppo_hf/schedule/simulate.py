@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.timeline import ByteEvent, Record, Timeline
+from sppo_hf.schedule.timeline import ByteEvent, Timeline
 
 _NEIGHBOURS_SHOWN = 3
 
@@ -66,16 +66,14 @@ def simulate_positions(
         stuck = [(run.actions[at], run.actions[other]) for at, other in run.blocked.values()]
         raise DeadlockError(_deadlock(tuple(lanes), run), stuck)
     return Timeline(
-        Record(
-            actions=run.actions,
-            positions=run.positions,
-            lanes=dict(zip(lanes, run.ranges, strict=True)),
-            starts=run.starts,
-            ends=run.ends,
-            readies=run.readies,
-            latest=run.latest,
-            events=_byte_events(run, changes, standing),
-        )
+        actions=run.actions,
+        positions=run.positions,
+        ranges=dict(zip(lanes, run.ranges, strict=True)),
+        starts=run.starts,
+        ends=run.ends,
+        readies=run.readies,
+        latest=run.latest,
+        events=_byte_events(run, changes, standing),
     )
 
 
@@ -89,7 +87,7 @@ class DeadlockError(ScheduleError):
 
 
 class _Run:
-    """The state of a simulation, position by position (`Record` says what that is)."""
+    """The state of a simulation, position by position (`Timeline` says what that is)."""
 
     def __init__(self, lanes: Mapping[str, Sequence[Action]]) -> None:
         self.actions = [action for lane in lanes.values() for action in lane]
