@@ -53,12 +53,8 @@ _LEAST_SECONDS = 1e-12
 _WIDEST_TEXT = 200
 
 
-class Offload(StrEnum):
-    """What of each frame leaves the device; a choice on the command line."""
-
-    none = "none"
-    full = "full"
-    sppo = "sppo"
+Offload = StrEnum("Offload", ["none", "full", "sppo"])
+"""What of each frame leaves the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
