@@ -39,7 +39,7 @@ from sppo_hf.schedule.lower import Stream
 
 
 def split_layers(
-    layer_costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+    layer_costs: Sequence[float], num_stages: int, *, last: float = 0.0
 ) -> tuple[range, ...]:
     """Cuts layers into stages so that the most expensive stage costs as little as possible.
 
@@ -48,20 +48,17 @@ def split_layers(
     Args:
         layer_costs: of each layer, in any unit.
         num_stages: how many runs of at least one layer.
-        first: what the first stage has beside its layers: the embedding.
-        last: what the last has: head and loss.
+        last: what the last stage has beside its layers: head and loss.
 
     Raises:
         ConfigError: fewer than one stage, or more stages than layers.
     """
-    return _split(tuple(layer_costs), num_stages, first, last)
+    return _split(tuple(layer_costs), num_stages, last)
 
 
 # Layouts that differ in what they keep or send away ask for the same stages.
 @lru_cache(maxsize=256)
-def _split(
-    layer_costs: tuple[float, ...], num_stages: int, first: float, last: float
-) -> tuple[range, ...]:
+def _split(layer_costs: tuple[float, ...], num_stages: int, last: float) -> tuple[range, ...]:
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
@@ -71,8 +68,7 @@ def _split(
     sums = [0.0, *accumulate(layer_costs)]
 
     def cost(start: int, end: int) -> float:
-        ends = (first if start == 0 else 0.0) + (last if end == num_layers else 0.0)
-        return sums[end] - sums[start] + ends
+        return sums[end] - sums[start] + (last if end == num_layers else 0.0)
 
     # By end of the stages so far: (highest cost, sum of squares), and where the last one begins.
     best = {end: ((cost(0, end), cost(0, end) ** 2), 0) for end in range(1, num_layers + 1)}
@@ -123,8 +119,7 @@ class StageWeights:
     @classmethod
     def of(cls, shape: ModelShape, layers: range) -> StageWeights:
         """Counts the parameters of a run of layers, and of what stands at the model's ends."""
-        works = shape.layers
-        held = [works[layer] for layer in layers]
+        held = shape.layers[layers.start : layers.stop]
         first, last = layers.start == 0, layers.stop == shape.num_layers
         table = shape.vocab_size * shape.hidden_size
         adapters = sum(work.adapter_weights for work in held)
@@ -134,7 +129,7 @@ class StageWeights:
         if first:
             # Positions and the like stand beside the embedding.
             own += _ends(shape) - shape.hidden_size - (0 if shape.tied else table)
-        all_adapters = sum(work.adapter_weights for work in works)
+        all_adapters = sum(work.adapter_weights for work in shape.layers)
         # Not the dtype's size, for quantised weights.
         size = (shape.weight_bytes - shape.lora_bytes) / (shape.total_parameters - all_adapters)
         weights = round(own * size)
@@ -149,8 +144,7 @@ class StageWeights:
 
 def _ends(shape: ModelShape) -> int:
     """Parameters outside decoder layers: embedding, positions, final norm, head."""
-    works = shape.layers
-    inside = sum(work.total_weights + work.adapter_weights for work in works)
+    inside = sum(work.total_weights + work.adapter_weights for work in shape.layers)
     return shape.total_parameters - inside
 
 

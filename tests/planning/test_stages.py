@@ -171,13 +171,12 @@ def test_the_first_of_a_stage_to_read_keys_of_another_stage_stores_them() -> Non
     assert kept == [[False, False, True], [False, False, True]]
 
 
-def brute_force(costs: list[int], num_stages: int, first: int, last: int) -> int:
+def brute_force(costs: list[int], num_stages: int, last: int) -> int:
     """The least maximum over all cuts."""
     best = None
     for cuts in combinations(range(1, len(costs)), num_stages - 1):
         bounds = [0, *cuts, len(costs)]
         stages = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-        stages[0] += first
         stages[-1] += last
         best = max(stages) if best is None else min(best, max(stages))
     assert best is not None
@@ -188,18 +187,16 @@ def brute_force(costs: list[int], num_stages: int, first: int, last: int) -> int
     st.lists(st.integers(0, 20), min_size=1, max_size=8),
     st.integers(1, 8),
     st.integers(0, 30),
-    st.integers(0, 30),
 )
-def test_no_cut_is_better(costs: list[int], num_stages: int, first: int, last: int) -> None:
+def test_no_cut_is_better(costs: list[int], num_stages: int, last: int) -> None:
     if num_stages > len(costs):
         return
-    stages = split_layers(costs, num_stages, first=first, last=last)
+    stages = split_layers(costs, num_stages, last=last)
     assert [layer for stage in stages for layer in stage] == list(range(len(costs)))
     assert len(stages) == num_stages
     held = [sum(costs[layer] for layer in stage) for stage in stages]
-    held[0] += first
     held[-1] += last
-    assert max(held) == brute_force(costs, num_stages, first, last)
+    assert max(held) == brute_force(costs, num_stages, last)
     assert all(len(stage) >= 1 for stage in stages)
 
 
@@ -211,7 +208,6 @@ def test_equal_layers_are_spread_evenly() -> None:
 
 def test_a_dear_head_shortens_the_last_stage() -> None:
     assert [len(s) for s in split_layers([1.0] * 32, 4, last=4.0)] == [9, 9, 9, 5]
-    assert [len(s) for s in split_layers([1.0] * 32, 4, first=4.0)] == [5, 9, 9, 9]
 
 
 @pytest.mark.parametrize("num_stages", [0, 3])

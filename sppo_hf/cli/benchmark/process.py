@@ -91,13 +91,13 @@ def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def last_line(log: Path, most_chars: int = 300) -> str:
+def last_line(log: Path) -> str:
     """Returns the last line of a log that is not blank; of a traceback that is the error."""
     with log.open(encoding="utf-8", errors="replace") as file:
         lines = deque((line.strip() for line in file if line.strip()), maxlen=200)
     # What was told to stderr after the error (a warning at exit, say) does not say what failed.
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return (errors or list(lines) or [""])[-1][:most_chars]
+    return (errors or list(lines) or [""])[-1][:300]
 
 
 def _end(process: subprocess.Popen[str]) -> str:
