@@ -79,12 +79,7 @@ def calibrate(
 def _measure(
     device_name: str, dtype_names: Sequence[str], offload_dir: Path | None, quick: bool
 ) -> HardwareProfile:
-    """Measure with a progress bar on stderr.
-
-    Raises:
-        ConfigError: as `sppo_hf.profiling.calibrate.calibrate`.
-        typer.BadParameter: the device's name is none.
-    """
+    """Measure with a progress bar on stderr."""
     import torch
 
     from sppo_hf.profiling.calibrate import calibrate as measure

@@ -136,11 +136,7 @@ def _print_checkpoints(found: dict[str, Any]) -> None:
 
 
 def _chunks(text: str) -> dict[str, Any]:
-    """`num_chunks` or `chunk_lengths` from "4" or "9,6,14".
-
-    Raises:
-        typer.BadParameter: it is neither.
-    """
+    """`num_chunks` or `chunk_lengths` from "4" or "9,6,14"."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -239,12 +239,7 @@ def _write_files(answer: PlanResult, title: str, figure: Path | None, trace: Pat
 def _cluster_question(
     arguments: given.PlanningArguments, *, gpus: int, gpus_per_node: int, link: str | None
 ) -> ClusterQuestion:
-    """Reads the model, length and machine of the command line.
-
-    Raises:
-        ConfigError: a value is refused.
-        UnsupportedModelError: the engine refuses such models.
-    """
+    """Reads the model, length and machine of the command line."""
     chosen = {
         "--num-chunks": arguments.num_chunks != "auto",
         "--partition": arguments.partition.value != "auto",

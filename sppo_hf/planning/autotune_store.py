@@ -140,11 +140,7 @@ def _put(written: Path, path: Path) -> None:
 
 
 def _from_json(text: str) -> AutotuneResult:
-    """Read what `publish_autotune` wrote.
-
-    Raises:
-        ValueError: it is something else (also as KeyError or TypeError).
-    """
+    """Read what `publish_autotune` wrote."""
     read: dict[str, Any] = json.loads(text)
     laps = tuple(
         Timing(str(lap["name"]), float(lap["seconds"]), float(lap["flops_per_second"]))

@@ -263,11 +263,7 @@ def profile_from_dict(data: object, *, where: str) -> HardwareProfile:
 def _read(
     where: str, name: str, value: object, allowed: str, read: Callable[[object], object]
 ) -> object:
-    """`value` as its field holds it.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """`value` as its field holds it."""
     try:
         return read(value)
     except ConfigError as error:

@@ -233,11 +233,7 @@ def profile_path(device_name: str, kind: str, versions: Mapping[str, str]) -> Pa
 
 
 def _read_file(path: Path) -> HardwareProfile:
-    """Read a profile's file.
-
-    Raises:
-        ConfigError: it cannot be read, or is refused.
-    """
+    """Read a profile's file."""
     text = read_text(
         path,
         what="hardware profile",

@@ -265,11 +265,7 @@ def _silent(title: str, done: int, total: int) -> None:
 
 
 def _checked_device(device: torch.device) -> torch.device:
-    """The device with its number.
-
-    Raises:
-        ConfigError: its type is not one that is measured, or it is not there.
-    """
+    """The device with its number."""
     if device.type == "cpu":
         return torch.device("cpu")
     number = device.index or 0
@@ -284,11 +280,7 @@ def _checked_device(device: torch.device) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name.
-
-    Raises:
-        ConfigError: it is none that models are trained in.
-    """
+    """The torch dtype of a name."""
     allowed = ("bfloat16", "float16", "float32", "float64")
     if name not in allowed:
         nearest = difflib.get_close_matches(name, allowed, n=1, cutoff=0)[0]

@@ -321,11 +321,7 @@ def _run(
 
 
 def _whole(moved_bytes: int) -> None:
-    """Refuse a short transfer: it happens when the disk runs full.
-
-    Raises:
-        OSError: fewer bytes than a block were moved.
-    """
+    """Refuse a short transfer: it happens when the disk runs full."""
     if moved_bytes != _BLOCK_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -360,11 +360,7 @@ class _Trace(TrainerCallback):
 
 
 def _limit_memory(job: Job, device: torch.device) -> None:
-    """Holds everyone to the budget that ours is given.
-
-    Raises:
-        ConfigError: it is no budget.
-    """
+    """Holds everyone to the budget that ours is given."""
     if job.device_memory is None or device.type != "cuda":
         return
     _, total_bytes = torch.cuda.mem_get_info(device)
