@@ -240,7 +240,7 @@ def actions_of_layout(
     schedule = generate(
         layout.schedule, Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     )
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         question.cost,
         plan.bounds,

@@ -179,7 +179,7 @@ class PipelineArguments:
             device_kind=profile.kind,
             stages=schedule.num_stages,
         )
-        costs = PipelineCost.of(
+        costs = PipelineCost(
             schedule,
             ModelCost(
                 shape=question.shape,

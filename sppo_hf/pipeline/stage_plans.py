@@ -486,10 +486,14 @@ class StagePlanCache:
             batch_rows=request.batch_rows,
         )
         compute = generate(MSP, Size(engine.mesh.pp_size, min(micro_batches, 2), len(bounds)))
-        costs = PipelineCost.of(
-            compute, cost, bounds, kv_tier=kv_tier, link_bytes_per_second=UNKNOWN_LINK
+        costs = PipelineCost(
+            compute,
+            cost,
+            bounds,
+            split=engine.staged.cut.layers,
+            kv_tier=kv_tier,
+            link_bytes_per_second=UNKNOWN_LINK,
         )
-        costs = replace(costs, stages=engine.staged.cut.layers)
         return bytes_of_slices(costs, compute, engine.mesh.pp_rank)
 
     def _announce(self, stage: int, plan: Plan) -> None:

@@ -882,7 +882,7 @@ def _simulated(
     """Simulates `rows` rows in each pipeline."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     schedule = generate(layout.schedule, size)
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         question.bounds_of_layout.cost(layout),
         question.bounds_of_layout.bounds(layout),

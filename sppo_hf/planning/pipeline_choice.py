@@ -196,7 +196,7 @@ class _Search:
             nonlocal missing
             size = Size(config.pp_size, micro_batches, len(bounds), config.pp_virtual_stages)
             schedule = generate(name, size)
-            costs = PipelineCost.of(
+            costs = PipelineCost(
                 schedule,
                 self._cost,
                 bounds,

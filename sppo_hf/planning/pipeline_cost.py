@@ -36,8 +36,8 @@ chunk a rank may hold slices twice:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import Literal, NamedTuple
@@ -88,9 +88,16 @@ class _Run(NamedTuple):
 
 
 # No slots: a cached property needs the instance's dictionary.
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PipelineCost:
-    """Costs of all stages of a model, one sequence of `bounds` per micro-batch and row."""
+    """Costs of all stages of a model, one sequence of `bounds` per micro-batch and row.
+
+    Raises:
+        ConfigError: the schedule has more stages than the model has layers.
+    """
+
+    schedule: Schedule = field(repr=False)
+    """Compute: which stages there are, on which ranks, and which units these share."""
 
     cost: ModelCost
     """Of one layer on one device; its rows are those of a micro-batch."""
@@ -98,17 +105,16 @@ class PipelineCost:
     bounds: Bounds
     """The chunks of a sequence."""
 
-    stages: tuple[range, ...]
-    """Layers of each stage."""
+    _: KW_ONLY
 
-    stage_ranks: tuple[int, ...]
-    """The rank of each stage."""
+    split: tuple[range, ...] = ()
+    """Layers of each stage; balanced where they are not given."""
 
     saved: Saved = "whole"
     """What is kept of frames; the rest is recomputed."""
 
-    ratios: tuple[tuple[float, ...], ...] = ()
-    """Share of a frame that leaves, by stage and chunk; empty where none does."""
+    offload: OffloadRule = "none"
+    """What of that leaves the device."""
 
     frame_tier: Tier = HOST
     """Where what leaves goes."""
@@ -135,17 +141,6 @@ class PipelineCost:
     shard_bytes_per_second: float = float("inf")
     """Between these devices."""
 
-    shared_units: Mapping[tuple[int, int], tuple[int, ...]] = field(
-        default_factory=dict[tuple[int, int], tuple[int, ...]]
-    )
-    """Ranks that share (stage, chunk), by part."""
-
-    granules: int | None = None
-    """How the ranks of these units divide heads, as `head_granules` says."""
-
-    messages: Mapping[Action, Message] = field(default_factory=dict[Action, Message], repr=False)
-    """By send and by receive, where units are shared: what it is an end of."""
-
     reduce_seconds: float = 0.0
     """Reduction of a stage's gradients over replicas of the pipeline."""
 
@@ -156,51 +151,61 @@ class PipelineCost:
         default_factory=dict[_Key, tuple[Change, ...]], init=False, repr=False, compare=False
     )
 
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        cost: ModelCost,
-        bounds: Bounds,
-        *,
-        saved: Saved = "whole",
-        offload: OffloadRule = "none",
-        frame_tier: Tier = HOST,
-        kv_tier: Tier = "device",
-        link_bytes_per_second: float = float("inf"),
-        node_bytes_per_second: float | None = None,
-        rank_nodes: tuple[Hashable, ...] = (),
-        devices_per_node: int = 8,
-        shards: int = 1,
-        shard_bytes_per_second: float = float("inf"),
-    ) -> PipelineCost:
-        """Cuts the model into the schedule's stages, balanced, and applies a rule to its frames.
+    def __post_init__(self) -> None:
+        assert self.schedule.num_chunks == len(self.bounds), "a unit is a chunk of a micro-batch"
+        assert self.stages, "refused here rather than when a figure is asked for"
 
-        Raises:
-            ConfigError: the schedule has more stages than the model has layers.
-        """
-        assert schedule.num_chunks == len(bounds), "a unit is a chunk of a micro-batch"
-        shared = schedule.shared_units
-        found = messages(schedule).values() if shared else ()
-        made = cls(
-            shared_units={u: r for u, r in shared.items() if u[1] < len(bounds)},
-            granules=granules_of(cost, schedule.num_ranks) if shared else None,
-            messages={end: m for m in found for end in (m.send, m.receive)},
-            cost=cost,
-            bounds=bounds,
-            stages=balanced_stages(cost, bounds, schedule.num_stages),
-            stage_ranks=schedule.stage_ranks,
-            saved=saved,
-            frame_tier=frame_tier,
-            kv_tier=kv_tier,
-            link_bytes_per_second=link_bytes_per_second,
-            node_bytes_per_second=node_bytes_per_second,
-            rank_nodes=rank_nodes,
-            devices_per_node=devices_per_node,
-            shards=shards,
-            shard_bytes_per_second=shard_bytes_per_second,
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """Layers of each stage."""
+        return self.split or balanced_stages(self.cost, self.bounds, self.schedule.num_stages)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.schedule.stage_ranks
+
+    @cached_property
+    def shared_units(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Ranks that share (stage, chunk), by part."""
+        shared = self.schedule.shared_units
+        return {unit: ranks for unit, ranks in shared.items() if unit[1] < len(self.bounds)}
+
+    @cached_property
+    def messages(self) -> dict[Action, Message]:
+        """By send and by receive, where units are shared: what it is an end of."""
+        found = messages(self.schedule).values() if self.shared_units else ()
+        return {end: message for message in found for end in (message.send, message.receive)}
+
+    @cached_property
+    def granules(self) -> int | None:
+        """How the ranks of shared units divide heads, as `head_granules` says."""
+        return granules_of(self.cost, self.schedule.num_ranks) if self.shared_units else None
+
+    @cached_property
+    def ratios(self) -> tuple[tuple[float, ...], ...]:
+        """Share of a frame that leaves, by stage and chunk; empty where none does."""
+        if self.offload == "none":
+            return ()
+        if self.offload == "full":
+            return ((1.0,) * len(self.bounds),) * len(self.stages)
+        work = self._counts @ self.cost.unit_seconds(self.bounds).forward
+        return tuple(
+            tuple(
+                leaving / len(stage)
+                for leaving in sppo_leaving(
+                    self.cost, sizes, seconds, members=len(stage), kv_bytes=kv_bytes
+                )
+            )
+            for stage, sizes, seconds, kv_bytes in zip(
+                self.stages,
+                self._frames.tolist(),
+                work.sum(axis=1).tolist(),
+                # What K/V leave of the link while forwards run.
+                self._streamed["F"][1].sum(axis=1).tolist(),
+                strict=True,
+            )
         )
-        return replace(made, ratios=made._ratios_of(offload))
 
     def leaves(self, stage: int, unit: int) -> bool:
         """Returns whether anything of a frame leaves the device."""
@@ -490,29 +495,6 @@ class PipelineCost:
         }
 
     # -- bytes ---------------------------------------------------------------------------------
-
-    def _ratios_of(self, offload: OffloadRule) -> tuple[tuple[float, ...], ...]:
-        if offload == "none":
-            return ()
-        if offload == "full":
-            return ((1.0,) * len(self.bounds),) * len(self.stages)
-        work = self._counts @ self.cost.unit_seconds(self.bounds).forward
-        return tuple(
-            tuple(
-                leaving / len(stage)
-                for leaving in sppo_leaving(
-                    self.cost, sizes, seconds, members=len(stage), kv_bytes=kv_bytes
-                )
-            )
-            for stage, sizes, seconds, kv_bytes in zip(
-                self.stages,
-                self._frames.tolist(),
-                work.sum(axis=1).tolist(),
-                # What K/V leave of the link while forwards run.
-                self._streamed["F"][1].sum(axis=1).tolist(),
-                strict=True,
-            )
-        )
 
     def _changed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> Iterator[Change]:
         """What one rank's action changes; of a shared unit its share of what the whole would."""

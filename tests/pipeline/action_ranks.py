@@ -135,7 +135,7 @@ class Held:
         profile, shape = load_profile("h100"), whole_shape(engine.parts)
         cost = ModelCost(shape=shape, profile=profile, dtype_name="float32")
         tier = plans.by_stage[0].kv_tier
-        costs = PipelineCost.of(compute, cost, plans.bounds, kv_tier=tier)
+        costs = PipelineCost(compute, cost, plans.bounds, kv_tier=tier)
         return compute, dataclasses.replace(costs, stages=engine.staged.cut.layers)
 
     def left(self) -> dict[str, tuple[int, int, int]]:

@@ -40,7 +40,7 @@ def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.Mon
         # Less with every layer, as inputs of layers behind it are left.
         widths = tuple((times + 6 - layer) * SHAPE.hidden_size for layer in range(6))
         shape = replace(SHAPE, message_elements=widths)
-        costs = PipelineCost.of(
+        costs = PipelineCost(
             generate(name, Size(3, rows, 3)),
             ModelCost(shape=shape, profile=h100, dtype_name="bfloat16"),
             bounds,

@@ -58,7 +58,7 @@ def _seconds(choice: PipelineChoice, micro_batches: int) -> float:
     schedule = generate(choice.schedule, Size(4, micro_batches, len(choice.bounds)))
     cost = ModelCost(shape=SHAPE, profile=H100.profile, dtype_name="bfloat16")
     link = UNKNOWN_LINK
-    costs = PipelineCost.of(schedule, cost, choice.bounds, link_bytes_per_second=link)
+    costs = PipelineCost(schedule, cost, choice.bounds, link_bytes_per_second=link)
     return simulate_pipeline(lower(schedule), seconds=costs.seconds).end_seconds
 
 
@@ -134,7 +134,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
     schedule = generate(name, Size(ranks, rows, len(bounds)))
     assert profile is not None
     cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         cost,
         bounds,

@@ -51,7 +51,7 @@ def made(
     name: str, size: Size, *, offload: OffloadRule = "none", **changes: object
 ) -> tuple[Schedule, PipelineCost]:
     schedule = generate(name, size)
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         COST,
         bounds_of(size.num_chunks),
@@ -309,7 +309,7 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
     cost = ModelCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
     schedule = generate("seq1f1b", Size(2, 1, 4))
     away, here = (
-        PipelineCost.of(schedule, cost, bounds_of(4), kv_tier=tier) for tier in ("host", "device")
+        PipelineCost(schedule, cost, bounds_of(4), kv_tier=tier) for tier in ("host", "device")
     )
     layers = away.stages[0]
     start, end = bounds_of(4)[2]
@@ -375,7 +375,7 @@ def test_the_papers_rule_is_what_each_stage_runs(kv_tier: Any) -> None:
     profile, bounds = load_profile("a100"), bounds_of(8)
     cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
     schedule = generate("seq1f1b", Size(2, 2, len(bounds)))
-    costs = PipelineCost.of(schedule, cost, bounds, offload="sppo", kv_tier=kv_tier)
+    costs = PipelineCost(schedule, cost, bounds, offload="sppo", kv_tier=kv_tier)
     kv = "none" if kv_tier == "device" else "full"
     config = SPPOConfig(pp_size=2, offload="sppo", recompute="none", offload_kv=kv)
     for stage, layers in enumerate(costs.stages):

@@ -47,7 +47,7 @@ def shared(sp: int, rate: float = 1e11, cost: ModelCost = COST) -> ModelCost:
 def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[PipelineCost, Timeline]:
     schedule = generate(name, size)
     bounds = even_bounds(TOKENS, size.num_chunks)
-    costs = PipelineCost.of(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
+    costs = PipelineCost(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
     lowered = costs.lowered(schedule)
     timeline = costs.simulate(lowered)
     return costs, timeline
@@ -303,7 +303,7 @@ def test_ranks_hold_slices_of_stages_that_they_help() -> None:
     schedule, bounds = generate("msp", Size(4, 1, 8)), even_bounds(TOKENS, 8)
     slices: dict[str, list[dict[str, int]]] = {}
     for tier in ("device", "host"):
-        costs = PipelineCost.of(schedule, COST, bounds, kv_tier=tier)
+        costs = PipelineCost(schedule, COST, bounds, kv_tier=tier)
         slices[tier] = [bytes_of_slices(costs, schedule, rank) for rank in range(4)]
         own = costs.own_keys(0)[tier]
         assert 0.2 * own < slices[tier][0][tier] < 0.6 * own
