@@ -22,8 +22,13 @@ from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.select import BACKENDS
 from sppo_hf.engine.device_facts import device_facts, device_versions
 from sppo_hf.errors import SPPOError
-from sppo_hf.profiling.backends_report import backends_table, draw_backends
-from sppo_hf.profiling.measure_backends import Group, LayerHeads, measure_backends
+from sppo_hf.profiling.measure import Heads
+from sppo_hf.profiling.measure_backends import (
+    Group,
+    backends_table,
+    draw_backends,
+    measure_backends,
+)
 
 SIZES: dict[str, dict[str, Any]] = {
     # Llama-3.1-8B's layer, one with heads of 64, and one without grouped heads.
@@ -42,11 +47,11 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def heads_of(text: str) -> LayerHeads:
+def heads_of(text: str) -> Heads:
     query, key_value, size = (int(part) for part in text.split("/"))
     if query % key_value:
         raise argparse.ArgumentTypeError(f"{query} query heads over {key_value} key heads")
-    return LayerHeads(query, key_value, size)
+    return Heads(query, key_value, size)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

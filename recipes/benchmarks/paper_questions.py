@@ -12,18 +12,12 @@ from typing import Any, NamedTuple
 
 from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.planning.chunk_bounds import even_bounds
-from sppo_hf.planning.cluster import (
-    ClusterPlan,
-    ClusterQuestion,
-    Layout,
-    SearchSpace,
-    simulate_layout,
-    solve_cluster,
-)
+from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion, simulate_layout, solve_cluster
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.flops import PEAK_FLOPS, step_flops
 from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape

@@ -25,9 +25,8 @@ from rich.table import Table
 from sppo_hf.cli.planning_arguments import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.plan import Plan, PlanRequest
 from sppo_hf.planning.plan_request import (
-    PlanRequest,
     PolicyResult,
     compare_policies,
     plan_for,

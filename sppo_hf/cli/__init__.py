@@ -15,10 +15,35 @@ from typing import Any
 import typer
 import typer.core
 
-_RENAMED = frozenset({"estimate", "plan", "simulate"})
-"""Commands whose options had other names before."""
-_COMMANDS = ("bench", "calibrate", "check", "config", *sorted(_RENAMED))
+_COMMANDS = ("bench", "calibrate", "check", "config", "estimate", "plan", "simulate")
 """Each is the function of its name in the module of its name."""
+
+_OLD_NAMES = {
+    "--disk": "--disk-memory",
+    "--policy": "--offload",
+    "--rows": "--micro-batch-size",
+    "--schedule": "--pp-schedule",
+    "--stages": "--pp-size",
+    "--virtual": "--pp-virtual-stages",
+    "--chunks": "--num-chunks",
+}
+"""Of options that are called as the setting they stand for, and were called otherwise before: still
+taken by every command that has the new one, and shown nowhere."""
+
+
+class _Command(typer.core.TyperCommand):
+    """A command that takes the old names of its options too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put new names for old ones, where this command has the new one."""
+        known = {name for parameter in self.params for name in parameter.opts}
+        return super().parse_args(ctx, [_renamed(word, known) for word in args])
+
+
+def _renamed(word: str, known: set[str]) -> str:
+    name, equals, value = word.partition("=")
+    new = _OLD_NAMES.get(name)
+    return word if new not in known or name in known else f"{new}{equals}{value}"
 
 
 class _Commands(typer.core.TyperGroup):
@@ -44,12 +69,8 @@ class _Commands(typer.core.TyperGroup):
 
 def _imported(name: str) -> Any:
     function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
-    single, cls = typer.Typer(add_completion=False, pretty_exceptions_enable=False), None
-    if name in _RENAMED:
-        from sppo_hf.cli.renamed import RenamedOptions
-
-        cls = RenamedOptions
-    single.command(name, cls=cls)(function)
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command(name, cls=_Command)(function)
     return typer.main.get_command(single)
 
 
@@ -70,11 +91,6 @@ app = typer.Typer(
 )
 for _name in _COMMANDS:
     app.command(_name)(lambda: None)  # never called: `get_command` gives the real one
-
-
-@app.callback()
-def _root() -> None:
-    """Keeps `check` a subcommand while it is the only one."""
 
 
 def main() -> None:

@@ -18,10 +18,9 @@ import typer
 from sppo_hf.cli import planning_arguments as given
 from sppo_hf.cli.benchmark.contenders import parse_list
 from sppo_hf.cli.benchmark.driver import Benchmark
-from sppo_hf.cli.benchmark.job import Job
 from sppo_hf.cli.benchmark.picture import draw
 from sppo_hf.cli.benchmark.process import run_in_process
-from sppo_hf.cli.benchmark.results import ResultFile, Row
+from sppo_hf.cli.benchmark.results import Job, ResultFile, Row
 from sppo_hf.cli.benchmark.table import progress_line, tables
 from sppo_hf.cli.benchmark.trace_summary import FILE as PROFILE_FILE
 from sppo_hf.cli.benchmark.trace_summary import profile_table, profiles
@@ -204,11 +203,7 @@ def _show_again(folder: Path, *, picture: bool, as_json: bool) -> None:
 
 
 def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:
-    """Resolution and end of the search for the longest length, in tokens.
-
-    Raises:
-        ConfigError: the search is asked for, and its limit is less than a step.
-    """
+    """Resolution and end of the search for the longest length, in tokens."""
     step_tokens, most_tokens = given.parse_tokens(step), given.parse_tokens(limit)
     if longest and most_tokens < step_tokens:
         raise ConfigError(
@@ -242,11 +237,7 @@ class _Progress:
 def _report(
     file: ResultFile, rows: Sequence[Row], folder: Path, *, picture: bool, as_json: bool
 ) -> None:
-    """Draws and prints what the file holds, or prints it as one JSON object.
-
-    Raises:
-        ConfigError: the picture cannot be drawn.
-    """
+    """Draws and prints what the file holds, or prints it as one JSON object."""
     drawn = draw(rows, folder) if picture else []
     found = profiles(rows, folder)
     if as_json:
@@ -271,11 +262,7 @@ def _lengths(text: str | None, longest: bool) -> list[int]:
 
 
 def _rank(text: str) -> int | None:
-    """The rank of adapters; None where all weights train.
-
-    Raises:
-        ConfigError: it is neither a rank nor "full".
-    """
+    """The rank of adapters; None where all weights train."""
     if text == "full":
         return None
     if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
@@ -286,11 +273,7 @@ def _rank(text: str) -> int | None:
 
 
 def _lora_dtype(name: str | None, weights: str) -> str:
-    """The dtype of adapters.
-
-    Raises:
-        ConfigError: it is neither float32 nor that of the weights.
-    """
+    """The dtype of adapters."""
     if name in (None, "float32", weights):
         return name or "float32"
     raise ConfigError(
@@ -299,11 +282,7 @@ def _lora_dtype(name: str | None, weights: str) -> str:
 
 
 def _budget(option: str, text: str | None) -> int | float | str | None:
-    """A budget as settings take it.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """A budget as settings take it."""
     if text is None:
         return None
     value = given.read_budget(text)
@@ -321,11 +300,7 @@ def _device_name(kind: str) -> str:
 
 
 def _device(name: str, attention: str) -> str:
-    """The device's name for workers.
-
-    Raises:
-        ConfigError: there is no such device, or no such kernel on it.
-    """
+    """The device's name for workers."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(
             f"--device is {name!r}. Allowed: auto, cuda, cpu. Remedy: choose one of several GPUs "

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sppo_hf.cli import planning_arguments as given
-from sppo_hf.planning.profile_json import profile_to_json
+from sppo_hf.planning.hardware import profile_to_json
 from sppo_hf.planning.profile_store import save_profile
 from sppo_hf.rules import format_bytes
 
@@ -79,12 +79,7 @@ def calibrate(
 def _measure(
     device_name: str, dtype_names: Sequence[str], offload_dir: Path | None, quick: bool
 ) -> HardwareProfile:
-    """Measure with a progress bar on stderr.
-
-    Raises:
-        ConfigError: as `sppo_hf.profiling.calibrate.calibrate`.
-        typer.BadParameter: the device's name is none.
-    """
+    """Measure with a progress bar on stderr."""
     import torch
 
     from sppo_hf.profiling.calibrate import calibrate as measure

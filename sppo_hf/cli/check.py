@@ -29,12 +29,7 @@ MOST_TOKENS = 4096
 """What even a model of one head may be checked with; see `sppo_hf.testing.check`."""
 
 
-class Dtype(StrEnum):
-    """Weights' dtype; a choice on the command line."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16"])
 
 
 def check(
@@ -141,11 +136,7 @@ def _print_checkpoints(found: dict[str, Any]) -> None:
 
 
 def _chunks(text: str) -> dict[str, Any]:
-    """`num_chunks` or `chunk_lengths` from "4" or "9,6,14".
-
-    Raises:
-        typer.BadParameter: it is neither.
-    """
+    """`num_chunks` or `chunk_lengths` from "4" or "9,6,14"."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -1,7 +1,8 @@
 """`sppo plan MODEL --seq-len N`: what would be done with each chunk, and how policies compare.
 
-Only arguments, printing and files; answering is `sppo_hf.planning.plan_request`. Neither torch nor
-Transformers is imported, and matplotlib only to draw.
+With `--gpus`: which layouts over several devices are fastest, and why. Only arguments, printing and
+files; answering is `sppo_hf.planning.plan_request`, of layouts `sppo_hf.planning.cluster`. Neither
+torch nor Transformers is imported, and matplotlib only to draw.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from sppo_hf.cli import planning_arguments as given
-from sppo_hf.cli.plan_cluster import (
-    answer_cluster,
-    cluster_question,
-    cluster_table,
-    cluster_to_dict,
-)
 from sppo_hf.cli.plan_write import Launch, actions_of_layout, launch_of_layout, launch_of_plan
+from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
+from sppo_hf.planning.choices import read_budgets
+from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.layouts import SearchSpace
 from sppo_hf.planning.plan_request import (
     PlanResult,
     PolicyResult,
@@ -30,12 +35,23 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.tiers import TIERS
+from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
 from sppo_hf.reporting.answer_tables import plan_tables
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.plan_figure import draw_plan
 from sppo_hf.reporting.plan_json import actions_to_list, answer_to_dict, policies_to_list
 from sppo_hf.reporting.schedule_figure import ENDINGS
+from sppo_hf.rules import format_bytes
+from sppo_hf.schedule.generate import MSP
+
+_COLUMNS = (
+    *("schedule", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
+    *("device", "host"),
+)
+_MOST_ACTIONS = 240_000
+"""Simulated for one answer; at about ten microseconds each that is two to three seconds."""
+
+_OFFLOADED = {"full": "offloaded", "sppo": "partly offloaded"}
 
 
 def plan(
@@ -155,8 +171,8 @@ def _plan_cluster(
                 f"{file} was asked for with --gpus {gpus}. Allowed: pictures and traces of one "
                 "device's plan. Remedy: `sppo simulate` draws a layout over several."
             )
-        question = cluster_question(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
-        answer = answer_cluster(question)
+        question = _cluster_question(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
+        answer = solve_cluster(question, most_actions=_MOST_ACTIONS)
         launch: Launch | None = None
         actions: list[list[str]] | None = []
         if answer.best and (as_json or write is not None):
@@ -170,10 +186,10 @@ def _plan_cluster(
                 actions = actions_of_layout(question, single, launch, best)
     if as_json:
         said = {"actions": actions, **_launched(launch, write)}
-        given.echo_json({**cluster_to_dict(answer), **said})
+        given.echo_json({**_cluster_to_dict(answer), **said})
     else:
         out = given.console()
-        out.print(cluster_table(answer, f"{arguments.title} on {gpus} devices"))
+        out.print(_cluster_table(answer, f"{arguments.title} on {gpus} devices"))
         shared = dataclasses.replace(arguments, devices_of_host=min(gpus, gpus_per_node))
         out.print(shared.hardware_note(shared.question()), style="dim", highlight=False)
         _print_launch(launch, write)
@@ -206,11 +222,6 @@ def _compare(arguments: given.PlanningArguments, answer: PlanResult) -> Sequence
 
 
 def _write_files(answer: PlanResult, title: str, figure: Path | None, trace: Path | None) -> None:
-    """Writes the picture and the trace that were asked for.
-
-    Raises:
-        ConfigError: a file cannot be written, there is no plan to draw, or matplotlib is missing.
-    """
     if figure is None and trace is None:
         return
     if answer.plan is None:
@@ -218,13 +229,148 @@ def _write_files(answer: PlanResult, title: str, figure: Path | None, trace: Pat
         return
     timeline = timeline_of(answer.plan)
     budgets = {tier: answer.budgets.of(tier) for tier in TIERS}
-    try:
+    with given.writing(figure, trace):
         if figure is not None:
             draw_plan(answer.plan, timeline, budgets=budgets, path=figure, title=title)
         if trace is not None:
             write_trace(timeline, trace)
-    except OSError as error:
+
+
+def _cluster_question(
+    arguments: given.PlanningArguments, *, gpus: int, gpus_per_node: int, link: str | None
+) -> ClusterQuestion:
+    """Reads the model, length and machine of the command line."""
+    chosen = {
+        "--num-chunks": arguments.num_chunks != "auto",
+        "--partition": arguments.partition.value != "auto",
+        "--offload-kv": arguments.offload_kv.value != "auto",
+        "--weights": arguments.weights.value == "host",
+        "--optimizer": arguments.optimizer.value == "host",
+        "--recompute": arguments.recompute is not None,
+        "--offload": arguments.policy != "auto",
+    }
+    for option in (name for name, is_chosen in chosen.items() if is_chosen):
         raise ConfigError(
-            f"{error.filename or figure or trace} cannot be written: {error.strerror}. Remedy: name"
-            " a file in a writable folder."
-        ) from error
+            f"{option} was given with --gpus {gpus}. Allowed: not both; the search over several "
+            "devices chooses chunks and what is kept. Remedy: drop one of them, or ask `sppo "
+            "simulate` about one layout."
+        )
+    devices_of_host = min(gpus, gpus_per_node)
+    question = dataclasses.replace(arguments, devices_of_host=devices_of_host).question()
+    profile = question.device.profile
+    assert profile is not None, "a question from the command line has a profile"
+    rate = profile.network_bytes_per_second or UNKNOWN_LINK
+    if link is not None:
+        rate = parse_bytes(link, field="--link", total_bytes=None)
+    has_disk = question.config.offload_dir is not None
+    for tier in TIERS.values():
+        profile = tier.of_one_device(profile, devices_of_host)
+    cost = ModelCost(shape=question.shape, profile=profile, dtype_name=question.dtype_name)
+    return ClusterQuestion(
+        cost=cost,
+        total_tokens=question.total_tokens,
+        rows=question.batch_rows,
+        gpus=gpus,
+        budgets=read_budgets(question.config, question.device),
+        gpus_per_node=gpus_per_node,
+        link_bytes_per_second=rate,
+        node_bytes_per_second=profile.node_bytes_per_second,
+        space=SearchSpace(frame_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
+        shares_units=not question.shape.has_states,
+    )
+
+
+def _cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:
+    """Returns an answer in plain JSON types."""
+    return {
+        "fits": bool(answer.best),
+        "plans": [_plan_to_dict(plan) for plan in answer.best],
+        "closest": None if answer.closest is None else _plan_to_dict(answer.closest),
+        "tried": answer.tried,
+        "candidates": answer.candidates,
+        "unseen": answer.unseen,
+        "unseen_step_seconds": answer.unseen_seconds,
+    }
+
+
+def _cluster_table(answer: ClusterAnswer, title: str) -> Group:
+    """Returns the best layouts, or the one that comes closest, as a table.
+
+    Of "dp/pp/sp", dp are pipelines beside each other, pp the ranks of one, and sp the devices
+    that share each of a rank's chunks. "interleaved 4" has four stages on each rank. "host" is a
+    whole node's.
+    """
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for name in _COLUMNS:
+        left = name in ("schedule", "dp/pp/sp", "recompute", "K/V")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = answer.best or ([] if answer.closest is None else [answer.closest])
+    for plan in rows:
+        table.add_row(*_cells(plan))
+    said = (
+        "dp: pipelines beside each other, pp: ranks of one, sp: ranks that share a sequence. "
+        "host: of a whole node."
+    )
+    if any(plan.layout.virtual > 1 for plan in rows):
+        said += " interleaved N: interleaved_seq1f1b with N stages on each rank."
+    if any(plan.layout.schedule == MSP for plan in rows):
+        said += " msp: ranks share the units that fill and drain the pipeline (pp_msp: on)."
+    said += f"\n{answer.tried} of {answer.candidates} layouts were simulated."
+    if answer.unseen_seconds is not None:
+        said += (
+            f" {answer.unseen} more might be faster and were not, so that this takes seconds; each"
+            f" needs {answer.unseen_seconds:,.1f} s a step at least."
+        )
+    if not answer.best and answer.closest is not None:
+        missing = format_bytes(answer.closest.missing_bytes)
+        which = "None" if answer.unseen_seconds is None else "None of those simulated"
+        said += f" {which} fits; the one shown comes closest and lacks {missing}."
+    elif answer.closest is not None:
+        missing = format_bytes(answer.closest.missing_bytes)
+        said += f" {_name(answer.closest)} does not fit: {missing} are missing."
+    return Group(Text(title, style="bold"), table, Text(said))
+
+
+def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
+    return {
+        **plan.layout._asdict(),
+        "layers": [[held.start, held.stop] for held in plan.layers],
+        "chunk_lengths": [end - start for start, end in plan.bounds],
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "bubble_fraction": plan.bubble_fraction,
+        "recompute_fraction": plan.recompute_fraction,
+        "peak_bytes": list(plan.peak_bytes),
+        "host_bytes": plan.host_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "missing_bytes": plan.missing_bytes,
+        "why": plan.why,
+    }
+
+
+def _cells(plan: ClusterPlan) -> tuple[str, ...]:
+    layout = plan.layout
+    virtual = f" {layout.virtual}" if layout.virtual > 1 else ""
+    offloaded = "" if layout.offload == "none" else f", {_OFFLOADED[layout.offload]}"
+    offloaded += "" if layout.frame_tier == HOST else f" to {layout.frame_tier}"
+    return (
+        layout.schedule.removesuffix("_seq1f1b") + virtual,
+        f"{layout.replicas}/{layout.stages}/{layout.sp}",
+        f"{layout.num_chunks}",
+        RECOMPUTE_BY_SAVED[layout.saved] + offloaded,
+        layout.kv_tier,
+        f"{plan.tokens_per_second:,.0f}",
+        f"{plan.step_seconds:,.1f} s",
+        f"{plan.bubble_fraction:.1%}",
+        format_bytes(max(plan.peak_bytes)),
+        format_bytes(plan.host_bytes),
+    )
+
+
+def _name(plan: ClusterPlan) -> str:
+    layout = plan.layout
+    return (
+        f"{layout.schedule} with dp/pp/sp {layout.replicas}/{layout.stages}/{layout.sp}, "
+        f"{layout.num_chunks} chunks, recompute {RECOMPUTE_BY_SAVED[layout.saved]}, offload "
+        f"{layout.offload}, K/V on the {layout.kv_tier}"
+    )

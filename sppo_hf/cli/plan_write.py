@@ -19,13 +19,11 @@ from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.plan import Plan, make_plan
-from sppo_hf.planning.plan_request import PlanRequest
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.tiers import HOST
 from sppo_hf.planning.written_plan import planned_for
 from sppo_hf.reading import write_yaml
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import lower
 
 _ACCELERATE, _SPPO = "accelerate.yaml", "sppo.yaml"
 
@@ -159,12 +157,7 @@ def launch_of_layout(
 ) -> Launch:
     """Returns the run of a layout: every decision of it as a setting.
 
-    Args:
-        arguments: The command line.
-        question: What was asked.
-        base: The settings of the command line.
-        plan: The answer.
-        written: Whether it is for files, which name a folder where there is a disk.
+    Files (`written`) name a folder where there is a disk.
     """
     layout = plan.layout
     # Of what a node has, what each of its processes may take.
@@ -223,12 +216,6 @@ def actions_of_layout(
 
     A single stage is a device of its own, whose program lists single layers and one row. None where
     there are more actions than are worth listing.
-
-    Args:
-        question: What was asked.
-        single: The same of one device.
-        launch: The run.
-        plan: The answer.
     """
     layout = plan.layout
     if layout.stages == 1:
@@ -253,7 +240,7 @@ def actions_of_layout(
     schedule = generate(
         layout.schedule, Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     )
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         question.cost,
         plan.bounds,
@@ -262,13 +249,7 @@ def actions_of_layout(
         frame_tier=layout.frame_tier,
         kv_tier=layout.kv_tier,
     )
-    listed = lower(
-        schedule,
-        leaves=costs.leaves,
-        stores=costs.stores,
-        streams=costs.streams,
-        reduce=layout.replicas > 1,
-    ).texts()
+    listed = costs.lowered(schedule, reduce=layout.replicas > 1).texts()
     return [texts for texts in listed for _ in range(layout.sp)]
 
 

@@ -29,7 +29,8 @@ from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.config_file import find_config, load_config, shipped_models
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.model_profile import ModelProfile, Training
-from sppo_hf.planning.plan_request import PlanRequest, question_for
+from sppo_hf.planning.plan import PlanRequest
+from sppo_hf.planning.plan_request import question_for
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import show
@@ -53,47 +54,12 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
 _TOKENS_PER_UNIT = {"": 1, "K": 1024, "M": 1024**2}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-
-class Dtype(StrEnum):
-    """Dtype of weights and compute; a choice on the command line."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class Partition(StrEnum):
-    """Setting of `partition`; a choice on the command line."""
-
-    auto = "auto"
-    flops = "flops"
-    even = "even"
-
-
-class Recomputed(StrEnum):
-    """Setting of `recompute`; a choice on the command line."""
-
-    auto = "auto"
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-class Mode(StrEnum):
-    """Setting of `offload_kv`; a choice on the command line."""
-
-    auto = "auto"
-    none = "none"
-    full = "full"
-
-
-class Place(StrEnum):
-    """Setting of `weights` and `optimizer`; a choice on the command line."""
-
-    auto = "auto"
-    device = "device"
-    host = "host"
-
+# What settings may be, as choices on the command line.
+Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
+Partition = StrEnum("Partition", ["auto", "flops", "even"])
+Recomputed = StrEnum("Recomputed", ["auto", "none", "selective", "full"])
+Mode = StrEnum("Mode", ["auto", "none", "full"])
+Place = StrEnum("Place", ["auto", "device", "host"])
 
 POLICIES = ("auto", *OFFLOAD_POLICIES.names())
 """Values of the setting `offload`."""
@@ -317,6 +283,22 @@ def check_figure(figure: Path | None) -> None:
         )
 
 
+@contextmanager
+def writing(*files: Path | None) -> Iterator[None]:
+    """Turns what the system says of a file that cannot be written into a ConfigError.
+
+    Args:
+        *files: what may be written, for where the system names none.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or next(filter(None, files))
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}. Remedy: name a file in a writable folder."
+        ) from error
+
+
 def trace_unknown(config: object, training: Training) -> ModelProfile:
     """Traces a model whose profile is not known; only then are torch and Transformers imported.
 
@@ -389,12 +371,7 @@ def read_budget(text: str) -> int | float | str:
 
 @contextmanager
 def bad_input(as_json: bool, **named: object) -> Iterator[None]:
-    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2.
-
-    Args:
-        as_json: whether the caller wants JSON.
-        **named: what else the JSON object says.
-    """
+    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2."""
     try:
         yield
     except SPPOError as error:
@@ -428,36 +405,33 @@ def console(*, stderr: bool = False) -> Console:
 def _download(repo_id: str) -> str:
     from huggingface_hub import errors, hf_hub_download
 
+    said = {
+        errors.GatedRepoError: (
+            "its access is gated",
+            f"ask for access at https://huggingface.co/{repo_id} and log in with `hf auth login`",
+        ),
+        errors.RepositoryNotFoundError: (
+            "there is no such repository, or it is private",
+            "check the name, or log in with `hf auth login`",
+        ),
+        errors.LocalEntryNotFoundError: (
+            "the hub cannot be reached and the file is not in the cache",
+            "go online (unset HF_HUB_OFFLINE), or give the path of a config.json",
+        ),
+        errors.EntryNotFoundError: (
+            "the repository holds no config.json",
+            "choose a repository in Transformers' format",
+        ),
+    }
     try:
         return hf_hub_download(repo_id, "config.json", local_files_only=not _answers(repo_id))
-    except errors.GatedRepoError as error:
-        reason, remedy = (
-            "its access is gated",
-            (f"ask for access at https://huggingface.co/{repo_id} and log in with `hf auth login`"),
-        )
-        raise _unreachable(repo_id, reason, remedy) from error
-    except errors.RepositoryNotFoundError as error:
-        reason, remedy = (
-            "there is no such repository, or it is private",
-            ("check the name, or log in with `hf auth login`"),
-        )
-        raise _unreachable(repo_id, reason, remedy) from error
-    except errors.LocalEntryNotFoundError as error:
-        reason, remedy = (
-            "the hub cannot be reached and the file is not in the cache",
-            ("go online (unset HF_HUB_OFFLINE), or give the path of a config.json"),
-        )
-        raise _unreachable(repo_id, reason, remedy) from error
-    except errors.EntryNotFoundError as error:
-        reason, remedy = (
-            "the repository holds no config.json",
-            ("choose a repository in Transformers' format"),
-        )
-        raise _unreachable(repo_id, reason, remedy) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        remedy = "go online, or give the path of a config.json"
-        raise _unreachable(repo_id, reason, remedy) from error
+    except (
+        *(errors.EntryNotFoundError, errors.HfHubHTTPError, errors.HFValidationError),
+        OSError,
+    ) as error:
+        other = " ".join(str(error).split())[:200], "go online, or give the path of a config.json"
+        known = (text for kind, text in said.items() if isinstance(error, kind))
+        raise _unreachable(repo_id, *next(known, other)) from error
 
 
 def _answers(repo_id: str) -> bool:

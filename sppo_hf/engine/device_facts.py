@@ -16,6 +16,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.offload.disk_folder import refuse_missing_parent, refuse_unusable
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.machine import (
@@ -33,7 +34,6 @@ from sppo_hf.planning.machine import (
 )
 from sppo_hf.planning.model_profile import ModelProfile, Training, config_digest, find_profile
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.plan import DeviceFacts
 from sppo_hf.planning.profile_store import load_profile, profile_for
 
 logger = logging.getLogger(__name__)

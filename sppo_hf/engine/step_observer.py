@@ -14,8 +14,8 @@ from weakref import WeakSet
 
 if TYPE_CHECKING:
     from sppo_hf.offload.stats import OffloadStats
-    from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
+    from sppo_hf.planning.prediction import MeasuredStep
 
 Direction = Literal["forward", "backward"]
 

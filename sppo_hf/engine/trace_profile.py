@@ -60,10 +60,9 @@ from sppo_hf.engine.selective import NeedlessRecorder, SelectiveRecorder
 from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout
 from sppo_hf.engine.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
 from sppo_hf.errors import ConfigError, SPPOError
-from sppo_hf.planning.config_file import check_sizes, to_fields
+from sppo_hf.planning.config_file import check_sizes, family, rotary_limit_tokens, to_fields
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
-from sppo_hf.planning.reader import family, rotary_limit_tokens
 from sppo_hf.rules import refuse, show
 
 __all__ = ["trace_config", "trace_model"]

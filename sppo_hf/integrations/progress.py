@@ -15,12 +15,11 @@ from rich.console import Console, RenderableType
 from tqdm.auto import tqdm
 
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
-from sppo_hf.reporting.comparison import comparison_table
-from sppo_hf.reporting.plan_tables import plan_table
+from sppo_hf.reporting.plan_tables import comparison_table, plan_table
 
 if TYPE_CHECKING:
-    from sppo_hf.planning.measured import MeasuredStep
     from sppo_hf.planning.plan import Plan
+    from sppo_hf.planning.prediction import MeasuredStep
 
 SHOW_AFTER_SECONDS = 3.0
 """A step that is over sooner than this shows no bar."""

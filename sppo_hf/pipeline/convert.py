@@ -53,7 +53,7 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
 from sppo_hf.planning.flops import layer_costs
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.stage_split import split_layers
+from sppo_hf.planning.stages import split_layers
 
 logger = logging.getLogger(__name__)
 

@@ -74,8 +74,7 @@ from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.transport import Transport
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.model_profile import LayerProfile
-from sppo_hf.planning.shared_units import head_granules
+from sppo_hf.planning.model_profile import LayerProfile, head_granules
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule

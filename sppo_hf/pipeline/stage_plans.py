@@ -23,11 +23,9 @@ from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.flops import peak_flops, step_flops
-from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.pipeline_bounds import stage_shape, streams_of
 from sppo_hf.planning.pipeline_choice import (
-    LINK_BYTES_PER_SECOND,
     RULE,
     PipelineChoice,
     choose_pipeline,
@@ -37,7 +35,9 @@ from sppo_hf.planning.pipeline_choice import (
 )
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan
+from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
+from sppo_hf.planning.stages import stage_shape, streams_of
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.generate import MSP, Size, generate
@@ -345,7 +345,7 @@ class StagePlanCache:
             start, end = plans.bounds[chunk]
             tokens = one.batch_rows * one.shape.own_tokens(end - start)
             layer = engine.staged.cut.layers[stage].start
-            return tokens * whole.message_bytes_per_token(layer) / LINK_BYTES_PER_SECOND
+            return tokens * whole.message_bytes_per_token(layer) / UNKNOWN_LINK
 
         seconds, idle = pipeline_step(
             lambda count: (
@@ -369,7 +369,7 @@ class StagePlanCache:
             * (mesh.dp_size - 1)
             / mesh.dp_size
             * one.shape.gradient_bytes
-            / LINK_BYTES_PER_SECOND,
+            / UNKNOWN_LINK,
         )
         peak = peak_flops(one.device.name)
         rows = plans.micro_batches * one.batch_rows
@@ -486,10 +486,14 @@ class StagePlanCache:
             batch_rows=request.batch_rows,
         )
         compute = generate(MSP, Size(engine.mesh.pp_size, min(micro_batches, 2), len(bounds)))
-        costs = PipelineCost.of(
-            compute, cost, bounds, kv_tier=kv_tier, link_bytes_per_second=LINK_BYTES_PER_SECOND
+        costs = PipelineCost(
+            compute,
+            cost,
+            bounds,
+            split=engine.staged.cut.layers,
+            kv_tier=kv_tier,
+            link_bytes_per_second=UNKNOWN_LINK,
         )
-        costs = replace(costs, stages=engine.staged.cut.layers)
         return bytes_of_slices(costs, compute, engine.mesh.pp_rank)
 
     def _announce(self, stage: int, plan: Plan) -> None:

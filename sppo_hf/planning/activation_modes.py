@@ -1,15 +1,13 @@
 """What becomes of a frame between forward and backward: how much is saved, and where it waits.
 
-Knows nothing of models, bytes or devices. A `FrameMode` is chosen per (layer, chunk) by the
-plan and carried out by the engine.
+A `FrameMode` is chosen per (layer, chunk) by the plan and carried out by the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, overload
+from typing import Literal
 
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier
 
@@ -77,24 +75,9 @@ ATTENTION_ONCE: tuple[Saved, ...] = tuple(saved for saved in SAVED if saved != "
 """Those in which attention's forward runs once."""
 
 
-class _AllModes(Sequence[FrameMode]):
-    """All modes of the tiers that there are, tier by tier."""
-
-    def __len__(self) -> int:
-        return len(TIERS) * len(SAVED)
-
-    @overload
-    def __getitem__(self, index: int) -> FrameMode: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[FrameMode]: ...
-    def __getitem__(self, index: int | slice) -> FrameMode | Sequence[FrameMode]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(len(self))[index]]
-        tier, saved = divmod(range(len(self))[index], len(SAVED))
-        return mode_of(SAVED[saved], tuple(TIERS)[tier])
-
-
-ALL_MODES = _AllModes()
+def all_modes() -> tuple[FrameMode, ...]:
+    """Returns all modes of the tiers that there are, tier by tier."""
+    return tuple(mode_of(saved, tier) for tier in TIERS for saved in SAVED)
 
 
 @cache
@@ -108,6 +91,3 @@ def mode_of(saved: Saved, tier: Tier) -> FrameMode:
 
 
 KEEP = mode_of("whole", DEVICE)
-OFFLOAD = mode_of("whole", HOST)
-RECOMPUTE = mode_of("inputs", DEVICE)
-RECOMPUTE_OFFLOAD = mode_of("inputs", HOST)

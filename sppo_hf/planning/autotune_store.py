@@ -2,7 +2,7 @@
 
 A result lies as JSON under the Hugging Face home, one file per device, versions and requirement, so
 that a machine races once. The first result published for a key stays: all processes of a job read
-the same. Knows nothing of torch or of how backends are timed.
+the same.
 """
 
 from __future__ import annotations
@@ -106,11 +106,7 @@ def read_autotune(path: Path) -> AutotuneResult | None:
 
 
 def publish_autotune(path: Path, result: AutotuneResult) -> AutotuneResult:
-    """Keep a result, unless another process was first.
-
-    Args:
-        path: see `autotune_path`.
-        result: what this process found; kept only if it is `lasting`.
+    """Keep a lasting result, unless another process was first.
 
     Returns:
         What is published: by this process or by the one before it. `result` itself where nothing
@@ -144,11 +140,7 @@ def _put(written: Path, path: Path) -> None:
 
 
 def _from_json(text: str) -> AutotuneResult:
-    """Read what `publish_autotune` wrote.
-
-    Raises:
-        ValueError: it is something else (also as KeyError or TypeError).
-    """
+    """Read what `publish_autotune` wrote."""
     read: dict[str, Any] = json.loads(text)
     laps = tuple(
         Timing(str(lap["name"]), float(lap["seconds"]), float(lap["flops_per_second"]))

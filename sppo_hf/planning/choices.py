@@ -1,7 +1,4 @@
-"""What a config leaves to the solver: budgets in bytes, modes and tiers that may be used.
-
-Knows nothing of speeds and decides nothing.
-"""
+"""What a config leaves to the solver: budgets in bytes, modes and tiers that may be used."""
 
 from __future__ import annotations
 
@@ -95,13 +92,7 @@ def may_attend_again(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) 
 def read_choices(
     config: SPPOConfig, facts: DeviceFacts, *, attention_again: bool = False
 ) -> Choices:
-    """Returns the modes and tiers that the config allows on this kind of device.
-
-    Args:
-        config: the settings.
-        facts: the machine.
-        attention_again: whether attention may run again in backward; see `may_attend_again`.
-    """
+    """Returns the modes and tiers that the config allows on this kind of device."""
     saved: tuple[Saved, ...] = SAVED if attention_again else ATTENTION_ONCE
     if config.recompute != "auto":
         saved = (SAVED_BY_RECOMPUTE[config.recompute],)
@@ -133,12 +124,7 @@ def read_tiles(config: SPPOConfig, device: DeviceFacts) -> tuple[int, ...]:
 
 
 def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ...]:
-    """Returns the orders of work that may be used, the one with less memory first.
-
-    Args:
-        config: the settings.
-        by_layer: whether the model's layers can be called on parts of a sequence.
-    """
+    """Returns the orders of work that may be used, the one with less memory first."""
     # A stage of a pipeline passes each chunk on before it begins the next.
     if not by_layer or config.pp_size > 1 or config.order == "by_chunk":
         return ("by_chunk",)

@@ -1,7 +1,7 @@
 """Cutting a sequence into chunks: where the bounds are, and what a prefix costs.
 
-Knows nothing of devices' speeds or bytes: cost here is forward FLOPs, which is proportional to
-backward's and so balances both. Lengths and positions are in tokens.
+Cost here is forward FLOPs, which is proportional to backward's and so balances both. Lengths and
+positions are in tokens.
 """
 
 from __future__ import annotations

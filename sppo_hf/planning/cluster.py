@@ -4,7 +4,7 @@ Candidates are simulated, the most promising first; what does not fit on any one
 Order and rejection go by `LowerBounds`: the seconds and bytes that a layout takes at least, found
 without simulating it, with the terms of PipelineCost and stages taken as equal where that makes
 them smaller. Frames and K/V follow one rule on all stages: this searches layouts, the solver for
-one device searches frames. Knows nothing of how a layout is run.
+one device searches frames.
 """
 
 from __future__ import annotations
@@ -29,28 +29,15 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Cut, Layout, SearchSpace, bounds_of
 from sppo_hf.planning.memory import ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.pipeline_cost import KVTier, PipelineCost, granules_of
+from sppo_hf.planning.model_profile import head_granules
+from sppo_hf.planning.pipeline_cost import PipelineCost, granules_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
-from sppo_hf.planning.shared_units import head_granules
-from sppo_hf.planning.stage_split import StageWeights
+from sppo_hf.planning.stages import StageWeights
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
-from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import period_seconds, simulate_pipeline
+from sppo_hf.schedule.simulate_pipeline import period_seconds
 from sppo_hf.schedule.timeline import Timeline
-
-__all__ = [
-    "ClusterAnswer",
-    "ClusterPlan",
-    "ClusterQuestion",
-    "Layout",
-    "LowerBounds",
-    "SearchSpace",
-    "layouts",
-    "simulate_layout",
-    "solve_cluster",
-]
 
 # What layouts whose ranks share units may be simulated beside all others: this share of it.
 _SHARING = 0.25
@@ -84,7 +71,7 @@ class _Room(NamedTuple):
     """Temporaries of the running layer."""
 
 
-_Batch = tuple[Cut, int, Saved, KVTier, int]
+_Batch = tuple[Cut, int, Saved, Tier, int]
 """What a sequence's seconds and bytes on all ranks depend on."""
 
 
@@ -93,23 +80,18 @@ def _batch(layout: Layout) -> _Batch:
 
 
 class LowerBounds:
-    """Lower bounds for layouts of one model, length and number of rows."""
+    """Lower bounds for layouts of one model, length and number of rows.
+
+    `exchange_rate` is bytes per second between so many sequence-parallel devices.
+    """
 
     def __init__(
         self,
         cost: ModelCost,
         total_tokens: int,
         rows: int,
-        exchange_rate: Callable[[int], float] = lambda _: math.inf,
+        exchange_rate: Callable[[int], float],
     ) -> None:
-        """Prepare for layouts.
-
-        Args:
-            cost: of one device.
-            total_tokens: length of a row.
-            rows: rows of a step.
-            exchange_rate: bytes per second between so many sequence-parallel devices.
-        """
         self._cost = cost
         self._costs = {1: cost}
         self._exchange_rate = exchange_rate
@@ -447,16 +429,13 @@ class ClusterQuestion:
     """What may be chosen."""
 
     shares_units: bool = True
-    """Whether ranks of a pipeline can share units of this model (`shared_units`), where its heads
+    """Whether ranks of a pipeline can share units of this model (`head_granules`), where its heads
     can be divided among them."""
 
-    bounds_of_layout: LowerBounds = field(init=False, repr=False, compare=False)
-    """What layouts take at least."""
-
-    def __post_init__(self) -> None:
-        """Prepare to look at layouts."""
-        bounds_of_layout = LowerBounds(self.cost, self.total_tokens, self.rows, self.exchange_rate)
-        object.__setattr__(self, "bounds_of_layout", bounds_of_layout)
+    @cached_property
+    def bounds_of_layout(self) -> LowerBounds:
+        """What layouts take at least."""
+        return LowerBounds(self.cost, self.total_tokens, self.rows, self.exchange_rate)
 
     @property
     def ranks_per_node(self) -> int:
@@ -712,12 +691,7 @@ class _Search:
     ) -> list[tuple[float, Layout]]:
         """Simulates candidates: what is small, what is large, what seems not to fit.
 
-        Args:
-            ranked: by the least seconds that their steps take.
-            most_actions: most actions that are simulated for all of them.
-
-        Returns:
-            Those that would take more.
+        Returns those that would take more than `most_actions`, over all of them.
         """
         most = self._actions + most_actions
         half = self._actions + most_actions / 2
@@ -811,10 +785,8 @@ class _Search:
 def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layout]:
     """Yields every layout that is worth a look.
 
-    Args:
-        question: what is asked.
-        across: those some of whose groups of sequence-parallel devices leave a node; otherwise all
-            others.
+    With `across`, those some of whose groups of sequence-parallel devices leave a node; else all
+    others.
     """
     space = question.space
     found = space.layouts(
@@ -910,7 +882,7 @@ def _simulated(
     """Simulates `rows` rows in each pipeline."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     schedule = generate(layout.schedule, size)
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         question.bounds_of_layout.cost(layout),
         question.bounds_of_layout.bounds(layout),
@@ -929,19 +901,7 @@ def _simulated(
     reduced = layout.replicas * layout.sp > 1 and not layout.sharded
     if reduced:
         costs = replace(costs, reduce_seconds=_reduce_seconds(question, costs, layout))
-    timeline = simulate_pipeline(
-        lower(
-            schedule,
-            leaves=costs.leaves,
-            stores=costs.stores,
-            streams=costs.streams,
-            reduce=reduced,
-        ),
-        seconds=costs.seconds,
-        changes=costs.changes,
-        standing=costs.standing(),
-    )
-    return schedule, costs, timeline
+    return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduced))
 
 
 def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A model's `config.json` as an object with attributes, without Transformers.
+"""A model's `config.json` as an object with attributes, without Transformers, and what it says.
 
 Commands that only plan a model whose profile is known start in a fraction of the time that
 importing Transformers takes.
@@ -63,9 +63,6 @@ def find_config(path: str | Path) -> Path:
 def load_config(path: str | Path) -> object:
     """Reads a model's configuration.
 
-    Args:
-        path: as for `find_config`.
-
     Returns:
         A namespace of the file's fields; `text_config` and its like are namespaces too.
 
@@ -78,9 +75,6 @@ def load_config(path: str | Path) -> object:
 
 def read_fields(path: str | Path) -> dict[str, Any]:
     """Reads a model's configuration as the JSON object that it is.
-
-    Args:
-        path: as for `find_config`.
 
     Raises:
         ConfigError: as `load_config`.
@@ -159,3 +153,58 @@ def namespace_of(fields: dict[str, Any]) -> SimpleNamespace:
         if isinstance(fields.get(name), dict):
             fields = {**fields, name: namespace_of(cast("dict[str, Any]", fields[name]))}
     return SimpleNamespace(**fields)
+
+
+def text_config(config: object) -> object:
+    """Returns the decoder's own config: multimodal configs keep it one level down."""
+    getter = getattr(config, "get_text_config", None)
+    return getter() if callable(getter) else getattr(config, "text_config", None) or config
+
+
+def find_int(config: object, *names: str) -> int | None:
+    """Returns the first of the named attributes that is not None; None where there is none.
+
+    Raises:
+        ConfigError: it is no whole number from 1 to below 2**31.
+    """
+    for name in names:
+        value: object = getattr(config, name, None)
+        if value is None:
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31:
+            return value
+        allowed = f"a whole number, 1 to {2**31 - 1:,}"
+        refuse(name, value, allowed=allowed, remedy="mend the model's config.json")
+    return None
+
+
+def family(config: object) -> str:
+    """Returns the config's `model_type`, or an empty string."""
+    return str(getattr(config, "model_type", "") or "")
+
+
+def rotary_limit_tokens(config: object) -> int | None:
+    """Returns the longest sequence the position encoding was made for; None where it has no end."""
+    limit = find_int(config, "max_position_embeddings", "n_positions", "n_ctx")
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if limit is None or not isinstance(scaling, dict):
+        return limit
+    rope = cast("dict[str, Any]", scaling)
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "dynamic":
+        return None
+    if kind == "llama3":
+        return limit  # of the scaled positions; the factor is of low frequencies alone
+    if isinstance(original, int) and isinstance(factor, (int, float)):
+        # Also false of NaN.
+        if not 0 < factor < 2**31 or not 0 < original < 2**31:
+            seen = {"original_max_position_embeddings": original, "factor": factor}
+            refuse(
+                "rope_parameters",
+                seen,
+                allowed="numbers above zero and below 2**31",
+                remedy="mend the model's config.json",
+            )
+        return max(limit, int(original * factor))
+    return limit

@@ -1,8 +1,8 @@
 """ModelCost: seconds and bytes of every unit of work, from a model's shape and a machine's profile.
 
 The one place that turns FLOPs into seconds. The solver, the simulator and the reports ask it, so
-they agree. Knows nothing of plans or lanes. One unit is the forward or the backward of one decoder
-layer over one chunk; the head and the loss of a chunk are a unit of their own.
+they agree. One unit is the forward or the backward of one decoder layer over one chunk; the head
+and the loss of a chunk are a unit of their own.
 """
 
 from __future__ import annotations
@@ -127,12 +127,9 @@ class ModelCost:
     def shared_by(
         self, sp: int, exchange_bytes_per_second: float, granules: int | None = None
     ) -> ModelCost:
-        """Returns the costs of one of so many ranks that share each unit, and exchange so fast.
+        """Returns the costs of one of `sp` ranks that share each unit, and exchange so fast.
 
-        Args:
-            sp: ranks.
-            exchange_bytes_per_second: between them.
-            granules: as `ModelShape` has it; the seconds are those of the rank with most heads.
+        Of ranks with unequal numbers of heads (`granules`, see `ModelShape`), the one with most.
         """
         return replace(
             self,
@@ -163,13 +160,7 @@ class ModelCost:
         return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds, layer_tile_tokens: int = 0) -> UnitSeconds:
-        """Returns the seconds of every unit of a batch, once for each kind of layer.
-
-        Args:
-            bounds: the chunks.
-            layer_tile_tokens: tokens of all rows on which token-wise modules of layers run at once;
-                0 for all of a chunk.
-        """
+        """Returns the seconds of every unit of a batch, once for each kind of layer."""
         key = ("units", bounds, layer_tile_tokens)
         if key not in self._memo:
             kinds = sorted(set(self._kinds))

@@ -1,7 +1,7 @@
 """Decisions: everything about one batch shape that the solver, or a user, may choose.
 
 The estimator, the simulator and the engine read these and nothing else of a plan, so what is
-predicted is what is run. Knows nothing of torch, speeds or why something was chosen.
+predicted is what is run.
 """
 
 from __future__ import annotations

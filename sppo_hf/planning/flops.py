@@ -4,10 +4,10 @@ Model FLOPs utilisation as this package reports it:
 
     MFU = step_flops / (step_seconds * peak_flops)
 
-`step_flops` counts what the *model* needs for one forward and one backward: every multiply-add of
-a matrix product as two, attention over the visible (causal, windowed) half only, nothing
-elementwise, and no recomputation, so recomputing never looks like progress. `peak_flops` is the
-device's dense bf16 figure. Knows nothing of torch, chunks or seconds.
+`step_flops` counts what the *model* needs for one forward and one backward: every multiply-add of a
+matrix product as two, attention over the visible (causal, windowed) half only, nothing elementwise,
+and no recomputation, so recomputing never looks like progress. `peak_flops` is the device's dense
+bf16 figure.
 """
 
 from __future__ import annotations
@@ -85,12 +85,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def layer_costs(shape: ModelShape, total_tokens: int) -> tuple[list[int], int]:
-    """FLOPs of a training step of one row, layer by layer, and of the head.
-
-    Args:
-        shape: the model.
-        total_tokens: length of the row.
-    """
+    """FLOPs of a training step of one row, layer by layer, and of the head."""
     layers = [
         step_flops(replace(shape, layers=(layer,), vocab_size=0), 1, total_tokens)
         for layer in shape.layers

@@ -1,19 +1,26 @@
 """HardwareProfile: how fast a machine computes and copies, and how much it holds.
 
-Measured by `sppo calibrate` or shipped as data from public figures. Knows nothing of torch, models
-or plans. Rates are per second of one device; curves give a rate by the number of tokens of a chunk,
-because small chunks are slower.
+Measured by `sppo calibrate` or shipped as data from public figures. Rates are per second of one
+device; curves give a rate by the number of tokens of a chunk, because small chunks are slower.
+
+As JSON a profile is flat: one key per field, a curve as an object from tokens to its rate, and
+`format`, the version of this layout. What is wrong with a file is said by file and field.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, cast
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.reading import parse_json
 from sppo_hf.rules import show
 
 UNKNOWN_LINK = 25 * 2.0**30
@@ -77,10 +84,6 @@ _STANDS_FOR: dict[str, tuple[tuple[str, float], ...]] = {
 
 def curve_for(curves: Mapping[str, Curve], dtype_name: str) -> Curve:
     """The curve of a dtype, or what its nearest relative lets expect.
-
-    Args:
-        curves: by dtype name, as in `HardwareProfile.matmul_flops`.
-        dtype_name: such as "bfloat16".
 
     Returns:
         `curves[dtype_name]` where it is listed. Else the other 16-bit dtype's curve for a 16-bit
@@ -175,3 +178,169 @@ class HardwareProfile:
 
     versions: dict[str, str] = field(default_factory=dict[str, str])
     """Of torch, CUDA and the driver, for measured profiles; a profile of others is not reused."""
+
+
+PROFILE_FORMAT = 1
+"""Version of the layout and of what its figures mean; a profile of another one is not used."""
+
+_REMEDY = "Remedy: run `sppo calibrate` to write a new one, or mend the file after a shipped one."
+_KINDS = ("cpu", "cuda")
+# Wide around every machine, and narrow enough that no quotient of theirs overflows.
+_LEAST_RATE, _MOST_RATE = 1e-12, 1e24
+_RATES = f"a number above zero, {_LEAST_RATE:g} to {_MOST_RATE:g}"
+_MOST_WHOLE = 2**63 - 1
+
+
+def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
+    """The profile in plain JSON types; `profile_from_dict` takes them back unchanged."""
+    data: dict[str, Any] = {"format": PROFILE_FORMAT}
+    for each in dataclasses.fields(HardwareProfile):
+        value = getattr(profile, each.name)
+        if each.type == "dict[str, Curve]":
+            curves = cast(Mapping[str, Curve], value)
+            value = {
+                dtype: {str(tokens): rate for tokens, rate in curve.points}
+                for dtype, curve in curves.items()
+            }
+        data[each.name] = value
+    return data
+
+
+def profile_to_json(profile: HardwareProfile) -> str:
+    """The profile as indented JSON text, ending in a newline."""
+    return json.dumps(profile_to_dict(profile), indent=2) + "\n"
+
+
+def profile_from_json(text: str, *, where: str) -> HardwareProfile:
+    """Read a profile.
+
+    Raises:
+        ConfigError: it is not JSON, or as `profile_from_dict`.
+    """
+    try:
+        data = parse_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where} is not readable as JSON: {error}. {_REMEDY}") from error
+    return profile_from_dict(data, where=where)
+
+
+def profile_from_dict(data: object, *, where: str) -> HardwareProfile:
+    """Make a profile of plain JSON types.
+
+    Raises:
+        ConfigError: another format version, an unknown or missing key, or a value that is not what
+            its field holds. The message names the file, the field and the remedy.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} holds no JSON object, but {show(data)}. {_REMEDY}")
+    values = dict(cast(dict[str, object], data))
+    version = values.pop("format", None)
+    if version != PROFILE_FORMAT:
+        raise ConfigError(
+            f"{where}: format={show(version)}. Allowed: {PROFILE_FORMAT}, the one this version "
+            f"of sppo_hf reads. {_REMEDY}"
+        )
+    fields = {each.name: each for each in dataclasses.fields(HardwareProfile)}
+    for key, value in values.items():
+        if key not in fields:
+            nearest = difflib.get_close_matches(key[:100], fields, n=1, cutoff=0)[0]
+            raise ConfigError(
+                f"{where}: unknown field {show(key)} (value {show(value)}). Allowed: "
+                f"{', '.join(fields)}. Remedy: use the nearest, {nearest!r}, or drop it."
+            )
+    checked: dict[str, Any] = {}
+    for name, each in fields.items():
+        if name in values:
+            allowed, read = _READERS[str(each.type)]
+            checked[name] = _read(where, name, values[name], allowed, read)
+        elif each.default is each.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where}: the field {name!r} is missing. {_REMEDY}")
+    if checked["kind"] not in _KINDS:
+        raise _refusal(where, "kind", checked["kind"], " or ".join(map(repr, _KINDS)))
+    return HardwareProfile(**checked)
+
+
+def _read(
+    where: str, name: str, value: object, allowed: str, read: Callable[[object], object]
+) -> object:
+    """`value` as its field holds it."""
+    try:
+        return read(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {name}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise _refusal(where, name, value, allowed) from error
+
+
+def _refusal(where: str, name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{where}: {name}={show(value)}. Allowed: {allowed}. {_REMEDY}")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _rate(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    if not _LEAST_RATE <= value <= _MOST_RATE:
+        raise ValueError
+    return float(value)
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    if not 0 <= value <= _MOST_WHOLE:
+        raise ValueError
+    return value
+
+
+def _mapping(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return cast(dict[str, object], value)
+
+
+def _curves(value: object) -> dict[str, Curve]:
+    curves = {
+        dtype: Curve(
+            tuple((_whole(int(tokens)), _rate(rate)) for tokens, rate in _mapping(points).items())
+        )
+        for dtype, points in _mapping(value).items()
+    }
+    if not curves:
+        raise ValueError
+    return curves
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {key: _text(text) for key, text in _mapping(value).items()}
+
+
+def _or_none(read: Callable[[object], object]) -> Callable[[object], object]:
+    return lambda value: None if value is None else read(value)
+
+
+# By a field's annotation: what is allowed, and how it is read.
+_READERS: dict[str, tuple[str, Callable[[object], object]]] = {
+    "str": ("a text", _text),
+    "str | None": ("a text or null", _or_none(_text)),
+    "bool": ("true or false", _flag),
+    "float": (_RATES, _rate),
+    "float | None": (f"{_RATES}, or null", _or_none(_rate)),
+    "int | None": ("a whole number below 2**63, or null", _or_none(_whole)),
+    "dict[str, Curve]": (
+        'an object of curves by dtype, each from tokens to rate: {"bfloat16": {"1024": 4e14}}',
+        _curves,
+    ),
+    "dict[str, str]": ("an object of texts", _texts),
+}

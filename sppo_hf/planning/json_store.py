@@ -1,7 +1,7 @@
 """Small JSON files that processes keep for each other under the Hugging Face home.
 
 A file's name has what the value hangs on as a digest, so that values of several environments lie
-side by side and one of another format is not even opened. Knows nothing of what is in them.
+side by side and one of another format is not even opened.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sppo_hf.planning.chunk_bounds import (
     balanced_bounds,
     even_bounds,
 )
-from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule
+from sppo_hf.planning.pipeline_cost import OffloadRule
 from sppo_hf.planning.tiers import HOST, Tier
 from sppo_hf.schedule.generate import INTERLEAVED, MSP, SHARING
 
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     offload: OffloadRule
     """What of that leaves the device."""
 
-    kv_tier: KVTier = "device"
+    kv_tier: Tier = "device"
     """Where keys, values and their gradient sums wait."""
 
     sp: int = 1
@@ -125,7 +125,7 @@ class SearchSpace:
     )
     """What is kept of frames, and what of that leaves, fastest first."""
 
-    kv_tiers: tuple[KVTier, ...] = ("device", "host")
+    kv_tiers: tuple[...] = ("device", "host")
     """Where K/V may wait."""
 
     frame_tiers: tuple[Tier, ...] = (HOST,)
@@ -210,14 +210,7 @@ class SearchSpace:
 
 
 def bounds_of(curve: PrefixCost, total_tokens: int, num_chunks: int, partition: Cut) -> Bounds:
-    """Cuts a sequence as a layout says.
-
-    Args:
-        curve: what a prefix costs.
-        total_tokens: length of the sequence.
-        num_chunks: how many.
-        partition: how.
-    """
+    """Cuts a sequence as a layout says."""
     if partition == "even":
         return even_bounds(total_tokens, num_chunks)
     if partition == "bounded":

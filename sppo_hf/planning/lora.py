@@ -2,7 +2,7 @@
 
 Follows what PEFT's LoRA layers do (`result = base(x) + B(A(x)) * scaling`): the frozen layer keeps
 no input for a weight gradient; the adapter casts its input to its own dtype and keeps that copy,
-once per adapted layer. Knows nothing of PEFT's classes or of a model's other parts.
+once per adapted layer.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 A `StepProgram` is all that is known of a step before it runs: the computations in their order (its
 points), each with its seconds and with the bytes that it takes and gives back on every tier, and
 the copies beside them, which follow from byte counts alone. The estimate is the running sum of
-these bytes, the simulator adds up the same, the linear program takes its rows from the same
-arrays, and `pipeline_cost` sums these over the layers of a stage. Knows nothing of how decisions
-are found.
+these bytes, the simulator adds up the same, the linear program takes its rows from the same arrays,
+and `pipeline_cost` adds up the tables beneath it over the layers of a stage.
 
 [Note: when bytes come and go] A point takes bytes when it begins and gives back when it ends, so a
 peak is always at a point's begin, and no stall changes it. On the device, what a layer saves is
@@ -48,7 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo_hf.planning.activation_modes import ALL_MODES, SAVED, mode_of
+from sppo_hf.planning.activation_modes import SAVED, all_modes, mode_of
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
@@ -87,13 +86,7 @@ def lower(decisions: Decisions, cost: ModelCost) -> StepProgram:
 def estimate(
     shape: ModelShape, decisions: Decisions, *, device_kind: str = "cuda"
 ) -> MemoryEstimate:
-    """Predicts the bytes of one forward (and backward, when training) on one device.
-
-    Args:
-        shape: the model.
-        decisions: bounds, modes, tiers and look-ahead.
-        device_kind: "cpu" or "cuda".
-    """
+    """Predicts the bytes of one forward (and backward, when training) on one device."""
     return StepProgram(decisions, shape, device_kind).estimate
 
 
@@ -125,11 +118,11 @@ class StepProgram:
 
     @cached_property
     def modes(self) -> Bytes:
-        """[chunks, layers] Index of each frame's mode in `ALL_MODES`: tier by tier."""
+        """[chunks, layers] Index of each frame's mode in `all_modes`: tier by tier."""
         chunks = self.decisions.layer_modes
         # Modes are shared constants, and rows are often the same object.
         rows = {id(row): row for row in chunks}
-        number = {id(mode): at for at, mode in enumerate(ALL_MODES)}
+        number = {id(mode): at for at, mode in enumerate(all_modes())}
         numbers = [[number[id(mode_of(m.saved, m.tier))] for m in row] for row in rows.values()]
         place = {row: at for at, row in enumerate(rows)}
         return np.array(numbers, dtype=np.int64)[[place[id(row)] for row in chunks]]
@@ -388,9 +381,9 @@ class StepProgram:
 
     def _hold_frames(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
         points = self.points
-        present = np.bincount(self.modes.ravel(), minlength=len(ALL_MODES))
+        present = np.bincount(self.modes.ravel(), minlength=len(all_modes()))
         for index in np.flatnonzero(present).tolist():
-            mode = ALL_MODES[index]
+            mode = all_modes()[index]
             here = self.modes == index
             size = np.where(here, self.frame_bytes, 0)
             cause = OF_SAVED[mode.saved]
@@ -591,30 +584,17 @@ class _Tape(NamedTuple):
     """Which are keys and values of a layer."""
 
 
-class Lifetime(NamedTuple):
-    """When bytes that wait for a backward come and go: [kinds, chunks] each."""
+def _kv_lifetimes(tables: ByteTables) -> Iterator[tuple[Cause, tuple[Bytes, Bytes, Bytes]]]:
+    """Yields, of keys and values and of their gradient sums, when they come and go where K/V wait.
 
-    cause: Cause
-    """What they are."""
-
-    taken_forward: Bytes
-    """What a forward takes."""
-
-    taken_backward: Bytes
-    """What a backward takes."""
-
-    given: Bytes
-    """What a backward gives back."""
-
-
-def kv_lifetimes(tables: ByteTables) -> Iterator[Lifetime]:
-    """Yields those of keys and values and of their gradient sums, on the tier where K/V wait."""
-    yield Lifetime(Cause.KV, tables.kv, np.zeros_like(tables.kv), tables.kv * tables.training)
+    [kinds, chunks] each: what a forward takes, what a backward takes, what a backward gives back.
+    """
+    yield Cause.KV, (tables.kv, np.zeros_like(tables.kv), tables.kv * tables.training)
     if tables.training:
         # The first backward writes the sums of all chunks before it.
         written = np.zeros_like(tables.dkv)
         written[:, -1] = tables.dkv.sum(axis=1)
-        yield Lifetime(Cause.DKV, np.zeros_like(tables.dkv), written, tables.dkv)
+        yield Cause.DKV, (np.zeros_like(tables.dkv), written, tables.dkv)
 
 
 def _waiting(
@@ -650,7 +630,7 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     points, tier = tables.points, tables.kv_tier
     levels: dict[Tier, dict[Cause, Level]] = {tier: {} for tier in TIERS}
     device = levels["device"]
-    for cause, *sizes in kv_lifetimes(tables):
+    for cause, sizes in _kv_lifetimes(tables):
         forward, backward, given = map(tables.of_layers, sizes)
         ended: Bytes | int = 0
         if points.by_layer and cause is Cause.KV:
@@ -774,18 +754,6 @@ class Lanes:
             changes=changes,
             standing=standing,
         )
-
-    def after(self, action: Action) -> set[Action]:
-        """Returns what an action waits for, beside the one before it on its lane."""
-        every = self._every()
-        return {every[at] for at in self.needs[every.index(action)]}
-
-    def seconds_of(self, action: Action) -> float:
-        """Returns how long an action takes."""
-        return self.seconds[self._every().index(action)]
-
-    def _every(self) -> list[Action]:
-        return [action for lane in self.actions.values() for action in lane]
 
 
 @dataclass(slots=True)

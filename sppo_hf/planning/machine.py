@@ -1,8 +1,8 @@
 """What this machine holds: host memory, lockable memory, free disk, NUMA nodes, names.
 
-Read from /proc and /sys, so that commands can ask without importing torch. Knows nothing of
-devices' speeds, profiles or plans. Every function takes the folder that stands for `/`, for tests;
-what a machine does not tell (no Linux, a sandbox) is None or left out, never guessed.
+Read from /proc and /sys, so that commands can ask without importing torch. Every function takes the
+folder that stands for `/`, for tests; what a machine does not tell (no Linux, a sandbox) is None or
+left out, never guessed.
 """
 
 from __future__ import annotations

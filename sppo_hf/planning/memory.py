@@ -1,9 +1,9 @@
 """Where the bytes of a step come from: what layers, chunks and the model's ends take, as arrays.
 
 `ByteTables` has the quantities, each in one place; who holds them from when to when is said by
-`lowering`, and by `pipeline_cost` for the units of a pipeline. Knows nothing of torch, speeds,
-modes or a config's budgets. Every figure is a prediction from the model's shape and the batch;
-those that are assumptions rather than consequences say so (`optimizer`, `workspace`, `reserve`).
+`lowering`, and by `pipeline_cost` for the units of a pipeline. Every figure is a prediction from
+the model's shape and the batch; those that are assumptions rather than consequences say so
+(`optimizer`, `workspace`, `reserve`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sppo_hf.planning.activation_modes import SAVED
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory_snapshots import Bytes, Points
-from sppo_hf.planning.model_profile import LayerProfile
-from sppo_hf.planning.model_shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
 from sppo_hf.rules import format_bytes
@@ -38,48 +38,35 @@ GRAPH_NODE_BYTES = 730
 
 
 def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> ByteTables:
-    """Returns the tables of a batch; those of one batch are made once, whatever its modes are.
-
-    Args:
-        shape: the model.
-        decisions: the batch: rows, bounds, tile, order, where K/V wait. Modes are not looked at.
-        device_kind: "cpu" or "cuda".
-    """
-    return _byte_tables(
-        _Same(shape),
-        decisions.bounds,
-        decisions.batch_rows,
-        decisions.training,
-        decisions.tile_tokens,
-        decisions.accumulates,
-        decisions.return_logits,
-        decisions.kv_tier,
-        decisions.kv_block_tokens,
-        device_kind,
-        decisions.by_layer,
-        decisions.layer_tile_tokens,
-    )
+    """Returns the tables of a batch; those of one batch are made once, whatever its modes are."""
+    return _byte_tables(_Batch(shape, decisions, device_kind))
 
 
-class _Same:
-    """A key that is equal where the object is the same: comparing shapes takes longer than tables.
+class _Batch:
+    """What tables follow from. Shapes are compared as objects: by their fields would take longer.
 
-    It holds the object, whose address therefore stays its own.
+    It holds the shape, whose address therefore stays its own.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
+    def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
+        self.shape, self.decisions, self.device_kind = shape, decisions, device_kind
+        what = decisions
+        self._key = (
+            *(id(shape), device_kind, what.bounds, what.batch_rows, what.training),
+            *(what.tile_tokens, what.accumulates, what.return_logits, what.kv_tier),
+            *(what.kv_block_tokens, what.by_layer, what.layer_tile_tokens),
+        )
 
     def __hash__(self) -> int:
-        return id(self.shape)
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.shape is other.shape
+        return isinstance(other, _Batch) and self._key == other._key
 
 
 @lru_cache(maxsize=64)
-def _byte_tables(shape: _Same, *batch: object) -> ByteTables:
-    return ByteTables(shape.shape, *batch)  # type: ignore[arg-type]
+def _byte_tables(batch: _Batch) -> ByteTables:
+    return ByteTables(batch.shape, batch.decisions, batch.device_kind)
 
 
 class ByteTables:
@@ -88,25 +75,12 @@ class ByteTables:
     A kind is a set of layers that save and take the same; `kind_of` says which a layer is of.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        bounds: tuple[tuple[int, int], ...],
-        batch_rows: int,
-        training: bool,
-        tile_tokens: int,
-        accumulates: bool,
-        return_logits: bool,
-        kv_tier: Tier,
-        kv_block_tokens: int,
-        device_kind: str,
-        by_layer: bool,
-        layer_tile_tokens: int = 0,
-    ) -> None:
+    def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
         """Work out what all other quantities rest on; see `byte_tables`."""
-        sp, self._all_tokens, alike = shape.sp, bounds[-1][1], shape.alike
-        self._sp = sp
-        if sp > 1:
+        self._what, batch_rows = decisions, decisions.batch_rows
+        self._sp, alike = shape.sp, shape.alike
+        bounds, kv_block_tokens = decisions.bounds, decisions.kv_block_tokens
+        if shape.sp > 1:
             # A rank's shares of chunks, laid end to end.
             own = (shape.own_tokens(end - start) for start, end in bounds)
             bounds = tuple(pairwise(accumulate(own, initial=0)))
@@ -115,24 +89,23 @@ class ByteTables:
         self.shape = shape
         """What runs here; of ranks that share a sequence, one of them."""
         self.rows = batch_rows
-        self.training = training
-        self.kv_tier: Tier = kv_tier
+        self.training = decisions.training
+        self.kv_tier: Tier = decisions.kv_tier
         self.device_kind = device_kind
-        self.streams = kv_tier != "device"
+        self.streams = decisions.kv_tier != "device"
         """Whether K/V travel."""
-        self._tile_tokens = tile_tokens
-        self.accumulates = accumulates
+        self.accumulates = decisions.accumulates
         """Whether gradients of earlier batches are there."""
-        self._return_logits = return_logits
         self._parameter_bytes = shape.parameter_bytes or shape.dtype_bytes
         self.starts, self.ends = np.array(bounds, dtype=np.int64).T
         """[chunks] First token of each chunk, and the one behind its last."""
         self.lengths = self.ends - self.starts
         """[chunks] Tokens."""
-        in_a_tile = -(-layer_tile_tokens // batch_rows)
-        self._at_once = np.minimum(self.lengths, in_a_tile) if layer_tile_tokens else self.lengths
+        in_a_tile = -(-decisions.layer_tile_tokens // batch_rows)
+        self._at_once = np.minimum(self.lengths, in_a_tile) if in_a_tile else self.lengths
         """[chunks] Tokens of each row on which token-wise modules of layers run at once."""
-        self.points = Points(len(bounds), shape.num_layers, training, by_layer)
+        by_layer = decisions.by_layer
+        self.points = Points(len(bounds), shape.num_layers, self.training, by_layer)
         kinds, self.kind_of = np.unique(np.array(alike), return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
         """[kinds] A layer of each kind; [layers] the kind of each layer."""
@@ -309,9 +282,9 @@ class ByteTables:
     @cached_property
     def kept_logits(self) -> int:
         """Logits of the whole sequence, where the caller gets them."""
-        if not self._return_logits:
+        if not self._what.return_logits:
             return 0
-        tokens = self.rows * self._all_tokens
+        tokens = self.rows * self._what.total_tokens
         return tokens * self.shape.vocab_size * self.shape.dtype_bytes
 
     @cached_property
@@ -325,7 +298,7 @@ class ByteTables:
         """
         shape = self.shape
         tokens = self.lengths * self.rows
-        tile = np.minimum(self._tile_tokens, tokens)
+        tile = np.minimum(self._what.tile_tokens, tokens)
         float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
         narrow_bytes = shape.dtype_bytes if shape.dtype_bytes < float32_bytes else 0
         per_token = shape.vocab_size * (shape.dtype_bytes + float32_bytes + narrow_bytes)

@@ -14,9 +14,6 @@ from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, ModelProfile
 
-__all__ = ["FLOAT32_BYTES", "ModelShape"]
-
-
 # A model of which less than this share trains has its layers or adapters trained, not its ends.
 _MOSTLY = 0.5
 
@@ -277,20 +274,15 @@ class ModelShape:
         """Share of the head that receives a weight gradient, 0 or 1."""
         return 1.0 if self.embedding_trained else 0.0
 
-    def work(self, layer: int) -> LayerProfile:
-        """One token's FLOPs and saved bytes in a layer, attention between tokens left out."""
-        return self.layers[layer]
-
     # -- FLOPs -------------------------------------------------------------------------------
 
     def linear_flops_per_token(self, layer: int | None = None) -> int:
         """Forward FLOPs of all matrix products but attention's, for one token.
 
-        Args:
-            layer: one decoder layer; None for the whole model with its head.
+        Of one decoder layer; None is the whole model with its head.
         """
         if layer is not None:
-            return self.work(layer).forward_flops
+            return self.layers[layer].forward_flops
         return sum(layer.forward_flops for layer in self.layers) + self.head_flops_per_token
 
     def backward_linear_flops_per_token(self, layer: int | None = None) -> int:
@@ -298,13 +290,11 @@ class ModelShape:
 
         The gradient of each input that needs one, and of each weight that is trained. Without
         adapters but with frozen parameters (it is not known which), the latter are counted by the
-        trained share of all parameters.
-
-        Args:
-            layer: one decoder layer; None for the whole model with its head.
+        trained share of all parameters. Of one decoder layer; None is the whole model with its
+        head.
         """
         if layer is not None:
-            return self._backward_flops(self.work(layer))
+            return self._backward_flops(self.layers[layer])
         head = self.head_flops_per_token
         trained_head = 0 if self.lora is not None else int(self.trainable_fraction * head)
         return sum(map(self._backward_flops, self.layers)) + head + trained_head
@@ -314,7 +304,7 @@ class ModelShape:
 
         A split backward may do it later; attention between tokens has none.
         """
-        work = self.work(layer)
+        work = self.layers[layer]
         return self._backward_flops(work) - work.input_gradient_flops
 
     def recompute_flops_per_token(self, layer: int, saved: Saved) -> int:
@@ -327,19 +317,10 @@ class ModelShape:
         """
         if saved == "whole":
             return 0
-        work = self.work(layer)
+        work = self.layers[layer]
         if saved == "matmuls":
             return work.matmuls_recompute_flops
         return work.inputs_recompute_flops
-
-    def attention_flops_per_key(self, layer: int | None = None) -> int:
-        """Forward FLOPs of one (token, visible key) pair; None sums over all layers.
-
-        With windows, layers see different numbers of keys: multiply layer by layer.
-        """
-        if layer is not None:
-            return self.layers[layer].attention_flops_per_key
-        return sum(s.attention_flops_per_key for s in self.layers)
 
     @property
     def head_flops_per_token(self) -> int:
@@ -364,25 +345,19 @@ class ModelShape:
             * max(FLOAT32_BYTES, self.dtype_bytes)
         )
 
-    def inputs_bytes_per_token(self, layer: int) -> int:
-        """What recomputation starts from: layer input, attention output, log-sum-exp.
-
-        `hidden * parameter_bytes + heads * v_head_size * dtype_bytes + heads * 4`.
-        """
-        return self.work(layer).inputs_bytes
-
     def frame_bytes_per_token(self, layer: int, saved: Saved = "whole") -> int:
         """What is kept of one layer between forward and backward; keys and values left out.
 
         Args:
             layer: its index. Under LoRA the first layer saves less than the others.
-            saved: "inputs" as `inputs_bytes_per_token`; "matmuls" the layer's inputs and the
-                outputs of the matrix products that backward needs and that are worth keeping;
-                "hidden" the layer input alone, without what attention returned; "whole" all that
-                autograd saves, each piece of memory once; without the rotary
-                tables, which all layers of a chunk share.
+            saved: "inputs" what recomputation starts from: layer input, attention output,
+                log-sum-exp (`hidden * parameter_bytes + heads * v_head_size * dtype_bytes +
+                heads * 4`); "matmuls" these and the outputs of the matrix products that backward
+                needs and that are worth keeping; "hidden" the layer input alone; "whole" all that
+                autograd saves, each piece of memory once, without the rotary tables, which all
+                layers of a chunk share.
         """
-        work = self.work(layer)
+        work = self.layers[layer]
         if saved == "whole":
             return work.whole_bytes
         if saved == "hidden":
@@ -434,7 +409,7 @@ class ModelShape:
     def cast_bytes(self, layer: int) -> int:
         """Casts of all weights of a layer: 0 unless autocast makes them narrower."""
         casts = self._parameter_bytes > self.dtype_bytes
-        return self.work(layer).total_weights * self.dtype_bytes if casts else 0
+        return self.layers[layer].total_weights * self.dtype_bytes if casts else 0
 
     @property
     def cached_cast_bytes(self) -> int:

@@ -1,8 +1,7 @@
 """What settings leave open about a pipeline, decided by simulation: its schedule and its chunks.
 
 Also how long a step of all its stages together takes. Without speeds a rule decides, and says so.
-Stages, ranks and rows are given: layouts over devices are `cluster`'s business. Knows nothing of
-torch or of ranks.
+Stages, ranks and rows are given: layouts over devices are `cluster`'s business.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.pipeline_bounds import LEAST_TOKENS, cut_number, pipeline_bounds
-from sppo_hf.planning.pipeline_cost import KVTier, OffloadRule, PipelineCost
+from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.stages import LEAST_TOKENS, cut_number, pipeline_bounds
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
@@ -37,9 +36,6 @@ a rank."""
 
 AUTO: tuple[str, ...] = (RULE, "zb_seq1f1b")
 """Schedules that "auto" chooses from: those for one stage on a rank that may be the fastest."""
-
-LINK_BYTES_PER_SECOND = 25 * 2.0**30
-"""Between neighbouring ranks, each way, where nothing else is known: a 200 Gbit/s card's."""
 
 # Actions of one simulation: about a third of a second.
 _MOST_ACTIONS = 30_000
@@ -70,14 +66,6 @@ def rule_choice(
     may_share: bool = False,
 ) -> PipelineChoice:
     """Decides without speeds: four units a stage, by one schedule.
-
-    Args:
-        config: the settings.
-        shape: the model, or what a rank has of it.
-        total_tokens: length of each row.
-        micro_batches: of a step.
-        device_kind: "cuda" or "cpu".
-        may_share: whether ranks can share units in this step.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -124,16 +112,6 @@ def choose_pipeline(
     What is kept of layers and where K/V wait is, for each candidate, the first of `_ways` that
     fits; each stage's own plan decides anew later. Finer cuts are tried as long as they can be
     simulated in a moment.
-
-    Args:
-        config: the settings.
-        shape: the whole model.
-        total_tokens: length of each row.
-        micro_batches: of a step.
-        batch_rows: rows of each.
-        device: a rank's; without a profile the rule decides.
-        dtype_name: dtype of the compute.
-        may_share: whether ranks can share units of this model.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -209,7 +187,7 @@ class _Search:
         self.found.append((*min(ways), len(self.found), name, bounds))
 
     def _simulate(
-        self, name: str, bounds: Bounds, saved: Saved, offload: OffloadRule, kv_tier: KVTier
+        self, name: str, bounds: Bounds, saved: Saved, offload: OffloadRule, kv_tier: Tier
     ) -> tuple[int, float]:
         config = self._config
         missing = 0
@@ -218,7 +196,7 @@ class _Search:
             nonlocal missing
             size = Size(config.pp_size, micro_batches, len(bounds), config.pp_virtual_stages)
             schedule = generate(name, size)
-            costs = PipelineCost.of(
+            costs = PipelineCost(
                 schedule,
                 self._cost,
                 bounds,
@@ -226,14 +204,9 @@ class _Search:
                 offload=offload,
                 frame_tier=self._frame_tier,
                 kv_tier=kv_tier,
-                link_bytes_per_second=LINK_BYTES_PER_SECOND,
+                link_bytes_per_second=UNKNOWN_LINK,
             )
-            timeline = simulate_pipeline(
-                lower(schedule, leaves=costs.leaves, stores=costs.stores, streams=costs.streams),
-                seconds=costs.seconds,
-                changes=costs.changes,
-                standing=costs.standing(),
-            )
+            timeline = costs.simulate(costs.lowered(schedule))
             missing = max(missing, _missing(timeline, config.pp_size, self._budgets))
             return timeline.end_seconds
 
@@ -249,9 +222,6 @@ def stage_seconds(plan: Plan) -> StageSeconds:
     """Returns how long each kind of a stage's units takes, by chunk: layers and modes added up.
 
     Parts are those of K/V streams; of a unit that ranks share the seconds are those of the whole.
-
-    Args:
-        plan: a stage's, made with costs.
     """
     assert plan.cost is not None, "asked where speeds are known"
     program, cost = plan.program(), plan.cost
@@ -384,7 +354,7 @@ def _cuts(
         yield cut_number(config, shape, total_tokens, number)
 
 
-def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, OffloadRule, KVTier]]:
+def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, OffloadRule, Tier]]:
     """What may be kept of layers, what of it leaves, and where K/V wait; fastest first."""
     choices = read_choices(config, device)
     rules: dict[str, tuple[OffloadRule, ...]] = {

@@ -1,8 +1,7 @@
 """PipelineCost: seconds and bytes of every action of a schedule over ranks, for a real model.
 
 `sppo_hf.schedule.simulate_pipeline` asks it. All figures come from ModelCost and from the terms of
-the memory estimate, so a pipeline of one rank and the planner agree. Knows nothing of how a
-schedule was made.
+the memory estimate, so a pipeline of one rank and the planner agree.
 
 [Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
 actions of their own (K, O; L and S behind the host) on the lanes that frames are copied on. Each
@@ -14,8 +13,8 @@ to its like on the other rank. Where ranks share a unit, all their devices are o
 
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
 several have the same head and divide its queries; then each holds that head's K/V whole. Where
-they cannot divide heads evenly (`shared_units.head_granules`), the one with most sets the pace; its
-K/V are counted as if they were even shares.
+they cannot divide heads evenly (`head_granules`), the one with most sets the pace; its K/V are
+counted as if they were even shares.
 
 [Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
 Frozen ones (adapters train) are on every rank. Others come from the stage's rank for a run of
@@ -23,8 +22,9 @@ units, beside the first of them, and gradients go back to it beside the last: th
 more stage's. Each device of a node's part of a group gets its share from its like and the rest from
 its neighbours.
 
-[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks (a run) have
-stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a chunk a rank may hold slices twice:
+[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks (a run; without
+shared units all of them) have stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a
+chunk a rank may hold slices twice:
 - From the first unit of a run on, its ranks have their heads of all chunks before, too, until the
   run's last backward has ended; the run before keeps its own.
 - What comes from other ranks for that waits on the device until that unit, wherever K/V rest.
@@ -36,8 +36,8 @@ stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a chunk a rank ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import Literal, NamedTuple
@@ -51,13 +51,11 @@ from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.lowering import Lifetime, kv_lifetimes
 from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
-from sppo_hf.planning.pipeline_bounds import streams_of
+from sppo_hf.planning.model_profile import head_granules
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
-from sppo_hf.planning.shared_units import head_granules
-from sppo_hf.planning.stage_split import StageWeights, balanced_stages
+from sppo_hf.planning.stages import StageWeights, balanced_stages, streams_of
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
 from sppo_hf.schedule.actions import (
@@ -73,13 +71,10 @@ from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.timeline import Timeline
 
 OffloadRule = Literal["none", "full", "sppo"]
 """What of each frame leaves the device: nothing, all of it, or the paper's share."""
-
-KVTier = Tier
-"""Where keys and values, and their gradient sums, wait between their uses."""
-
 
 _Key = tuple[Kind, int, int, int | None]
 """Kind, stage, chunk and part of an action."""
@@ -93,9 +88,16 @@ class _Run(NamedTuple):
 
 
 # No slots: a cached property needs the instance's dictionary.
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PipelineCost:
-    """Costs of all stages of a model, one sequence of `bounds` per micro-batch and row."""
+    """Costs of all stages of a model, one sequence of `bounds` per micro-batch and row.
+
+    Raises:
+        ConfigError: the schedule has more stages than the model has layers.
+    """
+
+    schedule: Schedule = field(repr=False)
+    """Compute: which stages there are, on which ranks, and which units these share."""
 
     cost: ModelCost
     """Of one layer on one device; its rows are those of a micro-batch."""
@@ -103,22 +105,21 @@ class PipelineCost:
     bounds: Bounds
     """The chunks of a sequence."""
 
-    stages: tuple[range, ...]
-    """Layers of each stage."""
+    _: KW_ONLY
 
-    stage_ranks: tuple[int, ...]
-    """The rank of each stage."""
+    split: tuple[range, ...] = ()
+    """Layers of each stage; balanced where they are not given."""
 
     saved: Saved = "whole"
     """What is kept of frames; the rest is recomputed."""
 
-    ratios: tuple[tuple[float, ...], ...] = ()
-    """Share of a frame that leaves, by stage and chunk; empty where none does."""
+    offload: OffloadRule = "none"
+    """What of that leaves the device."""
 
     frame_tier: Tier = HOST
     """Where what leaves goes."""
 
-    kv_tier: KVTier = "device"
+    kv_tier: Tier = "device"
     """Where K/V wait."""
 
     link_bytes_per_second: float = float("inf")
@@ -140,17 +141,6 @@ class PipelineCost:
     shard_bytes_per_second: float = float("inf")
     """Between these devices."""
 
-    shared_units: Mapping[tuple[int, int], tuple[int, ...]] = field(
-        default_factory=dict[tuple[int, int], tuple[int, ...]]
-    )
-    """Ranks that share (stage, chunk), by part."""
-
-    granules: int | None = None
-    """How the ranks of these units divide heads, as `shared_units.head_granules` says."""
-
-    messages: Mapping[Action, Message] = field(default_factory=dict[Action, Message], repr=False)
-    """By send and by receive, where units are shared: what it is an end of."""
-
     reduce_seconds: float = 0.0
     """Reduction of a stage's gradients over replicas of the pipeline."""
 
@@ -161,51 +151,61 @@ class PipelineCost:
         default_factory=dict[_Key, tuple[Change, ...]], init=False, repr=False, compare=False
     )
 
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        cost: ModelCost,
-        bounds: Bounds,
-        *,
-        saved: Saved = "whole",
-        offload: OffloadRule = "none",
-        frame_tier: Tier = HOST,
-        kv_tier: KVTier = "device",
-        link_bytes_per_second: float = float("inf"),
-        node_bytes_per_second: float | None = None,
-        rank_nodes: tuple[Hashable, ...] = (),
-        devices_per_node: int = 8,
-        shards: int = 1,
-        shard_bytes_per_second: float = float("inf"),
-    ) -> PipelineCost:
-        """Cuts the model into the schedule's stages, balanced, and applies a rule to its frames.
+    def __post_init__(self) -> None:
+        assert self.schedule.num_chunks == len(self.bounds), "a unit is a chunk of a micro-batch"
+        assert self.stages, "refused here rather than when a figure is asked for"
 
-        Raises:
-            ConfigError: the schedule has more stages than the model has layers.
-        """
-        assert schedule.num_chunks == len(bounds), "a unit is a chunk of a micro-batch"
-        shared = schedule.shared_units
-        found = messages(schedule).values() if shared else ()
-        made = cls(
-            shared_units={u: r for u, r in shared.items() if u[1] < len(bounds)},
-            granules=granules_of(cost, schedule.num_ranks) if shared else None,
-            messages={end: m for m in found for end in (m.send, m.receive)},
-            cost=cost,
-            bounds=bounds,
-            stages=balanced_stages(cost, bounds, schedule.num_stages),
-            stage_ranks=schedule.stage_ranks,
-            saved=saved,
-            frame_tier=frame_tier,
-            kv_tier=kv_tier,
-            link_bytes_per_second=link_bytes_per_second,
-            node_bytes_per_second=node_bytes_per_second,
-            rank_nodes=rank_nodes,
-            devices_per_node=devices_per_node,
-            shards=shards,
-            shard_bytes_per_second=shard_bytes_per_second,
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """Layers of each stage."""
+        return self.split or balanced_stages(self.cost, self.bounds, self.schedule.num_stages)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.schedule.stage_ranks
+
+    @cached_property
+    def shared_units(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Ranks that share (stage, chunk), by part."""
+        shared = self.schedule.shared_units
+        return {unit: ranks for unit, ranks in shared.items() if unit[1] < len(self.bounds)}
+
+    @cached_property
+    def messages(self) -> dict[Action, Message]:
+        """By send and by receive, where units are shared: what it is an end of."""
+        found = messages(self.schedule).values() if self.shared_units else ()
+        return {end: message for message in found for end in (message.send, message.receive)}
+
+    @cached_property
+    def granules(self) -> int | None:
+        """How the ranks of shared units divide heads, as `head_granules` says."""
+        return granules_of(self.cost, self.schedule.num_ranks) if self.shared_units else None
+
+    @cached_property
+    def ratios(self) -> tuple[tuple[float, ...], ...]:
+        """Share of a frame that leaves, by stage and chunk; empty where none does."""
+        if self.offload == "none":
+            return ()
+        if self.offload == "full":
+            return ((1.0,) * len(self.bounds),) * len(self.stages)
+        work = self._counts @ self.cost.unit_seconds(self.bounds).forward
+        return tuple(
+            tuple(
+                leaving / len(stage)
+                for leaving in sppo_leaving(
+                    self.cost, sizes, seconds, members=len(stage), kv_bytes=kv_bytes
+                )
+            )
+            for stage, sizes, seconds, kv_bytes in zip(
+                self.stages,
+                self._frames.tolist(),
+                work.sum(axis=1).tolist(),
+                # What K/V leave of the link while forwards run.
+                self._streamed["F"][1].sum(axis=1).tolist(),
+                strict=True,
+            )
         )
-        return replace(made, ratios=made._ratios_of(offload))
 
     def leaves(self, stage: int, unit: int) -> bool:
         """Returns whether anything of a frame leaves the device."""
@@ -221,6 +221,17 @@ class PipelineCost:
         if self.kv_tier == "device":
             return frozenset()
         return streams_of(self._tables, self.kv_tier, list(self._counts))
+
+    def lowered(self, schedule: Schedule, *, reduce: bool = False) -> Schedule:
+        """Returns a schedule of compute with all that goes beside it at these costs."""
+        leaves, stores, streams = self.leaves, self.stores, self.streams
+        return lower(schedule, leaves=leaves, stores=stores, streams=streams, reduce=reduce)
+
+    def simulate(self, lowered: Schedule) -> Timeline:
+        """Returns when all of a lowered schedule runs, with the bytes of every rank's tiers."""
+        return simulate_pipeline(
+            lowered, seconds=self.seconds, changes=self.changes, standing=self.standing()
+        )
 
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
@@ -352,12 +363,10 @@ class PipelineCost:
             size = self._leaving_bytes(stage, chunk)
             passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
             return passed(self.frame_tier, size) * self._share(stage, chunk)
-        if kind == "D":
+        if kind in ("D", "H"):
             size = self._leaving_bytes(stage, chunk)
-            return self.cost.d2h_seconds(size, both=True) * self._share(stage, chunk)
-        if kind == "H":
-            size = self._leaving_bytes(stage, chunk)
-            return self.cost.h2d_seconds(size, both=True) * self._share(stage, chunk)
+            copied = self.cost.d2h_seconds if kind == "D" else self.cost.h2d_seconds
+            return copied(size, both=True) * self._share(stage, chunk)
         if kind not in self._compute:
             return 0.0
         seconds = self._computing_seconds(kind, stage, chunk)
@@ -370,10 +379,9 @@ class PipelineCost:
         kind, stage, chunk, _, _ = action
         forward = stream_way(action) == (0 if kind in ("K", "O") else 1)
         come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
-        if self.messages:
-            share = self._share(stage, chunk)
-            slices = self._streamed_slices(stage, chunk, stream_share(action), forward=forward)
-            come, leave = (int(n * share) + m for n, m in zip((come, leave), slices, strict=True))
+        share = self._share(stage, chunk)
+        slices = self._streamed_slices(stage, chunk, stream_share(action), forward=forward)
+        come, leave = (int(n * share) + m for n, m in zip((come, leave), slices, strict=True))
         if kind == "K":
             return self.cost.h2d_seconds(come, both=True)
         if kind == "O":
@@ -488,34 +496,11 @@ class PipelineCost:
 
     # -- bytes ---------------------------------------------------------------------------------
 
-    def _ratios_of(self, offload: OffloadRule) -> tuple[tuple[float, ...], ...]:
-        if offload == "none":
-            return ()
-        if offload == "full":
-            return ((1.0,) * len(self.bounds),) * len(self.stages)
-        work = self._counts @ self.cost.unit_seconds(self.bounds).forward
-        return tuple(
-            tuple(
-                leaving / len(stage)
-                for leaving in sppo_leaving(
-                    self.cost, sizes, seconds, members=len(stage), kv_bytes=kv_bytes
-                )
-            )
-            for stage, sizes, seconds, kv_bytes in zip(
-                self.stages,
-                self._frames.tolist(),
-                work.sum(axis=1).tolist(),
-                # What K/V leave of the link while forwards run.
-                self._streamed["F"][1].sum(axis=1).tolist(),
-                strict=True,
-            )
-        )
-
     def _changed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> Iterator[Change]:
         """What one rank's action changes; of a shared unit its share of what the whole would."""
         if is_stream(Action(kind, stage, chunk, None, part)):
             return  # what keys and values hold is their unit's
-        if self.messages and kind in ("F", "B"):
+        if kind in ("F", "B", "I"):
             yield from self._slices_changed(kind, stage, chunk, part)
         ranks = self.shared_units.get((stage, chunk))
         if part is None or ranks is None:
@@ -561,7 +546,7 @@ class PipelineCost:
         packed = sum(map(self._passed_bytes, self._made.get(action, ())))
         if away:
             forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
-            passing = {Cause.KV: backward, Cause.DKV: sums} if kind == "B" else {Cause.KV: forward}
+            passing = {Cause.KV: forward} if kind == "F" else {Cause.KV: backward, Cause.DKV: sums}
             share = self._copies(action) / len(run.ranks)
             yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
         if kind == "F":
@@ -622,8 +607,6 @@ class PipelineCost:
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
         if kind in ("F", "B", "I"):
             yield from self._passing(device, kind, stage, chunk)
-            if not self.messages:
-                yield from self._kv_changed(kind, stage, chunk, rank)
             if self.shards > 1:
                 yield from self._gathered(device, kind, stage)
         if not self.messages:
@@ -659,33 +642,10 @@ class PipelineCost:
             sizes[Cause.GRADIENTS] = held.gradients // count
         yield from _during(device, sizes)
 
-    def _kv_changed(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
-        """K/V and their gradient sums, where they wait and while they pass the device."""
-        device, waits = (f"{rank}.{t}" for t in ("device", self.kv_tier))
-        if self.kv_tier != "device":
-            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
-            streamed = {Cause.KV: forward, Cause.DKV: 0}
-            if kind != "F":
-                streamed = {Cause.KV: backward, Cause.DKV: sums}
-            yield from _during(device, streamed)
-        for cause, forward, backward, given in self._lifetimes:
-            taken = forward if kind == "F" else backward
-            yield Change(waits, cause, int(taken[stage, chunk]))
-            if kind != "F":
-                yield Change(waits, cause, -int(given[stage, chunk]), "end")
-
     @cached_property
     def _graph(self) -> Bytes:
         """[stages, chunks] Autograd's graph, on a CPU."""
         return self._counts @ self._tables.graph
-
-    @cached_property
-    def _lifetimes(self) -> tuple[Lifetime, ...]:
-        """[stages, chunks] Those of the one lowering, added up over the layers of each stage."""
-        return tuple(
-            Lifetime(cause, *(self._counts @ sizes for sizes in tables))
-            for cause, *tables in kv_lifetimes(self._tables)
-        )
 
     def _transferred(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
         """Buffers of what passes between ranks: one till it is sent, the other till it is used.
@@ -796,11 +756,6 @@ def bytes_of_slices(costs: PipelineCost, schedule: Schedule, rank: int) -> dict[
 
     At most, and of K/V, their sums and messages: what the note on slices says. The stage's own plan
     counts one row's K/V and their sums.
-
-    Args:
-        costs: of the schedule.
-        schedule: compute alone.
-        rank: whose.
     """
     lowered = lower(schedule, streams=costs.streams)
     timeline = simulate_pipeline(lowered, seconds=costs.seconds, changes=costs.changes)

@@ -2,8 +2,8 @@
 
 `make_plan` turns a request (settings, a model's shape, a device's facts) into chunk bounds, a mode
 per (layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit, saying
-which budget breaks, by how many bytes, and what helps. It knows nothing of torch or of how anything
-is carried out. A Plan is a value: the engine, the tables and the tests read the same.
+which budget breaks, by how many bytes, and what helps. A Plan is a value: the engine, the tables
+and the tests read the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.pipeline_bounds import asked_by_unit, shared_budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
@@ -60,23 +59,11 @@ from sppo_hf.planning.solve import (
     tightened,
     with_kv,
 )
+from sppo_hf.planning.stages import asked_by_unit, shared_budgets
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import format_bytes
-
-__all__ = [
-    "DeviceFacts",
-    "Plan",
-    "PlanRequest",
-    "check_named_budgets",
-    "check_standing_bytes",
-    "estimate_warnings",
-    "hole_warnings",
-    "limit_text",
-    "limit_warnings",
-    "make_plan",
-]
 
 _FULL = 0.8
 """Share of the device's budget from which on more of it would change a plan."""
@@ -798,13 +785,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
         recompute_reason=reason if config.recompute == "auto" else "set by the user",
         offload_reason=reason if config.offload == "auto" else "set by the user",
         order_reason=_FASTER,
-        prediction=predict(
-            found.decisions,
-            cost,
-            found.timeline,
-            policy=found.policy,
-            bound_seconds=found.bound_seconds,
-        ),
+        prediction=predict(found.decisions, cost, found.timeline, policy=found.policy),
     )
 
 

@@ -103,13 +103,6 @@ def sppo_modes(
     """Returns the paper's rule: of each chunk as many layers leave as one chunk's compute can copy.
 
     By layer the same is said of each layer's chunks.
-
-    Args:
-        cost: Seconds and bytes of a device's layers.
-        base: The batch: bounds and order.
-        saved: What is kept of a layer.
-        tier: Where it goes.
-        kv_bytes: What K/V of all chunks and layers copy to the host meanwhile.
     """
     lengths, bounds = base.chunk_lengths, base.bounds
     slots = [base.units(slot) for slot in base.slots]
@@ -151,12 +144,7 @@ def sppo_leaving(
 
 
 def spread(counts: Mapping[Chosen, int], num_layers: int) -> tuple[Chosen, ...]:
-    """Lays modes over layers as evenly as their counts allow, so that copy lanes are used evenly.
-
-    Args:
-        counts: layers per mode; they sum to `num_layers`.
-        num_layers: how many layers there are.
-    """
+    """Lays modes over layers as evenly as their counts allow, so that lanes are used evenly."""
     assert sum(counts.values()) == num_layers, "every layer has one mode"
     given = dict.fromkeys(counts, 0)
     chosen: list[Chosen] = []

@@ -1,6 +1,7 @@
-"""What a simulated step says, chunk by chunk: seconds of compute, copies and standing still.
+"""What a simulated step says, chunk by chunk, and what a measured one teaches about it.
 
-Knows nothing of how a plan was found.
+Profiles lie: they were made with other kernels, at another temperature, or by somebody's guess. The
+first steps say by how much.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops
 from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, HOST_COMPUTE, lower
@@ -57,14 +58,8 @@ class Prediction:
     update_seconds: float = 0.0
     """The optimizer's update on the host, which follows backward; 0 where it is on the device."""
 
-    bound_seconds: float
-    """Duration of the program's optimum over fractional layers; 0 where it was not asked."""
-
     tokens_per_second: float
     """Of all rows."""
-
-    tflops: float
-    """Model TFLOP/s of one device, recomputation not counted."""
 
     mfu: float | None
     """Of the device's dense bf16 peak; None where that is unknown."""
@@ -90,7 +85,6 @@ def predict(
     timeline: Timeline,
     *,
     policy: str,
-    bound_seconds: float = 0.0,
 ) -> Prediction:
     """Summarises a simulated step."""
     tokens = decisions.batch_rows * decisions.total_tokens
@@ -106,9 +100,7 @@ def predict(
         - timeline.busy_seconds(COMPUTE)
         - timeline.busy_seconds(HOST_COMPUTE),
         update_seconds=timeline.busy_seconds(HOST_COMPUTE),
-        bound_seconds=bound_seconds,
         tokens_per_second=tokens / step_seconds,
-        tflops=model_flops / step_seconds / 1e12,
         mfu=None if peak is None else model_flops / step_seconds / peak,
         chunks=_by_chunk(decisions, timeline),
         d2h_bytes=d2h_bytes,
@@ -143,3 +135,89 @@ def _by_chunk(decisions: Decisions, timeline: Timeline) -> tuple[ChunkPrediction
         ChunkPrediction(**chunk, tier_seconds=others)
         for chunk, others in zip(sums, behind, strict=True)
     )
+
+
+# A stall this much longer than predicted, as a share of the step, is the copies' fault.
+_STALL_NOISE = 0.02
+# Factors nearer to one than this are noise and change no plan.
+_WORTH_CORRECTING = 0.10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """What one forward and backward took and moved."""
+
+    forward_seconds: tuple[float, ...]
+    """Per chunk, first to last, standing still included."""
+
+    backward_seconds: tuple[float, ...]
+    """The same of backward."""
+
+    stall_seconds: float
+    """Compute standing still for copies and disk, over the whole step."""
+
+    d2h_bytes: int = 0
+    """Bytes copied to the host."""
+
+    h2d_bytes: int = 0
+    """Bytes copied to the device."""
+
+    disk_write_bytes: int = 0
+    """Bytes written to disk."""
+
+    disk_read_bytes: int = 0
+    """Bytes read from it."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward."""
+        return sum(self.forward_seconds) + sum(self.backward_seconds)
+
+
+def learn(prediction: Prediction, measured: MeasuredStep, before: Correction) -> Correction:
+    """Returns the correction that makes the prediction agree with what was measured.
+
+    Compute is what was measured without the stalls, which are taken off forward and backward in
+    proportion. If compute stood still for longer than predicted, copies were slower than predicted
+    by as much as that.
+
+    Args:
+        prediction: of the plan that ran.
+        measured: a step of it, not the first (which compiles, allocates and pins).
+        before: the correction the prediction was made with.
+    """
+    step = measured.step_seconds
+    busy = max(0.0, 1.0 - measured.stall_seconds / step) if step > 0 else 1.0
+    forward = _ratio(
+        busy * sum(measured.forward_seconds), sum(c.forward_seconds for c in prediction.chunks)
+    )
+    backward = _ratio(
+        busy * sum(measured.backward_seconds), sum(c.backward_seconds for c in prediction.chunks)
+    )
+    late = measured.stall_seconds - prediction.stall_seconds * max(forward, backward)
+    copies = sum(c.d2h_seconds + c.h2d_seconds for c in prediction.chunks)
+    slower = 1.0 + late / copies if copies > 0 and late > _STALL_NOISE * step else 1.0
+    return Correction(
+        forward=before.forward * forward,
+        backward=before.backward * backward,
+        d2h=before.d2h * slower,
+        h2d=before.h2d * slower,
+    )
+
+
+def worth_correcting(before: Correction, after: Correction) -> bool:
+    """Whether *relative* speeds changed enough for another plan to be better.
+
+    If everything is slower by the same factor, the same plan is the fastest.
+    """
+    factors = [
+        after.forward / before.forward,
+        after.backward / before.backward,
+        after.d2h / before.d2h,
+        after.h2d / before.h2d,
+    ]
+    return max(factors) > (1.0 + _WORTH_CORRECTING) * min(factors)
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    return measured / predicted if predicted > 0 and measured > 0 else 1.0

@@ -3,8 +3,7 @@
 Calibrated profiles lie as JSON under the Hugging Face cache, one file per device name and versions.
 Shipped ones are data of the package, `planning/profiles/`, from public figures. For any other
 device there are orders of magnitude, so that a plan exists at all until `sppo calibrate` replaces
-them; each says of itself that it is an estimate, and on what it rests. Knows nothing of how a
-profile is measured, and nothing of torch: who asks says what versions are running.
+them; each says of itself that it is an estimate, and on what it rests.
 """
 
 from __future__ import annotations
@@ -20,9 +19,14 @@ from pathlib import Path
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.flops import peak_flops
-from sppo_hf.planning.hardware import Curve, HardwareProfile
+from sppo_hf.planning.hardware import (
+    PROFILE_FORMAT,
+    Curve,
+    HardwareProfile,
+    profile_from_json,
+    profile_to_json,
+)
 from sppo_hf.planning.json_store import keyed_path, write_whole
-from sppo_hf.planning.profile_json import PROFILE_FORMAT, profile_from_json, profile_to_json
 from sppo_hf.reading import read_text
 from sppo_hf.rules import show
 
@@ -159,11 +163,6 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> HardwareProfile:
     """The best profile at hand for a device of this machine.
 
-    Args:
-        device_name: as its driver gives it, or the processor's name.
-        kind: "cpu" or "cuda".
-        versions: of what runs, as a calibrated profile keeps them.
-
     Returns:
         What was calibrated for this device and these versions; else a shipped profile of the same
         model, recognised by the words of its name; else a rough estimate. The last two have
@@ -206,9 +205,7 @@ def stored_profile(
 def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None = None) -> Path:
     """Write a profile, whole or not at all, replacing an older one of the same device and versions.
 
-    Args:
-        profile: what to keep.
-        path: where; None for its place under the Hugging Face cache.
+    By default that is under the Hugging Face cache.
 
     Returns:
         The file written.
@@ -236,11 +233,7 @@ def profile_path(device_name: str, kind: str, versions: Mapping[str, str]) -> Pa
 
 
 def _read_file(path: Path) -> HardwareProfile:
-    """Read a profile's file.
-
-    Raises:
-        ConfigError: it cannot be read, or is refused.
-    """
+    """Read a profile's file."""
     text = read_text(
         path,
         what="hardware profile",

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.reader import family, find_int, text_config
+from sppo_hf.planning.config_file import family, find_int, text_config
 from sppo_hf.rules import refuse, show
 
 _MAMBA1 = (

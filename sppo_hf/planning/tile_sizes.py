@@ -1,11 +1,9 @@
-"""How much of something long is held at once: tiles of logits, blocks of K/V, bytes on their way.
-
-Knows nothing of plans; each figure follows from the model's sizes and the kind of device.
-"""
+"""How much of something long is held at once: tiles of logits, blocks of K/V, bytes in passing."""
 
 from __future__ import annotations
 
-from sppo_hf.planning.model_shape import FLOAT32_BYTES, ModelShape
+from sppo_hf.planning.model_profile import FLOAT32_BYTES
+from sppo_hf.planning.model_shape import ModelShape
 
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
 # head's matrix product is already bound by arithmetic.
@@ -74,13 +72,6 @@ def kv_block_tokens(
     The whole sequence while one layer's K/V are small, which makes a layer's prefix one block; past
     that, as many (in multiples of 1,024) as have 256 MiB of K/V in a layer on a GPU, 8 MiB on a
     CPU, and 1/64 of the device's budget at most: 65,536 tokens of Llama-3.1-8B in bf16.
-
-    Args:
-        shape: the model.
-        total_tokens: tokens of a row.
-        batch_rows: rows that go through together.
-        device_kind: "cpu" or "cuda".
-        device_bytes: the device's budget; None where there is none.
     """
     layer_bytes = max(shape.kv_bytes_per_token(i) for i in range(len(shape.layers))) * batch_rows
     most_bytes = _KV_BLOCK_BYTES[device_kind]
@@ -98,14 +89,10 @@ def passing_bytes(
 ) -> int:
     """Returns the least staging memory with which a copy and a disk transfer overlap.
 
+    `block_tokens` are 0 where K/V do not pass.
+
     Two tensors of the largest kind that frames or K/V have: what a layer saves, keys and values of
     a chunk in one, or the float32 sums of a block's key gradients.
-
-    Args:
-        shape: the model.
-        chunk_tokens: tokens of the longest chunk.
-        batch_rows: rows that go through together.
-        block_tokens: tokens of a block of K/V; 0 where K/V do not pass.
     """
     own, layers = shape.own_tokens(chunk_tokens), range(len(shape.layers))
     largest = own * max(layer.largest_bytes for layer in shape.layers)

@@ -13,12 +13,7 @@ from sppo_hf.planning.model_shape import ModelShape
 
 
 def planned_for(shape: ModelShape, total_tokens: int) -> str:
-    """Returns the line of a model and a length.
-
-    Args:
-        shape: the whole model.
-        total_tokens: of each row.
-    """
+    """Returns the line of a model and a length."""
     return f"plan {PLAN_VERSION}: {_model(shape)}; {total_tokens} tokens"
 
 
@@ -27,11 +22,7 @@ def other_plan_warnings(
 ) -> Iterator[str]:
     """Says where a written plan is another model's, or that of rows of another length.
 
-    Args:
-        config: the settings.
-        shape: the whole model that is run.
-        total_tokens: of each row of the batch.
-        training: whether it is one; evaluation may have other rows.
+    Evaluation may have rows of other lengths.
     """
     if config.planned_for is None:
         return

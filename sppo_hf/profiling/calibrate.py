@@ -1,8 +1,7 @@
 """Measuring a HardwareProfile on this machine: what is measured, how large, and in which order.
 
 Takes under a minute on a CPU and under two on a GPU, because every measurement has a limit in
-seconds of its own. Knows nothing of where profiles are kept (`planning/profile_store.py`) nor of
-the command line. This synchronises with the device; it is no part of a training step.
+seconds of its own. This synchronises with the device; it is no part of a training step.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.affinity import near_device
 from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
-from sppo_hf.profiling.bench_timer import BenchTimer
 from sppo_hf.profiling.measure import (
     AttentionSpeed,
+    BenchTimer,
     CopySpeed,
     DiskSpeed,
     Heads,
@@ -266,11 +265,7 @@ def _silent(title: str, done: int, total: int) -> None:
 
 
 def _checked_device(device: torch.device) -> torch.device:
-    """The device with its number.
-
-    Raises:
-        ConfigError: its type is not one that is measured, or it is not there.
-    """
+    """The device with its number."""
     if device.type == "cpu":
         return torch.device("cpu")
     number = device.index or 0
@@ -285,11 +280,7 @@ def _checked_device(device: torch.device) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name.
-
-    Raises:
-        ConfigError: it is none that models are trained in.
-    """
+    """The torch dtype of a name."""
     allowed = ("bfloat16", "float16", "float32", "float64")
     if name not in allowed:
         nearest = difflib.get_close_matches(name, allowed, n=1, cutoff=0)[0]

@@ -1,8 +1,7 @@
 """Speeds of attention backends beside each other: chunks of queries against prefixes of keys.
 
 Forward and backward of every backend that can do what is asked and agrees with the reference, by
-chunk and prefix length, with what "auto" would take. Knows nothing of tables or pictures
-(`backends_report.py`) nor of models.
+chunk and prefix length, with what "auto" would take; also as tables and as a picture.
 """
 
 from __future__ import annotations
@@ -10,38 +9,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group as Lines
+from rich.table import Table
+from rich.text import Text
 
-from sppo_hf.attention.backends.autotune import Workload
+from sppo_hf.attention.backends.autotune import Workload, short
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.backends.select import BACKENDS, find_backend, select_backend
 from sppo_hf.attention.backends.verify import find_mismatch
+from sppo_hf.errors import ConfigError
+from sppo_hf.planning.autotune_store import format_tflops
 from sppo_hf.planning.machine import host_memory_bytes
-from sppo_hf.profiling.bench_timer import BenchTimer
+from sppo_hf.profiling.measure import BenchTimer, Heads
 from sppo_hf.reporting.plan_tables import format_seconds
+from sppo_hf.reporting.schedule_figure import new_figure
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
 
+YARDSTICK = "aten_flash"
+"""The kernel that every PyTorch for CUDA has: a table's last column is by how much it is beaten."""
 
-@dataclass(frozen=True, slots=True)
-class LayerHeads:
-    """Heads of an attention layer."""
-
-    query: int
-    """N."""
-
-    key_value: int
-    """K."""
-
-    size: int
-    """Elements of one query, key or value."""
-
-    def __str__(self) -> str:
-        """As people write it: "32/8 heads of 128"."""
-        return f"{self.query}/{self.key_value} heads of {self.size}"
+_PANEL_INCHES = (3.6, 3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +72,7 @@ class Group:
     dtype: str
     """"bfloat16"."""
 
-    heads: LayerHeads
+    heads: Heads
 
     window_tokens: int | None
     """Of a sliding window; None for none."""
@@ -106,7 +99,7 @@ def measure_backends(
     device: torch.device,
     *,
     dtypes: Sequence[torch.dtype],
-    heads: Sequence[LayerHeads],
+    heads: Sequence[Heads],
     chunks: Sequence[int],
     prefixes: Sequence[int],
     window_tokens: int | None = None,
@@ -235,3 +228,109 @@ def _room_bytes(device: torch.device) -> int:
     free_bytes, _ = torch.cuda.mem_get_info(device)
     cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free_bytes + cached_bytes) // 2
+
+
+def backends_table(group: Group) -> Lines:
+    """TFLOPS of forward and backward at every size, the fastest of both together in bold."""
+    names = list(dict.fromkeys(point.backend for point in group.points))
+    table = Table(title=f"{group}: TFLOPS forward / backward", title_justify="left")
+    table.add_column("chunk", justify="right")
+    table.add_column("prefix", justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+    compared = YARDSTICK in names
+    if compared:
+        table.add_column(f"best / {YARDSTICK}", justify="right")
+    for (chunk, prefix), row in sorted(by_size(group).items()):
+        fastest = best_of(row)
+        cells = [_cell(row.get(name), row.get(name) is fastest) for name in names]
+        if compared:
+            cells.append(Text(_gain(fastest, row.get(YARDSTICK))))
+        table.add_row(short(chunk), short(prefix), *cells)
+    notes = {f"{point.backend}: {point.reason}" for point in group.points if point.reason}
+    absent = [f"{name} {reason}" for name, reason in group.left_out.items()]
+    lines = [f'"auto" takes {group.auto}', *absent, *sorted(notes)]
+    return Lines(table, *(Text(line, style="dim") for line in lines))
+
+
+def by_size(group: Group) -> dict[tuple[int, int], dict[str, Point]]:
+    """Points by backend, by (chunk, prefix) in tokens."""
+    sizes: dict[tuple[int, int], dict[str, Point]] = {}
+    for point in group.points:
+        row = sizes.setdefault((point.chunk_tokens, point.prefix_tokens), {})
+        row[point.backend] = point
+    return sizes
+
+
+def best_of(row: dict[str, Point]) -> Point | None:
+    """The fastest point, forward and backward together; None where none was measured."""
+    measured = [point for point in row.values() if point.flops_per_second is not None]
+    return max(measured, key=lambda point: point.flops_per_second or 0.0, default=None)
+
+
+def draw_backends(groups: Sequence[Group], path: str | Path, *, title: str) -> None:
+    """Draw TFLOPS against chunk length: a row for each group, a panel for each prefix.
+
+    Raises:
+        ConfigError: as `new_figure`, or nothing was measured.
+        OSError: the file cannot be written.
+    """
+    groups = [group for group in groups if any(p.flops_per_second for p in group.points)]
+    if not groups:
+        raise ConfigError("Nothing was measured, so there is nothing to draw. Try smaller sizes.")
+    prefixes = sorted({point.prefix_tokens for group in groups for point in group.points})
+    chunks = sorted({point.chunk_tokens for group in groups for point in group.points})
+    names = list(dict.fromkeys(point.backend for group in groups for point in group.points))
+    wide, high = _PANEL_INCHES
+    figure = new_figure(
+        path,
+        height_inches=high * len(groups) + 0.6,
+        width_inches=wide * len(prefixes),
+        what="attention backends",
+    )
+    grid = figure.subplots(len(groups), len(prefixes), squeeze=False, sharex=True, sharey="row")
+    for group, line in zip(groups, grid, strict=True):
+        for prefix, axes in zip(prefixes, line, strict=True):
+            for at, name in enumerate(names):
+                points = sorted(
+                    (point.chunk_tokens, point.flops_per_second / 1e12)
+                    for point in group.points
+                    if point.backend == name
+                    and point.prefix_tokens == prefix
+                    and point.flops_per_second is not None
+                )
+                if points:
+                    axes.plot(*zip(*points, strict=True), "o-", color=f"C{at}", label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(chunks, [short(chunk) for chunk in chunks], fontsize=8)
+            axes.grid(color="#E5E5E5", linewidth=0.6)
+            axes.set_title(f"{group}\nprefix {short(prefix)}", fontsize=8)
+        line[0].set_ylim(bottom=0)
+        line[0].set_ylabel("TFLOPS, forward + backward")
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens of the chunk")
+    handles = {
+        label: handle
+        for axes in grid.flat
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles)
+    )
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+def _cell(point: Point | None, fastest: bool) -> Text:
+    if point is None:
+        return Text("")
+    if point.forward_flops_per_second is None or point.backward_flops_per_second is None:
+        return Text("-", style="dim")
+    rates = (point.forward_flops_per_second, point.backward_flops_per_second)
+    return Text(" / ".join(map(format_tflops, rates)), style="bold" if fastest else "")
+
+
+def _gain(fastest: Point | None, yardstick: Point | None) -> str:
+    ours = None if fastest is None else fastest.flops_per_second
+    theirs = None if yardstick is None else yardstick.flops_per_second
+    return "" if ours is None or theirs is None else f"{ours / theirs:.2f}"

@@ -44,10 +44,7 @@ _MOST_ROWS = 16
 def estimate_table(answer: PlanResult, model_name: str, also: Sequence[str] = ()) -> Group:
     """Lays out the verdict, what is done and how fast it is, and bytes by tier and cause.
 
-    Args:
-        answer: what was asked and what it came to.
-        model_name: for the title.
-        also: what else would make it fit, where it does not.
+    `also` says what else would make it fit, where it does not.
     """
     table = start_table(f"SPPO estimate: {model_name}")
     _add_verdict(table, answer, also)
@@ -62,13 +59,7 @@ def estimate_table(answer: PlanResult, model_name: str, also: Sequence[str] = ()
 
 
 def plan_tables(answer: PlanResult, results: Sequence[PolicyResult], model_name: str) -> Group:
-    """Lays out a plan: the verdict and the plan, chunk by chunk, and policies side by side.
-
-    Args:
-        answer: what was asked and what it came to.
-        results: policies at the same length.
-        model_name: for the title.
-    """
+    """Lays out a plan: the verdict and the plan, chunk by chunk, and policies side by side."""
     table = start_table(f"SPPO plan: {model_name}")
     _add_verdict(table, answer)
     table.add_section()

@@ -49,15 +49,11 @@ def draw_plan(
 ) -> None:
     """Draws a plan into a file: modes by chunk, memory of each tier over time, lanes over time.
 
+    Budgets are dashed lines; None where unknown. The timeline is the simulated step, or a measured
+    one.
+
     A bar is paler where it has gaps too fine to be seen. A budget more than three times the peak is
     only named.
-
-    Args:
-        plan: what is drawn on top, and the source of the line below the title.
-        timeline: its simulation, or a measured run; its units are the plan's chunks.
-        budgets: bytes that each tier may hold, drawn as dashed lines; None where unknown.
-        path: file to write; its ending says what kind.
-        title: the model's name, say.
 
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.

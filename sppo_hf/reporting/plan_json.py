@@ -19,7 +19,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
     """Returns an answer in plain JSON types.
 
     Where nothing fits, `chunks` is empty, what a plan would say is None, and `peak_by_cause` and
-    `memory_snapshots` are those of the plan that comes closest.
+    `moments` are those of the plan that comes closest.
     """
     plan = answer.plan
     predicted = None if plan is None else plan.prediction

@@ -1,4 +1,4 @@
-"""The plan as one table, and the way tokens and seconds are written everywhere.
+"""The plan as one table, alone and beside a measured step, and how tokens and seconds are written.
 
 Neighbouring chunks that are treated alike share a row, so that sixty-four of them read like six.
 Uses rich and prints nothing by itself.
@@ -6,21 +6,21 @@ Uses rich and prints nothing by itself.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.planning.activation_modes import ALL_MODES, FrameMode, Saved
+from sppo_hf.planning.activation_modes import FrameMode, Saved, all_modes
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
+from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.planning.tiers import TIERS, away_tiers
 from sppo_hf.rules import format_bytes
 
@@ -36,7 +36,7 @@ class ChunkGroup:
     """Index of the last chunk."""
 
     layers: dict[FrameMode, tuple[int, int]]
-    """Fewest and most layers per chunk, of modes that occur, in the order of `ALL_MODES`."""
+    """Fewest and most layers per chunk, of modes that occur, in the order of `all_modes`."""
 
     @property
     def title(self) -> str:
@@ -98,7 +98,7 @@ def span(low: int, high: int) -> str:
 
 def _group(chunks: Sequence[int], counts: Sequence[Counter[FrameMode]]) -> ChunkGroup:
     layers: dict[FrameMode, tuple[int, int]] = {}
-    for mode in ALL_MODES:
+    for mode in all_modes():
         numbers = [counts[chunk][mode] for chunk in chunks]
         if any(numbers):
             layers[mode] = min(numbers), max(numbers)
@@ -107,6 +107,7 @@ def _group(chunks: Sequence[int], counts: Sequence[Counter[FrameMode]]) -> Chunk
 
 _MOST_LENGTHS_SHOWN = 6
 _MOST_GROUPS_SHOWN = 6
+_MOST_CHUNKS_COMPARED = 12
 
 
 ORDERS: dict[Order, str] = {
@@ -187,10 +188,7 @@ def start_table(title: str) -> Table:
 def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
     """Adds what is done and how long it is predicted to take.
 
-    Args:
-        table: made by `start_table`.
-        plan: what to add.
-        layers: whether to say of groups of chunks what becomes of their layers.
+    `layers`: whether to say of groups of chunks what becomes of their layers.
     """
     rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows x "
     purpose = "training" if plan.training else "evaluation"
@@ -269,14 +267,6 @@ def speeds_known(plan: Plan) -> str:
 def warning_lines(plan: Plan) -> list[Text]:
     """Returns the plan's warnings, to stand below a table."""
     return [Text(f"Warning: {warning}.", style="yellow") for warning in plan.warnings]
-
-
-def render_plan(plan: Plan, model_name: str, width: int = 100) -> str:
-    """Returns the table as plain text of at most `width` columns, for logs and terminals."""
-    sink = io.StringIO()
-    console = Console(file=sink, width=width, color_system=None, force_terminal=False)
-    console.print(plan_table(plan, model_name))
-    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()).strip("\n")
 
 
 def _add_adapters(table: Table, plan: Plan) -> None:
@@ -379,3 +369,67 @@ def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> 
         table.add_row(f"{tier} memory", size, note)
         for cause, size_bytes in amounts.shown():
             table.add_row(f"  {cause.label}", f"  {format_bytes(size_bytes)}", cause.meaning)
+
+
+def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group:
+    """Lays a measured step beside its plan, and says what is done about the difference."""
+    planned = before.prediction
+    assert planned is not None, "a plan is corrected where it predicted something"
+    title = "SPPO: measured beside planned"
+    if before.pipeline is not None:
+        title += ", one micro-batch on this rank's stage"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("what", style="bold")
+    table.add_column("planned", justify="right")
+    table.add_column("measured", justify="right")
+    forward = sum(chunk.forward_seconds for chunk in planned.chunks)
+    backward = sum(chunk.backward_seconds for chunk in planned.chunks)
+    rows = (
+        ("forward", forward, sum(measured.forward_seconds)),
+        ("backward", backward, sum(measured.backward_seconds)),
+        ("standing still", planned.stall_seconds, measured.stall_seconds),
+        ("step", planned.forward_backward_seconds, measured.step_seconds),
+    )
+    for name, said, took in rows:
+        table.add_row(name, format_seconds(said), format_seconds(took))
+    for name, said, took in (
+        ("to host", planned.d2h_bytes, measured.d2h_bytes),
+        ("to device", planned.h2d_bytes, measured.h2d_bytes),
+    ):
+        if said or took:
+            table.add_row(name, format_bytes(said), format_bytes(took))
+    for name, took in (
+        ("to disk", measured.disk_write_bytes),
+        ("from disk", measured.disk_read_bytes),
+    ):
+        if took:
+            table.add_row(name, "", format_bytes(took))
+    for chunk in _chunks_shown(before.num_chunks):
+        said = planned.chunks[chunk].compute_seconds
+        took = measured.forward_seconds[chunk] + measured.backward_seconds[chunk]
+        name = f"chunk {chunk + 1}, both ways"
+        table.add_row(name, format_seconds(said), format_seconds(took))
+    return Group(table, Text(_conclusion(before, after)))
+
+
+def _chunks_shown(num_chunks: int) -> list[int]:
+    """All chunks, or of many so many, evenly spaced, the first and the last among them."""
+    most = min(num_chunks, _MOST_CHUNKS_COMPARED)
+    return sorted({round(i * (num_chunks - 1) / max(1, most - 1)) for i in range(most)})
+
+
+def _conclusion(before: Plan, after: Plan) -> str:
+    same = ("order", "layer_modes", "kv_tier", "kv_modes")
+    if all(getattr(after, name) == getattr(before, name) for name in same):
+        return "The same plan is still the fastest that fits; only its prediction is corrected."
+    assert after.prediction is not None, "a corrected plan is predicted"
+    changed = sum(
+        a != b
+        for row_a, row_b in zip(before.layer_modes, after.layer_modes, strict=True)
+        for a, b in zip(row_a, row_b, strict=True)
+    )
+    return (
+        f"Planned anew with the measured speeds: {changed} of "
+        f"{before.num_chunks * before.num_layers} layers of chunks are treated otherwise, "
+        f"{after.prediction.step_seconds:.3g} s a step predicted."
+    )

@@ -1,6 +1,7 @@
 """The picture of a schedule over ranks: what each rank does over time, and what it holds.
 
-Imports matplotlib only to draw, and leaves its global state alone. Pictures of one rank's plan are
+Also of a measured step over the simulation of its schedule, on one axis of time. Imports matplotlib
+only to draw, and leaves its global state alone. Pictures of one rank's plan are
 `sppo_hf.reporting.plan_figure`.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from sppo_hf.errors import ConfigError
 from sppo_hf.reporting import gantt as bars
 from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
+from sppo_hf.schedule.measured_timeline import Difference
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import alive_units, bubble_fraction
 from sppo_hf.schedule.timeline import COMPUTE, Timeline
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 ENDINGS = (".png", ".svg", ".pdf")
 """Endings of the files that can be drawn."""
 
@@ -33,6 +36,10 @@ _WIDTH_INCHES = 13.0
 _CHARACTER = 1 / 210
 COMPUTE_HEIGHT = 0.8
 _BESIDE_HEIGHT = 0.28
+# Of a pair of rows, measured and simulated.
+_MEASURED_HEIGHT = 0.62
+_SIMULATED_HEIGHT = 0.42
+_PAIR_HEIGHT = 1.35
 
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, title: str) -> None:
@@ -42,12 +49,6 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     several), and below it the lanes that run beside it. Forwards of odd micro-batches are paler.
     Below, the bytes on each rank's device over time where the timeline has them, otherwise the
     units that are alive.
-
-    Args:
-        schedule: what was run.
-        timeline: when.
-        path: file to write; its ending says what kind.
-        title: the schedule's name and size, say.
 
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
@@ -66,12 +67,19 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     figure.savefig(path, dpi=150)
 
 
-def new_figure(path: str | Path, *, height_inches: float, what: str = "a schedule") -> Figure:
+def new_figure(
+    path: str | Path,
+    *,
+    height_inches: float,
+    width_inches: float = _WIDTH_INCHES,
+    what: str = "a schedule",
+) -> Figure:
     """Makes an empty figure for a file, apart from matplotlib's global state.
 
     Args:
         path: the file that it will be written to.
-        height_inches: its height; all pictures are as wide.
+        height_inches: its height.
+        width_inches: its width; pictures over time are all as wide.
         what: is drawn, for messages.
 
     Raises:
@@ -84,15 +92,12 @@ def new_figure(path: str | Path, *, height_inches: float, what: str = "a schedul
             f"{', '.join(ENDINGS)}, which says what kind of picture it is."
         )
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
             f"Drawing {what} needs matplotlib, which is not installed: pip install matplotlib."
         ) from error
-    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
 def _rows(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
@@ -287,3 +292,80 @@ def kind_handles(kinds: set[Kind]) -> list[Artist]:
         for kind, name in KIND_NAMES.items()
         if kind in kinds
     ]
+
+
+def draw_comparison(
+    schedule: Schedule,
+    *,
+    measured: Timeline,
+    simulated: Timeline,
+    difference: Difference,
+    path: str | Path,
+    title: str,
+) -> None:
+    """Draws a measured step and its simulation into a file.
+
+    A pair of rows for each rank: measured above, simulated below. Dashed lines mark both ends.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the path's ending is not one that can be drawn.
+        OSError: the file cannot be written.
+    """
+    rows_inches = 0.75 * schedule.num_ranks + 0.5
+    figure = new_figure(path, height_inches=rows_inches + 1.7)
+    head, axes = figure.subplots(2, 1, height_ratios=[0.9, rows_inches])
+    longer = max(measured, simulated, key=lambda timeline: timeline.end_seconds)
+    clock = bars.Clock.of(longer)
+    write_title(head, title, _said(measured, simulated, difference, clock))
+    kinds: set[Kind] = set()
+    ticks: dict[float, str] = {}
+    for rank in range(schedule.num_ranks):
+        lane, top = f"{rank}{COMPUTE}", rank * _PAIR_HEIGHT
+        below = top + _MEASURED_HEIGHT + 0.06
+        for timeline, at, height in (
+            (measured, top, _MEASURED_HEIGHT),
+            (simulated, below, _SIMULATED_HEIGHT),
+        ):
+            draw_compute(axes, schedule, timeline, lane=lane, at=at, clock=clock, height=height)
+        ticks[top + _MEASURED_HEIGHT / 2] = f"rank {rank}, measured"
+        ticks[below + _SIMULATED_HEIGHT / 2] = "simulated"
+        kinds |= {span.action.kind for span in measured.spans(lane)}
+    bottom = schedule.num_ranks * _PAIR_HEIGHT - 0.2
+    ends = [
+        axes.axvline(
+            timeline.end_seconds * clock.per_second,
+            color=colour,
+            linestyle="--",
+            linewidth=0.9,
+            label=f"end, {name}",
+        )
+        for name, timeline, colour in (
+            ("measured", measured, bars.INK),
+            ("simulated", simulated, bars.GREY),
+        )
+    ]
+    axes.set_ylim(bottom, -0.2)
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    for label in axes.get_yticklabels():
+        label.set_fontsize(9 if "measured" in label.get_text() else 7)
+    axes.tick_params(axis="y", length=0)
+    share_time_axis([axes], clock)
+    axes.set_xlim(0.0, clock.end * 1.005)
+    add_legend(axes, [*kind_handles(kinds), *ends])
+    figure.savefig(path, dpi=150)
+
+
+def _said(
+    measured: Timeline, simulated: Timeline, difference: Difference, clock: bars.Clock
+) -> list[list[str]]:
+    parts = (
+        ("uneven units", difference.uneven_seconds),
+        ("host between units", difference.between_seconds),
+        ("messages", difference.message_seconds),
+    )
+    named = [
+        f"{name} {clock.say(timeline.end_seconds)} a step, {bubble_fraction(timeline):.1%} idle"
+        for name, timeline in (("measured", measured), ("simulated", simulated))
+    ]
+    signs = [f"{name} {seconds * clock.per_second:+.3g}" for name, seconds in parts]
+    return [named, [f"the difference in {clock.unit}: {signs[0]}", *signs[1:]]]

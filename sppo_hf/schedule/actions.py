@@ -3,7 +3,6 @@
 `2F5` is stage 2's forward of unit 5, `0F5.12` stage 0's for layer 12 alone, `0K5.12#3` part 3 of
 what streams in for that, `2F5#1` the second rank's share of a unit that several ranks share. Names
 of kinds that torch.distributed.pipelining has too are its names.
-Knows nothing of lanes, seconds or bytes, nor of how an action is done.
 """
 
 from __future__ import annotations

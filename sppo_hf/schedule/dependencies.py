@@ -1,7 +1,5 @@
 """The lanes of a Schedule over many ranks, and what each action on them waits for.
 
-Knows what actions mean to each other; nothing of seconds or bytes.
-
 These are the only rules of what needs what: simulation and validation both read them.
 
 [Note: what an action waits for] A rank carries out its list in order, but only compute occupies it:

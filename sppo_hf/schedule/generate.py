@@ -37,11 +37,11 @@ class Size(NamedTuple):
     """Chunks of each micro-batch where they differ; `num_chunks` is then the most of them."""
 
     @classmethod
-    def uneven(cls, num_ranks: int, chunks: Sequence[int], num_virtual: int = 1) -> Size:
+    def uneven(cls, num_ranks: int, chunks: Sequence[int]) -> Size:
         """Returns the size of a step whose micro-batches have so many chunks each."""
         most = max(chunks, default=0)
         uneven = tuple(chunks) if len(set(chunks)) > 1 else ()
-        return cls(num_ranks, len(chunks), most, num_virtual, uneven)
+        return cls(num_ranks, len(chunks), most, chunks=uneven)
 
     @property
     def num_units(self) -> int:

@@ -6,7 +6,7 @@
     1     0B0     1B0
 
 A step is a place in a rank's list, not an instant: what stands side by side need not run at once.
-`over_time` shows that. Knows nothing of what actions mean.
+`over_time` shows that.
 """
 
 from __future__ import annotations

@@ -151,10 +151,6 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
 
     When they run, and what waits for them: `dependencies`. Each rank that shares a unit has its
     own, of its heads.
-
-    Args:
-        schedule: with the copies of its frames, without transfers.
-        streams: which.
     """
     if not streams:
         return schedule
@@ -182,10 +178,11 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
     return schedule.with_beside(tuple(ranks))
 
 
-def add_offload(
-    schedule: Schedule, leaves: Leaves, stores: Leaves = (), *, fetch_ahead: int = 1
-) -> Schedule:
+def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Schedule:
     """Adds a copy to the host after the forward of each frame that leaves, and one back in time.
+
+    It begins to come back one backward of its rank ahead of its own, so that one frame is on the
+    device beside the one in use.
 
     What of a frame leaves, all or some layers, is the business of whoever says how long a copy
     takes and how many bytes it moves. A frame whose backward follows its forward at once stays, for
@@ -196,8 +193,6 @@ def add_offload(
         leaves: which frames leave.
         stores: which of these go on to a tier behind the host; they are read from there a unit
             before they are copied back.
-        fetch_ahead: before how many other backwards of its rank a frame begins to come back; that
-            many frames are on the device beside the one in use.
     """
     places = _Places(schedule)
     for rank, actions in enumerate(schedule.ranks):
@@ -207,9 +202,9 @@ def add_offload(
             turn = turns.get(action[1:3])
             if action.kind != "F" or turn is None or not _is_in(leaves, action):
                 continue
-            # Those before the first backward count as well.
-            early = max(fetch_ahead - turn, 0)
-            fetched = places.compute_before(rank, backwards[max(turn - fetch_ahead, 0)], early)
+            # What comes before the first backward counts as one.
+            ahead, early = backwards[max(turn - 1, 0)], int(turn == 0)
+            fetched = places.compute_before(rank, ahead, early)
             used = places.step(rank, backwards[turn])
             # It cannot come before it has left, beside at least one unit.
             begin = max(fetched, places.compute_after(rank, action, 2))
@@ -219,8 +214,7 @@ def add_offload(
             if _is_in(stores, action):
                 store = _like(action, "S")._replace(part=frame_part(action.part))
                 places.add_after(rank, places.step(rank, action), store)
-                ahead = max(turn - fetch_ahead, 0)
-                read = places.compute_before(rank, backwards[ahead], early + 1)
+                read = places.compute_before(rank, ahead, early + 1)
                 read = max(read, places.compute_after(rank, action, 1))
                 places.add_before(rank, min(read, begin, used), _like(store, "L"))
             places.add_before(rank, min(begin, used), _like(action, "H"))

@@ -1,13 +1,14 @@
 """A run as it was measured, beside the simulation of its schedule.
 
 From what each rank noted down (action, begin, end) comes a Timeline as `simulate_pipeline` returns,
-durations to simulate with, and a sum of what measured and simulated step differ by. Knows nothing
-of who noted it down, but that all ranks read the same clock, as processes of one machine do.
+durations to simulate with, and a sum of what measured and simulated step differ by. All ranks read
+the same clock, as processes of one machine do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sppo_hf.errors import ScheduleError
@@ -16,7 +17,7 @@ from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import SENDS
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
-from sppo_hf.schedule.timeline import Record, Timeline
+from sppo_hf.schedule.timeline import Timeline
 
 
 class ActionRecord(NamedTuple):
@@ -38,10 +39,6 @@ class ActionRecord(NamedTuple):
 def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> Timeline:
     """Makes a Timeline of a measured step: each rank's compute, without the time that it waited.
 
-    Args:
-        schedule: what was run.
-        executed: what each rank did, in its order, all of one step.
-
     Returns:
         A timeline with the lanes "0.compute", "1.compute" and so on. It begins when the first rank
         turned to its first action. Without bytes.
@@ -50,32 +47,9 @@ def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionReco
         ScheduleError: a rank did something else than its list, or in another order.
     """
     _check(schedule, executed)
-    compute = _computed(executed)
-    zero = _begin(executed)
     waits = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
-    done = [one for rank in compute for one in rank]
-    starts = [one.ready_seconds - zero for one in done]
-    ends = [one.end_seconds - zero for one in done]
-    ranges: dict[str, range] = {}
-    for lane, actions in waits.lanes.items():
-        first = sum(map(len, ranges.values()))
-        ranges[lane] = range(first, first + len(actions))
-    latest: list[int] = []
-    for position, needed in enumerate(waits.needs):
-        # What waits for no other unit waits for its rank, which was busy with the unit before.
-        latest.append(max(needed, key=ends.__getitem__, default=max(position - 1, 0)))
-    return Timeline(
-        Record(
-            actions=[one.action for one in done],
-            positions={one.action: position for position, one in enumerate(done)},
-            lanes=ranges,
-            starts=starts,
-            ends=ends,
-            readies=[ends[last] if needed else 0.0 for last, needed in _pairs(latest, waits)],
-            latest=latest,
-            events={},
-        )
-    )
+    lanes = dict(zip(waits.lanes, _computed(executed), strict=True))
+    return _timeline(lanes, _begin(executed), waits.needs)
 
 
 def executed_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
@@ -85,29 +59,41 @@ def executed_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
         rank: whose it is; lanes are named after it: "0.compute", "0.d2h", "0.send" and so on.
         executed: what it did, in its order. What runs beside compute has the time of its start.
     """
-    zero = executed[0].start_seconds if executed else 0.0
     lanes: dict[str, list[ActionRecord]] = {}
     for one in executed:
         lanes.setdefault(f"{rank}.{_LANE_NAMES[one.action.kind]}", []).append(one)
+    return _timeline(lanes, executed[0].start_seconds if executed else 0.0)
+
+
+def _timeline(
+    lanes: Mapping[str, Sequence[ActionRecord]],
+    zero: float,
+    needs: Sequence[Sequence[int]] | None = None,
+) -> Timeline:
+    """A Timeline of what was done; `needs` as `simulate_positions` has it, None if not known."""
     done = [one for lane in lanes.values() for one in lane]
-    ranges: dict[str, range] = {}
-    first = 0
-    for name, lane in lanes.items():
-        ranges[name] = range(first, first + len(lane))
-        first += len(lane)
+    bounds = accumulate(map(len, lanes.values()), initial=0)
     starts = [one.ready_seconds - zero for one in done]
+    ends = [one.end_seconds - zero for one in done]
+    # What waits for nothing that is known waits for its lane, which was busy with the one before.
+    latest, readies = [max(position - 1, 0) for position in range(len(done))], starts
+    if needs is not None:
+        latest = [
+            max(needed, key=ends.__getitem__, default=before)
+            for before, needed in zip(latest, needs, strict=True)
+        ]
+        readies = [
+            ends[last] if needed else 0.0 for last, needed in zip(latest, needs, strict=True)
+        ]
     return Timeline(
-        Record(
-            actions=[one.action for one in done],
-            positions={one.action: position for position, one in enumerate(done)},
-            lanes=ranges,
-            starts=starts,
-            ends=[one.end_seconds - zero for one in done],
-            readies=starts,
-            # What it waited for is not known here: the one before it stands for all.
-            latest=[max(position - 1, 0) for position in range(len(done))],
-            events={},
-        )
+        actions=[one.action for one in done],
+        positions={one.action: position for position, one in enumerate(done)},
+        ranges={name: range(*span) for name, span in zip(lanes, pairwise(bounds), strict=True)},
+        starts=starts,
+        ends=ends,
+        readies=readies,
+        latest=latest,
+        events={},
     )
 
 
@@ -217,7 +203,3 @@ def _computed(executed: Sequence[Sequence[ActionRecord]]) -> list[list[ActionRec
 
 def _flat(executed: Sequence[Sequence[ActionRecord]]) -> list[ActionRecord]:
     return [one for rank in executed for one in rank]
-
-
-def _pairs(latest: Sequence[int], waits: DependencyGraph) -> list[tuple[int, bool]]:
-    return [(last, bool(needed)) for last, needed in zip(latest, waits.needs, strict=True)]

@@ -1,7 +1,7 @@
 """What passes between ranks: activations, gradients, and between those of shared units K/V too.
 
 All of it follows from where units are computed, so lowering, validation, simulation and costs ask
-here. Nothing about when a message is sent.
+here.
 
 [Note: what moves where units are shared] The n ranks of a shared unit hold n-ths of its tokens, in
 order: of what passes between stages and of all that is saved. Attention divides it by heads

@@ -187,10 +187,6 @@ class Schedule:
             return action.unit // self.chunks
         return bisect_right(self.first_units, action.unit) - 1
 
-    def ends_micro_batch(self, action: Action) -> bool:
-        """Returns whether an action's unit is the last chunk of its micro-batch."""
-        return action.unit + 1 == self.first_units[self.micro_batch(action) + 1]
-
     def keep(self, wanted: Callable[[Action], bool]) -> Schedule:
         """Returns the schedule with only those actions that are wanted."""
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)

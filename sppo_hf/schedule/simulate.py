@@ -2,8 +2,7 @@
 
 Every lane (a compute stream, a copy engine, a link, a disk, of one rank or of many) carries out its
 actions in order, one at a time; each action begins once its lane is free and all that it depends on
-is done. Seconds, dependencies and bytes come in as callables: this knows nothing of what an action
-means. Costs about a microsecond per action, plus what the callables cost.
+is done. Costs about a microsecond per action, plus what `changes` costs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.timeline import ByteEvent, Record, Timeline
+from sppo_hf.schedule.timeline import ByteEvent, Timeline
 
 _NEIGHBOURS_SHOWN = 3
 
@@ -37,42 +36,6 @@ class Change(NamedTuple):
     """Whether when the action begins or when it is done."""
 
 
-def simulate(
-    lanes: Mapping[str, Sequence[Action]],
-    *,
-    seconds: Callable[[Action], float],
-    after: Callable[[Action], Iterable[Action]],
-    changes: Callable[[Action], Iterable[Change]] | None = None,
-    standing: Iterable[Change] = (),
-) -> Timeline:
-    """Works out when every action runs, and the bytes of every tier meanwhile.
-
-    Args:
-        lanes: the actions of each lane in the order in which it carries them out.
-        seconds: how long an action takes; called once for each. Zero is allowed.
-        after: what must be done before an action begins, besides its predecessor on its lane;
-            called once for each.
-        changes: the bytes that an action takes and gives back; called once for each.
-        standing: bytes held from the start, such as weights; their `at` is not looked at.
-
-    Raises:
-        ScheduleError: an action is on the lanes twice; a duration is negative or not finite; or
-            lanes wait for each other, or for an action that no lane has: then the message shows
-            each such lane with the action at which it stopped.
-    """
-    run = _prepared(lanes)
-    find, nowhere = run.positions.get, len(run.actions)
-    needs: list[list[int]] = []
-    for position, action in enumerate(run.actions):
-        found: list[int] = []
-        for other in after(action):
-            found.append(find(other, nowhere))
-            if found[-1] == nowhere:
-                run.absent.setdefault(position, other)
-        needs.append(found)
-    return _finish(run, lanes, list(map(seconds, run.actions)), needs, changes, standing)
-
-
 def simulate_positions(
     lanes: Mapping[str, Sequence[Action]],
     *,
@@ -81,24 +44,41 @@ def simulate_positions(
     changes: Callable[[Action], Iterable[Change]] | None = None,
     standing: Iterable[Change] = (),
 ) -> Timeline:
-    """Does what `simulate` does, for callers that number actions instead of looking them up.
+    """Works out when every action runs, and the bytes of every tier meanwhile.
 
     Args:
-        lanes: as there.
-        seconds: how long the action at each position takes; a position is an action's place when
-            all lanes are written one after the other.
-        needs: the positions of what must be done before it.
-        changes: as there.
-        standing: as there.
+        lanes: the actions of each lane in the order in which it carries them out. An action's
+            position is its place when all lanes are written one after the other.
+        seconds: how long the action at each position takes. Zero is allowed.
+        needs: the positions of what must be done before it begins, besides its predecessor on its
+            lane.
+        changes: the bytes that an action takes and gives back; called once for each.
+        standing: bytes held from the start, such as weights; their `at` is not looked at.
 
     Raises:
-        ScheduleError: as there.
+        ScheduleError: an action is on the lanes twice; a duration is negative or not finite; or
+            lanes wait for each other: then the message shows each such lane with the action at
+            which it stopped.
     """
-    return _finish(_prepared(lanes), lanes, seconds, needs, changes, standing)
+    run = _Run(lanes)
+    run.play(seconds, needs)
+    if run.blocked:
+        stuck = [(run.actions[at], run.actions[other]) for at, other in run.blocked.values()]
+        raise DeadlockError(_deadlock(tuple(lanes), run), stuck)
+    return Timeline(
+        actions=run.actions,
+        positions=run.positions,
+        ranges=dict(zip(lanes, run.ranges, strict=True)),
+        starts=run.starts,
+        ends=run.ends,
+        readies=run.readies,
+        latest=run.latest,
+        events=_byte_events(run, changes, standing),
+    )
 
 
 class DeadlockError(ScheduleError):
-    """Lanes wait for each other, or for an action that is on none of them."""
+    """Lanes wait for each other."""
 
     def __init__(self, message: str, stuck: Sequence[tuple[Action, Action]]) -> None:
         super().__init__(message)
@@ -106,63 +86,24 @@ class DeadlockError(ScheduleError):
         """Of each lane that never ends: the action at which it stops, and what that waits for."""
 
 
-def _prepared(lanes: Mapping[str, Sequence[Action]]) -> _Run:
-    actions = [action for lane in lanes.values() for action in lane]
-    positions = {action: position for position, action in enumerate(actions)}
-    if len(positions) != len(actions):
-        raise ScheduleError(_repeated(lanes))
-    bounds = [0, *accumulate(len(lane) for lane in lanes.values())]
-    return _Run(actions, positions, [range(first, stop) for first, stop in pairwise(bounds)])
-
-
-def _finish(
-    run: _Run,
-    lanes: Mapping[str, Sequence[Action]],
-    seconds: Sequence[float],
-    needs: Sequence[Sequence[int]],
-    changes: Callable[[Action], Iterable[Change]] | None,
-    standing: Iterable[Change],
-) -> Timeline:
-    run.play(seconds, needs)
-    if run.blocked:
-        stuck = [(run.actions[position], other) for position, other in run.blocked.values()]
-        raise DeadlockError(_deadlock(tuple(lanes), run), stuck)
-    return Timeline(
-        Record(
-            actions=run.actions,
-            positions=run.positions,
-            lanes=dict(zip(lanes, run.ranges, strict=True)),
-            starts=run.starts,
-            ends=run.ends[:-1],
-            readies=run.readies,
-            latest=run.latest,
-            events=_byte_events(run, changes, standing),
-        )
-    )
-
-
 class _Run:
-    """The state of a simulation, position by position (`Record` says what that is)."""
+    """The state of a simulation, position by position (`Timeline` says what that is)."""
 
-    def __init__(
-        self,
-        actions: Sequence[Action],
-        positions: Mapping[Action, int],
-        ranges: Sequence[range],
-    ) -> None:
-        count = len(actions)
-        self.actions = actions
-        self.positions = positions
-        self.ranges = ranges
+    def __init__(self, lanes: Mapping[str, Sequence[Action]]) -> None:
+        self.actions = [action for lane in lanes.values() for action in lane]
+        self.positions = {action: position for position, action in enumerate(self.actions)}
+        count = len(self.actions)
+        if len(self.positions) != count:
+            raise ScheduleError(_repeated(lanes))
+        bounds = [0, *accumulate(len(lane) for lane in lanes.values())]
+        self.ranges = [range(first, stop) for first, stop in pairwise(bounds)]
         self.starts = [0.0] * count
         self.readies = [0.0] * count
         self.latest = [-1] * count
-        # -1: not done. One entry more, never done, stands for every action that no lane has.
-        self.ends = [-1.0] * (count + 1)
-        self.blocked: dict[int, tuple[int, Action]] = {}
+        self.ends = [-1.0] * count
+        """-1: not done."""
+        self.blocked: dict[int, tuple[int, int]] = {}
         """By lane that did not end: the position at which it stopped, and what it waits for."""
-        self.absent: dict[int, Action] = {}
-        """By position: what it needs and no lane has."""
 
     def play(self, seconds: Sequence[float], needs: Sequence[Sequence[int]]) -> None:
         """Runs each lane as far as it comes, and again once what stopped it is done.
@@ -170,7 +111,7 @@ class _Run:
         Each action is looked at once, and once more for each dependency that stopped its lane; no
         queue of events by time is needed, since every lane's order is given.
         """
-        actions, ends, starts = self.actions, self.ends, self.starts
+        ends, starts = self.ends, self.starts
         next_positions = [held.start for held in self.ranges]
         waiting: dict[int, list[int]] = {}
         runnable = list(reversed(range(len(self.ranges))))
@@ -184,9 +125,7 @@ class _Run:
                 for found in needs[position]:
                     end = ends[found]
                     if end < 0.0:
-                        absent = found == len(actions)
-                        other = self.absent[position] if absent else actions[found]
-                        self.blocked[lane] = (position, other)
+                        self.blocked[lane] = (position, found)
                         waiting.setdefault(found, []).append(lane)
                         next_positions[lane] = position
                         break
@@ -196,7 +135,7 @@ class _Run:
                     start = ready if ready > free else free
                     took_seconds = seconds[position]
                     if not 0.0 <= took_seconds < inf:
-                        raise ScheduleError(_bad_duration(actions[position], took_seconds))
+                        raise ScheduleError(_bad_duration(self.actions[position], took_seconds))
                     free = start + took_seconds
                     starts[position], ends[position] = start, free
                     self.readies[position], self.latest[position] = ready, latest
@@ -222,8 +161,7 @@ def _byte_events(
     for tier, cause, num_bytes, _ in standing:
         events[tier].append((0.0, num_bytes, cause))
     if changes is not None:
-        # The lists of ends is longer by the one that is never done.
-        for action, start, end in zip(run.actions, run.starts, run.ends, strict=False):
+        for action, start, end in zip(run.actions, run.starts, run.ends, strict=True):
             for tier, cause, num_bytes, at in changes(action):
                 if at == "start":
                     events[tier].append((start, num_bytes, cause))
@@ -268,7 +206,8 @@ def _deadlock(names: Sequence[str], run: _Run) -> str:
         ]
         row = " ".join((*["..."][: first > held.start], *shown, *["..."][: stop < held.stop]))
         rows.append(
-            f"  {name:<{width}}  {row}  waits for {other}, {_whereabouts(other, names, run)}"
+            f"  {name:<{width}}  {row}  waits for {run.actions[other]}, "
+            f"{_whereabouts(other, names, run)}"
         )
     return (
         f"{len(run.blocked)} of {len(names)} lanes never end; each stops where brackets are:\n"
@@ -277,9 +216,6 @@ def _deadlock(names: Sequence[str], run: _Run) -> str:
     )
 
 
-def _whereabouts(action: Action, names: Sequence[str], run: _Run) -> str:
-    position = run.positions.get(action)
-    if position is None:
-        return "which is on no lane"
+def _whereabouts(position: int, names: Sequence[str], run: _Run) -> str:
     lane = next(lane for lane, held in enumerate(run.ranges) if position in held)
     return f"step {position - run.ranges[lane].start} of {names[lane]!r}"

@@ -1,13 +1,14 @@
 """A Timeline: when each action of a schedule ran, what it waited for, and the bytes over time.
 
 `simulate` makes one from durations; a measured run can make the same from what it recorded, so the
-two can be laid over each other. Knows nothing of how the times came about.
+two can be laid over each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from sppo_hf.errors import ScheduleError
@@ -69,12 +70,20 @@ ByteEvent = tuple[float, int, str]
 """Bytes taken (positive) or given back (negative) at an instant: seconds, bytes, cause."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """What a Timeline is made of: one entry per action, lane after lane.
+# No slots: a cached property needs the instance's dictionary.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Timeline:
+    """When every action ran, lane by lane, and how many bytes each tier held meanwhile.
 
-    Parallel lists rather than a list of objects, since a plan has tens of thousands of actions and
-    a solver simulates hundreds of plans.
+    Lists have one entry per action, lane after lane; a list of objects would be slow, for a plan
+    has tens of thousands of actions and a solver simulates hundreds of plans. All else is worked
+    out when asked for; a tier's curve is kept once made.
+
+    [Note: bytes at one instant] Changes at the same instant are added up before a curve shows them,
+    as if what is given back came first. An action that begins exactly when another ends mostly does
+    so because it waited for it, and then takes what the other gave back. So a peak may be too small
+    only where two unrelated actions touch at one instant, and an action of zero seconds that takes
+    bytes at its start and gives them back at its end shows nothing.
     """
 
     actions: Sequence[Action]
@@ -83,7 +92,7 @@ class Record:
     positions: Mapping[Action, int]
     """Where in these lists each action is."""
 
-    lanes: Mapping[str, range]
+    ranges: Mapping[str, range]
     """The positions of each lane's actions."""
 
     starts: Sequence[float]
@@ -101,37 +110,27 @@ class Record:
     events: Mapping[str, Sequence[ByteEvent]]
     """Changes of each tier's bytes, in any order."""
 
-
-class Timeline:
-    """When every action ran, lane by lane, and how many bytes each tier held meanwhile.
-
-    All of it is worked out when asked for; a tier's curve is kept once made.
-
-    [Note: bytes at one instant] Changes at the same instant are added up before a curve shows them,
-    as if what is given back came first. An action that begins exactly when another ends mostly does
-    so because it waited for it, and then takes what the other gave back. So a peak may be too small
-    only where two unrelated actions touch at one instant, and an action of zero seconds that takes
-    bytes at its start and gives them back at its end shows nothing.
-    """
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._curves: dict[str, list[tuple[float, int]]] = {}
-        self.end_seconds: float = max(record.ends, default=0.0)
+    @cached_property
+    def end_seconds(self) -> float:
         """When the last action was done."""
+        return max(self.ends, default=0.0)
+
+    @cached_property
+    def _curves(self) -> dict[str, list[tuple[float, int]]]:
+        return {}
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """Names of the lanes, in the order in which they were given."""
-        return tuple(self._record.lanes)
+        return tuple(self.ranges)
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers whose bytes changed, in the order in which they first did."""
-        return tuple(self._record.events)
+        return tuple(self.events)
 
     def __len__(self) -> int:
-        return len(self._record.actions)
+        return len(self.actions)
 
     def span(self, action: Action) -> Span:
         """Returns when an action ran.
@@ -139,10 +138,10 @@ class Timeline:
         Raises:
             ScheduleError: it did not.
         """
-        position = self._record.positions.get(action)
+        position = self.positions.get(action)
         if position is None:
             raise ScheduleError(f"{action} is not on this timeline: no lane had it.")
-        (lane,) = (name for name, held in self._record.lanes.items() if position in held)
+        (lane,) = (name for name, held in self.ranges.items() if position in held)
         return self._span(position, lane)
 
     def spans(self, lane: str | None = None) -> Iterator[Span]:
@@ -153,9 +152,8 @@ class Timeline:
 
     def busy_seconds(self, lane: str) -> float:
         """Returns the seconds in which a lane was at work."""
-        held = self._positions(lane)
-        starts, ends = self._record.starts, self._record.ends
-        return sum(ends[position] - starts[position] for position in held)
+        starts, ends = self.starts, self.ends
+        return sum(ends[position] - starts[position] for position in self._positions(lane))
 
     def stall_seconds(self, lane: str) -> float:
         """Returns the seconds in which a lane had work left, but waited for another lane.
@@ -188,13 +186,13 @@ class Timeline:
         Begins at zero seconds. See [Note: bytes at one instant].
         """
         if tier not in self._curves:
-            self._curves[tier] = _curve(self._record.events.get(tier, ()))
+            self._curves[tier] = _curve(self.events.get(tier, ()))
         return self._curves[tier]
 
     def curves_by_cause(self, tier: str) -> dict[str, list[tuple[float, int]]]:
         """Returns one curve for each cause of a tier's bytes; they add up to `curve(tier)`."""
         causes: dict[str, list[ByteEvent]] = {}
-        for event in self._record.events.get(tier, ()):
+        for event in self.events.get(tier, ()):
             causes.setdefault(event[-1], []).append(event)
         return {cause: _curve(events) for cause, events in causes.items()}
 
@@ -208,7 +206,7 @@ class Timeline:
         """Returns what made up a tier's peak: bytes by cause, largest first, none of zero."""
         at_seconds = self.peak(tier).seconds
         held: dict[str, int] = {}
-        for seconds, num_bytes, cause in self._record.events.get(tier, ()):
+        for seconds, num_bytes, cause in self.events.get(tier, ()):
             if seconds <= at_seconds:
                 held[cause] = held.get(cause, 0) + num_bytes
         ranked = sorted(held.items(), key=lambda item: -item[1])
@@ -216,7 +214,7 @@ class Timeline:
 
     def _positions(self, lane: str) -> range:
         try:
-            return self._record.lanes[lane]
+            return self.ranges[lane]
         except KeyError:
             raise ScheduleError(
                 f"There is no lane {lane!r} on this timeline; its lanes are "
@@ -224,29 +222,22 @@ class Timeline:
             ) from None
 
     def _span(self, position: int, lane: str) -> Span:
-        record = self._record
-        return Span(
-            record.actions[position],
-            lane,
-            record.starts[position],
-            record.ends[position],
-            record.readies[position],
-        )
+        start, end = self.starts[position], self.ends[position]
+        return Span(self.actions[position], lane, start, end, self.readies[position])
 
     def _stalls(self, lane: str) -> Iterator[Stall]:
-        record = self._record
         free_seconds = 0.0
         for position in self._positions(lane):
-            start_seconds = record.starts[position]
+            start_seconds = self.starts[position]
             if start_seconds > free_seconds:
                 yield Stall(
-                    record.actions[position],
+                    self.actions[position],
                     start_seconds - free_seconds,
-                    record.actions[record.latest[position]],
+                    self.actions[self.latest[position]],
                     lane,
                     free_seconds,
                 )
-            free_seconds = record.ends[position]
+            free_seconds = self.ends[position]
 
 
 def _curve(events: Sequence[ByteEvent]) -> list[tuple[float, int]]:

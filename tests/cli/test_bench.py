@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from sppo_hf.cli import app
 from sppo_hf.cli.benchmark.contenders import BASES
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Numbers, ResultFile, Row
+from sppo_hf.cli.benchmark.results import Job, Numbers, ResultFile, Row
 from tests.cli.benchmark.made_rows import ENVIRONMENT, many_rows
 from tests.cli.configs import TINY, write_config
 

@@ -21,7 +21,7 @@ from sppo_hf.cli.planning_arguments import (
     read_model,
 )
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.plan_request import PlanRequest
+from sppo_hf.planning.plan import PlanRequest
 from tests.cli.configs import TINY, write_config
 
 GIB = 2**30

@@ -17,7 +17,7 @@ from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.offload import engine as offload_engine
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
-from sppo_hf.planning.activation_modes import ALL_MODES
+from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_kv import force_kv
 from tests.engine.forced_plans import force_modes
@@ -27,7 +27,7 @@ from tests.fakes.operations import OperatingDevice, Operations
 
 LENGTHS = [5, 1, 7, 4, 6]
 TOKENS = sum(LENGTHS)
-AWAY = [mode for mode in ALL_MODES if mode.tier != "disk"]
+AWAY = [mode for mode in all_modes() if mode.tier != "disk"]
 STEPS = 2
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans
-from sppo_hf.planning.activation_modes import ALL_MODES
+from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.testing.exactness import Gradients, compare, run_reference
@@ -34,7 +34,7 @@ FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3
 DECISIONS = st.fixed_dictionaries(
     {
         "lengths": st.sampled_from(LENGTHS),
-        "modes": st.lists(st.sampled_from(ALL_MODES), min_size=1, max_size=15),
+        "modes": st.lists(st.sampled_from(all_modes()), min_size=1, max_size=15),
         "kv": st.one_of(
             st.fixed_dictionaries(
                 {

@@ -12,8 +12,8 @@ from sppo_hf.engine.plan_cache import ProfileCorrector
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.step_timer import ChunkTimer, StepTimer
 from sppo_hf.planning.cost import Correction
-from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.prediction import MeasuredStep
 from tests.planning.situations import slow_cost, small_shape
 from tests.planning.synthetic import mixed_plan
 from tests.planning.test_measured import as_measured, predicted

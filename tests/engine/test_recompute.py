@@ -22,7 +22,7 @@ from sppo_hf.engine import selective as holders
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.structure import find_parts
-from sppo_hf.planning.activation_modes import ALL_MODES, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import FrameMode, all_modes, mode_of
 from sppo_hf.testing.exactness import (
     Gradients,
     compare,
@@ -43,7 +43,7 @@ FAMILIES = [
     *("llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"),
     *SHARING_KEYS,
 ]
-MODES = [mode for mode in ALL_MODES if mode.tier != "disk"]
+MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 PRODUCTS = mode_of("matmuls", "device")
 
 

@@ -143,7 +143,7 @@ def _check_flops_and_products(
         expected = sum(shape.recompute_flops_per_token(layer, saved) for layer in layers)
         assert expected == _about(again)
     beside = [
-        shape.frame_bytes_per_token(layer, "matmuls") - shape.inputs_bytes_per_token(layer)
+        shape.frame_bytes_per_token(layer, "matmuls") - shape.layers[layer].inputs_bytes
         for layer in layers
     ]
     assert beside == _about([num_bytes / TOKENS for num_bytes in kept])

@@ -10,11 +10,11 @@ from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.selective import SavedTensor
 from sppo_hf.engine.versions import ReadTensors
-from sppo_hf.planning.activation_modes import ALL_MODES, mode_of
+from sppo_hf.planning.activation_modes import all_modes, mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
 
-MODES = [mode for mode in ALL_MODES if mode.tier != "disk"]
+MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 CHUNKS = (9, 1, 13)
 
 

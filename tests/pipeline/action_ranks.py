@@ -32,17 +32,17 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.measured import MeasuredStep
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.reporting.plan_tables import render_plan
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.planning.modes import render_plan
 
 TOKENS = 23
 LAYERS = 6
@@ -135,7 +135,7 @@ class Held:
         profile, shape = load_profile("h100"), whole_shape(engine.parts)
         cost = ModelCost(shape=shape, profile=profile, dtype_name="float32")
         tier = plans.by_stage[0].kv_tier
-        costs = PipelineCost.of(compute, cost, plans.bounds, kv_tier=tier)
+        costs = PipelineCost(compute, cost, plans.bounds, kv_tier=tier)
         return compute, dataclasses.replace(costs, stages=engine.staged.cut.layers)
 
     def left(self) -> dict[str, tuple[int, int, int]]:

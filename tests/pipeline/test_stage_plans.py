@@ -12,11 +12,12 @@ from sppo_hf.pipeline import stage_plans
 from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.pipeline_bounds import stage_shape
-from sppo_hf.planning.pipeline_choice import LINK_BYTES_PER_SECOND, PipelineChoice
+from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.pipeline_choice import PipelineChoice
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
@@ -39,11 +40,11 @@ def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.Mon
         # Less with every layer, as inputs of layers behind it are left.
         widths = tuple((times + 6 - layer) * SHAPE.hidden_size for layer in range(6))
         shape = replace(SHAPE, message_elements=widths)
-        costs = PipelineCost.of(
+        costs = PipelineCost(
             generate(name, Size(3, rows, 3)),
             ModelCost(shape=shape, profile=h100, dtype_name="bfloat16"),
             bounds,
-            link_bytes_per_second=LINK_BYTES_PER_SECOND,
+            link_bytes_per_second=UNKNOWN_LINK,
         )
         plans = {
             stage: make_plan(

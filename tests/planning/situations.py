@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, FrameMode
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, LayerModes, Order
@@ -115,7 +115,7 @@ def bounds_of(draw: st.DrawFn, most: int = 6) -> Bounds:
 @st.composite
 def any_modes(draw: st.DrawFn, chunks: int, layers: int) -> LayerModes:
     """Each frame its own mode, all tiers included."""
-    row = st.tuples(*[st.sampled_from(ALL_MODES)] * layers)
+    row = st.tuples(*[st.sampled_from(all_modes())] * layers)
     return draw(st.tuples(*[row] * chunks))
 
 

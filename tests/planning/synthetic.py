@@ -3,13 +3,15 @@
 from dataclasses import fields
 from itertools import pairwise
 
-from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, mode_of
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.plan import DeviceFacts, Plan
+from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.timeline import Timeline
+from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of, tiny_shape
 

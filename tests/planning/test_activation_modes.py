@@ -2,15 +2,8 @@
 
 import pytest
 
-from sppo_hf.planning.activation_modes import (
-    ALL_MODES,
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    FrameMode,
-    mode_of,
-)
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes, mode_of
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 
 
 @pytest.mark.parametrize(
@@ -31,6 +24,6 @@ def test_text(mode: FrameMode, text: str) -> None:
 
 
 def test_mode_of_returns_the_shared_constant() -> None:
-    assert len({str(mode) for mode in ALL_MODES}) == 12
-    for mode in ALL_MODES:
+    assert len({str(mode) for mode in all_modes()}) == 12
+    for mode in all_modes():
         assert mode_of(mode.saved, mode.tier) is mode

@@ -2,17 +2,10 @@
 
 import pytest
 
-from sppo_hf.planning.activation_modes import (
-    ALL_MODES,
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    FrameMode,
-    mode_of,
-)
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes, mode_of
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.reporting.plan_tables import ChunkGroup, group_chunks, span, words
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 
 
 def decisions(*rows: tuple[FrameMode, ...]) -> Decisions:
@@ -51,7 +44,7 @@ def test_too_many_are_grouped_by_the_modes_that_they_have() -> None:
 
 @pytest.mark.parametrize(("chunks", "most"), [(64, 16), (65, 16), (7, 3), (5, 5), (1, 1)])
 def test_never_more_than_asked_and_every_chunk_once(chunks: int, most: int) -> None:
-    made = decisions(*((ALL_MODES[i % len(ALL_MODES)],) * 2 for i in range(chunks)))
+    made = decisions(*((all_modes()[i % len(all_modes())],) * 2 for i in range(chunks)))
     groups = group_chunks(made, most=most)
     assert len(groups) <= most
     listed = [i for group in groups for i in range(group.first, group.last + 1)]
@@ -59,7 +52,7 @@ def test_never_more_than_asked_and_every_chunk_once(chunks: int, most: int) -> N
 
 
 def test_words_tell_all_modes_apart() -> None:
-    assert len({words(mode) for mode in ALL_MODES}) == len(ALL_MODES) == 12
+    assert len({words(mode) for mode in all_modes()}) == len(all_modes()) == 12
     assert words(RECOMPUTE_OFFLOAD) == "full recompute to host"
     assert words(mode_of("matmuls", "disk")) == "selective recompute to disk"
 

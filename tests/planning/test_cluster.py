@@ -8,14 +8,13 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning import cluster
 from sppo_hf.planning.cluster import (
     ClusterQuestion,
-    Layout,
-    SearchSpace,
     _few_rows,
     layouts,
     simulate_layout,
     solve_cluster,
 )
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import granules_of
 from sppo_hf.schedule.generate import MSP

@@ -16,14 +16,14 @@ def test_forward_is_linear_plus_visible_pairs() -> None:
     shape = small_shape()
     cost = slow_cost(shape, **NO_MEMORY_TIME)
     pairs = sum(range(301, 501))
-    flops = 200 * shape.linear_flops_per_token(0) + pairs * shape.attention_flops_per_key(0)
+    flops = 200 * shape.linear_flops_per_token(0) + pairs * shape.layers[0].attention_flops_per_key
     assert cost.forward_seconds(0, 300, 500) == pytest.approx(flops / 1e12)
 
 
 def test_windows_see_no_more_than_their_keys() -> None:
     shape = small_shape(window=100)
     cost = slow_cost(shape, **NO_MEMORY_TIME)
-    flops = 200 * (shape.linear_flops_per_token(0) + 100 * shape.attention_flops_per_key(0))
+    flops = 200 * (shape.linear_flops_per_token(0) + 100 * shape.layers[0].attention_flops_per_key)
     assert cost.forward_seconds(0, 300, 500) == pytest.approx(flops / 1e12)
     assert cost.forward_seconds(1, 300, 500) > cost.forward_seconds(0, 300, 500)
 
@@ -45,7 +45,7 @@ def test_attention_backward_is_two_and_a_half_forwards() -> None:
     pairs = 100 * 100_000
     forward = cost.forward_seconds(0, *far) - cost.forward_seconds(0, *near)
     backward = cost.backward_seconds(0, *far) - cost.backward_seconds(0, *near)
-    assert forward == pytest.approx(pairs * shape.attention_flops_per_key(0) / 1e12)
+    assert forward == pytest.approx(pairs * shape.layers[0].attention_flops_per_key / 1e12)
     assert backward == pytest.approx(2.5 * forward)
 
 
@@ -56,7 +56,7 @@ def test_recomputation_runs_attention_only_where_its_output_is_not_saved() -> No
     assert 0.0 < products < inputs < cost.forward_seconds(0, 0, 100)
     pairs = sum(range(301, 401))
     again = cost.recompute_seconds(0, 100, "hidden", start=300) - inputs
-    flops = pairs * cost.shape.attention_flops_per_key(0)
+    flops = pairs * cost.shape.layers[0].attention_flops_per_key
     assert again == pytest.approx(flops / cost.profile.attention_forward_flops["bfloat16"].at(100))
 
 

@@ -1,6 +1,7 @@
 """What decisions say of themselves."""
 
-from sppo_hf.planning.activation_modes import KEEP, OFFLOAD
+from sppo_hf.planning.activation_modes import KEEP
+from tests.planning.modes import OFFLOAD
 from tests.planning.situations import decided
 
 

@@ -49,7 +49,7 @@ def test_lora_costs_about_two_forwards_of_the_linear_part() -> None:
 
 def test_windowed_layers_see_fewer_keys() -> None:
     full, windowed = tiny_shape(), tiny_shape(sliding_window=4)
-    per_key = full.attention_flops_per_key()
+    per_key = sum(layer.attention_flops_per_key for layer in full.layers)
     difference = forward_flops(full, 1, 100) - forward_flops(windowed, 1, 100)
     assert difference == per_key * (visible_pairs(100, None) - visible_pairs(100, 4))
 

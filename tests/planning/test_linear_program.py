@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -23,6 +23,7 @@ from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
+from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
@@ -32,7 +33,7 @@ def optimum(
     what: Decisions,
     cost: ModelCost,
     budgets: Budgets = NO_LIMIT,
-    modes: tuple[FrameMode, ...] = ALL_MODES,
+    modes: tuple[FrameMode, ...] = all_modes(),
 ) -> Mix:
     kv_modes = (*TIERS, "recompute") if what.by_layer else ()
     program = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes, device_kind="cuda")
@@ -57,7 +58,7 @@ def test_counts_are_all_layers(window: int | None) -> None:
     budget = everything.total - everything[Cause.FRAMES] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
     kinds = LayerKinds.of(cost)
-    assert mix.counts.shape == (4, len(kinds.members), len(ALL_MODES))
+    assert mix.counts.shape == (4, len(kinds.members), len(all_modes()))
     assert mix.counts.min() > -1e-9
     sums = mix.counts.sum(axis=2)
     assert sums == pytest.approx(np.tile([len(m) for m in kinds.members], (4, 1)))
@@ -66,7 +67,7 @@ def test_counts_are_all_layers(window: int | None) -> None:
 def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
     cost, what = slow_cost(small_shape()), decided(falling_bounds(3))
     mix = optimum(what, cost)
-    assert mix.counts[:, :, ALL_MODES.index(KEEP)] == pytest.approx(np.full((3, 1), 4.0))
+    assert mix.counts[:, :, all_modes().index(KEEP)] == pytest.approx(np.full((3, 1), 4.0))
     assert mix.seconds == pytest.approx(compute_seconds(what, cost), rel=1e-5)
 
 
@@ -119,11 +120,13 @@ def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -
 def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
     """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
     ways = (*TIERS, "recompute") if what.by_layer else ()
-    program = LinearProgram(what, cost, NO_LIMIT, ALL_MODES, kv_modes=ways, device_kind="cuda")
+    program = LinearProgram(what, cost, NO_LIMIT, all_modes(), kv_modes=ways, device_kind="cuda")
     if what.by_layer:
-        lengths, groups = what.chunk_lengths, chunk_groups(what.num_chunks, ALL_MODES)
+        lengths, groups = what.chunk_lengths, chunk_groups(what.num_chunks, all_modes())
         for layer, kv_mode in enumerate(what.kv_modes):
-            for (group, chunks), (index, mode) in product(enumerate(groups), enumerate(ALL_MODES)):
+            for (group, chunks), (index, mode) in product(
+                enumerate(groups), enumerate(all_modes())
+            ):
                 mean = sum(lengths[chunk] for chunk in chunks) / len(chunks)
                 tokens = sum(lengths[c] for c in chunks if what.mode(layer, c) == mode)
                 program._equal.add([(program._at(layer, group, index), 1.0)], tokens / mean)
@@ -132,7 +135,7 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
     kinds = LayerKinds.of(cost)
     for chunk, row in enumerate(() if what.by_layer else what.layer_modes):
         for kind, members in enumerate(kinds.members):
-            for index, mode in enumerate(ALL_MODES):
+            for index, mode in enumerate(all_modes()):
                 count = sum(row[layer] == mode for layer in members)
                 program._equal.add([(program._at(chunk, kind, index), 1.0)], count)
     mix = program.solve()

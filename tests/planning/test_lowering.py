@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    FrameMode,
-    mode_of,
-)
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, mode_of
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
@@ -35,6 +28,7 @@ from sppo_hf.planning.lowering import (
 )
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, moments_of
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
     MIB,
@@ -55,8 +49,21 @@ def text(actions: Iterable[Action]) -> list[str]:
     return [str(action) for action in actions]
 
 
+def on_all(lanes: Lanes) -> list[Action]:
+    return [action for lane in lanes.actions.values() for action in lane]
+
+
+def needs(lanes: Lanes, action: Action) -> set[Action]:
+    actions = on_all(lanes)
+    return {actions[at] for at in lanes.needs[actions.index(action)]}
+
+
+def seconds_of(lanes: Lanes, action: Action) -> float:
+    return lanes.seconds[on_all(lanes).index(action)]
+
+
 def after(lanes: Lanes, action: str) -> set[str]:
-    return set(text(lanes.after(Action.parse(action))))
+    return set(text(needs(lanes, Action.parse(action))))
 
 
 def lanes_of(what: Decisions, cost: ModelCost) -> Lanes:
@@ -96,7 +103,7 @@ def test_order_of_units_by_layer() -> None:
     assert [program.points.unit(at) for at in range(program.points.count)] == [
         (action.unit, action.layer) for action in program.lanes.actions[COMPUTE]
     ]
-    assert [moment.name for moment in program.estimate.moments] == [
+    assert [moment.name for moment in moments_of(program.estimate)] == [
         *("forward of layer 1 of 2, chunk 2 of 2", "forward of layer 2 of 2, chunk 2 of 2"),
         "loss of chunk 2 of 2",
         *("start of backward of layer 2 of 2", "end of backward of layer 2 of 2"),
@@ -126,9 +133,9 @@ def test_weights_on_the_host_by_hand() -> None:
     assert after(lanes, "0B1.1") == {"0P0.1#1", "0G0.3"}
     assert after(lanes, "0U0") == {"0B0.0", "0G0.4"}
     assert shape.resting is not None
-    seconds = lanes.seconds_of(Action.parse("0P0.2#0"))
+    seconds = seconds_of(lanes, Action.parse("0P0.2#0"))
     assert seconds == pytest.approx(shape.resting.layer_bytes[2] / 4e8)
-    assert lanes.seconds_of(Action.parse("0U0")) == pytest.approx(
+    assert seconds_of(lanes, Action.parse("0U0")) == pytest.approx(
         (3 * 2 + 2 * 8) * shape.trainable_parameters / 1e9
     )
     stays = replace(cost, shape=on_host(small_shape(4), weights=False))
@@ -176,7 +183,7 @@ def test_keys_that_are_made_again_take_time_and_inputs_once_more() -> None:
     one = 512 * 256 * 2
     assert again.copied_bytes[1] - kept.copied_bytes[1] == one
     assert after(again.lanes, "0B1.1") == {"0H1.1", "0K1.1#0"}
-    assert again.lanes.seconds_of(Action.parse("0K1.1#0")) == cost.h2d_seconds(one)
+    assert seconds_of(again.lanes, Action.parse("0K1.1#0")) == cost.h2d_seconds(one)
 
 
 def test_hidden_states_by_layer_by_hand() -> None:
@@ -283,10 +290,10 @@ def test_streamed_keys_by_hand() -> None:
     assert after(lanes, "0K0.1#1") == {"0B1.1", "0O1.1#1"}
     forward, last, first = (Action.parse(a) for a in ("0K1.0#0", "0K1.0#1", "0K0.0#1"))
     # K/V of 512 tokens; K/V of all, no sums yet; K/V and float32 sums of 512.
-    assert lanes.seconds_of(last) == pytest.approx(2 * lanes.seconds_of(forward))
-    assert lanes.seconds_of(first) == pytest.approx(3 * lanes.seconds_of(forward))
+    assert seconds_of(lanes, last) == pytest.approx(2 * seconds_of(lanes, forward))
+    assert seconds_of(lanes, first) == pytest.approx(3 * seconds_of(lanes, forward))
     # Sums that leave after the last chunk are those of the tokens before it.
-    out = lanes.seconds_of(Action.parse("0O1.0#1"))
+    out = seconds_of(lanes, Action.parse("0O1.0#1"))
     assert out == pytest.approx(cost.d2h_seconds(cost.dkv_bytes(0, 512), both=True))
 
 
@@ -294,7 +301,7 @@ def test_windows_stream_what_is_seen() -> None:
     cost = slow_cost(small_shape(2, window=100))
     bounds = ((0, 256), (256, 512), (512, 768))
     lanes = lanes_of(decided(bounds, layers=2, kv_tier="host", kv_block_tokens=768), cost)
-    local, full = (lanes.seconds_of(Action("K", 0, 2, layer, 0)) for layer in (0, 1))
+    local, full = (seconds_of(lanes, Action("K", 0, 2, layer, 0)) for layer in (0, 1))
     assert full == pytest.approx(2 * local)
 
 
@@ -360,7 +367,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
     expected = [Action("H", 0, *order[at]) for at in asked_in]
     assert [copy for copy in lanes.actions[H2D] if copy.kind == "H"] == expected
     for at, gate in asked_in.items():
-        assert gate in lanes.after(Action("H", 0, *order[at]))
+        assert gate in needs(lanes, Action("H", 0, *order[at]))
     assert weakref.ref(prefetch_order)() is prefetch_order
 
 
@@ -481,7 +488,8 @@ def test_copies_take_as_long_as_what_is_said_to_be_copied(
     )
     program = lower(what, cost)
     for lane, num_bytes in zip((D2H, H2D), program.copied_bytes, strict=True):
-        seconds = sum(map(program.lanes.seconds_of, program.lanes.actions[lane]))
+        lanes = program.lanes
+        seconds = sum(seconds_of(lanes, action) for action in lanes.actions[lane])
         assert seconds == pytest.approx(num_bytes / 5e8)
 
 

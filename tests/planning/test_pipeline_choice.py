@@ -10,9 +10,8 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.pipeline_bounds import stage_shape
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.pipeline_choice import (
-    LINK_BYTES_PER_SECOND,
     RULE,
     PipelineChoice,
     choose_pipeline,
@@ -22,6 +21,7 @@ from sppo_hf.planning.pipeline_choice import (
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
@@ -57,8 +57,8 @@ def _seconds(choice: PipelineChoice, micro_batches: int) -> float:
     assert H100.profile is not None
     schedule = generate(choice.schedule, Size(4, micro_batches, len(choice.bounds)))
     cost = ModelCost(shape=SHAPE, profile=H100.profile, dtype_name="bfloat16")
-    link = LINK_BYTES_PER_SECOND
-    costs = PipelineCost.of(schedule, cost, choice.bounds, link_bytes_per_second=link)
+    link = UNKNOWN_LINK
+    costs = PipelineCost(schedule, cost, choice.bounds, link_bytes_per_second=link)
     return simulate_pipeline(lower(schedule), seconds=costs.seconds).end_seconds
 
 
@@ -134,16 +134,16 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
     schedule = generate(name, Size(ranks, rows, len(bounds)))
     assert profile is not None
     cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         cost,
         bounds,
         saved=saved,  # type: ignore[arg-type]
         offload="full",
         kv_tier=kv_tier,
-        link_bytes_per_second=LINK_BYTES_PER_SECOND,
+        link_bytes_per_second=UNKNOWN_LINK,
     )
-    lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
+    lowered = costs.lowered(schedule)
     expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
     config = SPPOConfig(
         pp_size=ranks,
@@ -165,7 +165,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
         )
         for stage, layers in enumerate(costs.stages)
     ]
-    message = costs.message_bytes(1, 0) / LINK_BYTES_PER_SECOND
+    message = costs.message_bytes(1, 0) / UNKNOWN_LINK
     seconds, idle = pipeline_step(
         lambda count: lower(
             generate(name, Size(ranks, count, len(bounds))),

@@ -15,11 +15,11 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import COMPUTE, StepProgram
 from sppo_hf.planning.lowering import lower as lower_stage
 from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES
-from sppo_hf.planning.pipeline_bounds import stage_shape
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.stages import stage_shape
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action
@@ -43,17 +43,15 @@ def bounds_of(num_chunks: int) -> Bounds:
 
 
 def run(schedule: Schedule, costs: PipelineCost) -> Timeline:
-    lowered = lower(schedule, leaves=costs.leaves, streams=costs.streams)
-    return simulate_pipeline(
-        lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
-    )
+    lowered = costs.lowered(schedule)
+    return costs.simulate(lowered)
 
 
 def made(
     name: str, size: Size, *, offload: OffloadRule = "none", **changes: object
 ) -> tuple[Schedule, PipelineCost]:
     schedule = generate(name, size)
-    costs = PipelineCost.of(
+    costs = PipelineCost(
         schedule,
         COST,
         bounds_of(size.num_chunks),
@@ -311,7 +309,7 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
     cost = ModelCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
     schedule = generate("seq1f1b", Size(2, 1, 4))
     away, here = (
-        PipelineCost.of(schedule, cost, bounds_of(4), kv_tier=tier) for tier in ("host", "device")
+        PipelineCost(schedule, cost, bounds_of(4), kv_tier=tier) for tier in ("host", "device")
     )
     layers = away.stages[0]
     start, end = bounds_of(4)[2]
@@ -377,7 +375,7 @@ def test_the_papers_rule_is_what_each_stage_runs(kv_tier: Any) -> None:
     profile, bounds = load_profile("a100"), bounds_of(8)
     cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
     schedule = generate("seq1f1b", Size(2, 2, len(bounds)))
-    costs = PipelineCost.of(schedule, cost, bounds, offload="sppo", kv_tier=kv_tier)
+    costs = PipelineCost(schedule, cost, bounds, offload="sppo", kv_tier=kv_tier)
     kv = "none" if kv_tier == "device" else "full"
     config = SPPOConfig(pp_size=2, offload="sppo", recompute="none", offload_kv=kv)
     for stage, layers in enumerate(costs.stages):

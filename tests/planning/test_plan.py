@@ -7,12 +7,13 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.planning.activation_modes import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, FrameMode
-from sppo_hf.planning.choices import HOLES
-from sppo_hf.planning.plan import DeviceFacts, Plan, PlanRequest, make_plan
+from sppo_hf.planning.activation_modes import KEEP, FrameMode
+from sppo_hf.planning.choices import HOLES, DeviceFacts
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits
-from sppo_hf.reporting.plan_tables import again_text, render_plan
+from sppo_hf.reporting.plan_tables import again_text
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, moments_of, render_plan
 from tests.planning.shapes import llama_config, shape_of
 
 CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
@@ -145,7 +146,7 @@ def test_evaluation_by_layer_holds_the_keys_of_one_layer() -> None:
     assert made.by_layer
     assert set(made.kv_modes) == {"recompute"}
     one = 32_768 * 2 * 8 * 128 * 2
-    assert max(moment.device["kv"] for moment in made.estimate.moments) == one
+    assert max(moment.device["kv"] for moment in moments_of(made.estimate)) == one
 
 
 def test_evaluation_needs_no_host() -> None:

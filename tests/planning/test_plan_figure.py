@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.activation_modes import ALL_MODES
+from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -24,10 +24,11 @@ from sppo_hf.reporting.gantt import FINEST, join_spans
 from sppo_hf.reporting.plan_figure import draw_plan, mode_colour, stack_causes
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.simulate import Change, simulate
+from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.situations import runs
 from tests.planning.synthetic import GIB, mixed_plan, simulated
+from tests.schedule.simulated import simulate
 
 matplotlib = pytest.importorskip("matplotlib")
 # Not of the pure tier, which is the standard library's.
@@ -224,4 +225,4 @@ def test_causes_can_be_told_apart() -> None:
 
 
 def test_every_mode_has_a_colour_of_its_own() -> None:
-    assert len({mode_colour(mode) for mode in ALL_MODES}) == len(ALL_MODES) == 12
+    assert len({mode_colour(mode) for mode in all_modes()}) == len(all_modes()) == 12

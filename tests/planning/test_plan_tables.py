@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.plan import DeviceFacts, Plan, PlanRequest, make_plan
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.reporting.plan_tables import (
     format_lengths,
@@ -14,9 +15,9 @@ from sppo_hf.reporting.plan_tables import (
     format_speed,
     format_tokens,
     group_chunks,
-    render_plan,
 )
 from sppo_hf.rules import format_bytes
+from tests.planning.modes import render_plan
 from tests.planning.shapes import llama_config, shape_of
 
 CUDA = DeviceFacts(

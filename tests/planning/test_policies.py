@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import ALL_MODES, KEEP, OFFLOAD, RECOMPUTE, FrameMode
+from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.policies import sppo_modes, spread, spread_kinds, uniform_modes
+from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
 
 
@@ -23,7 +24,7 @@ def test_spread_alternates() -> None:
 
 
 @given(
-    counts=st.dictionaries(st.sampled_from(ALL_MODES), st.integers(0, 30), min_size=1).filter(
+    counts=st.dictionaries(st.sampled_from(all_modes()), st.integers(0, 30), min_size=1).filter(
         lambda counts: sum(counts.values()) > 0
     )
 )

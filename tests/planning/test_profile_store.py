@@ -9,8 +9,8 @@ import pytest
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import shipped_models
+from sppo_hf.planning.hardware import profile_from_json, profile_to_json
 from sppo_hf.planning.json_store import cache_folder
-from sppo_hf.planning.profile_json import profile_from_json, profile_to_json
 from sppo_hf.planning.profile_store import (
     load_profile,
     profile_for,

@@ -8,6 +8,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, Saved
 from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
 from sppo_hf.planning.cost import ModelCost
@@ -16,12 +17,10 @@ from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
-from sppo_hf.planning.plan import DeviceFacts, PlanRequest, make_plan
-from sppo_hf.planning.stage_split import StageWeights
+from sppo_hf.planning.plan import PlanRequest, make_plan
+from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
-from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
@@ -48,11 +47,9 @@ def shared(sp: int, rate: float = 1e11, cost: ModelCost = COST) -> ModelCost:
 def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[PipelineCost, Timeline]:
     schedule = generate(name, size)
     bounds = even_bounds(TOKENS, size.num_chunks)
-    costs = PipelineCost.of(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
-    lowered = lower(schedule, leaves=costs.leaves, stores=costs.stores)
-    timeline = simulate_pipeline(
-        lowered, seconds=costs.seconds, changes=costs.changes, standing=costs.standing()
-    )
+    costs = PipelineCost(schedule, cost, bounds, **changes)  # pyright: ignore[reportArgumentType]
+    lowered = costs.lowered(schedule)
+    timeline = costs.simulate(lowered)
     return costs, timeline
 
 
@@ -306,7 +303,7 @@ def test_ranks_hold_slices_of_stages_that_they_help() -> None:
     schedule, bounds = generate("msp", Size(4, 1, 8)), even_bounds(TOKENS, 8)
     slices: dict[str, list[dict[str, int]]] = {}
     for tier in ("device", "host"):
-        costs = PipelineCost.of(schedule, COST, bounds, kv_tier=tier)
+        costs = PipelineCost(schedule, COST, bounds, kv_tier=tier)
         slices[tier] = [bytes_of_slices(costs, schedule, rank) for rank in range(4)]
         own = costs.own_keys(0)[tier]
         assert 0.2 * own < slices[tier][0][tier] < 0.6 * own

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import OFFLOAD, SAVED, mode_of
+from sppo_hf.planning.activation_modes import SAVED, mode_of
 from sppo_hf.planning.chunk_bounds import PrefixCost, balanced_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
@@ -36,6 +36,7 @@ from sppo_hf.planning.solve import (
     with_lookahead,
 )
 from sppo_hf.planning.tiers import TIERS, Tier
+from tests.planning.modes import OFFLOAD
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (

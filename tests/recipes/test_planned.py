@@ -13,7 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from sppo_hf.planning.cluster import ClusterAnswer, ClusterQuestion, Layout, simulate_layout
+from sppo_hf.planning.cluster import ClusterAnswer, ClusterQuestion, simulate_layout
+from sppo_hf.planning.layouts import Layout
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP
 from tests.cli.configs import TINY, write_config
@@ -86,12 +87,12 @@ def test_whatever_may_be_answered(
     """The search is made to answer a layout that it may answer elsewhere."""
     layout = Layout(*_PIPELINES[name])  # type: ignore[arg-type]
 
-    def answer_with(question: ClusterQuestion) -> ClusterAnswer:
+    def answer_with(question: ClusterQuestion, **_: object) -> ClusterAnswer:
         best = simulate_layout(question, layout)
         return ClusterAnswer(best=(best,), closest=None, tried=1, candidates=1)
 
     command = importlib.import_module("sppo_hf.cli.plan")
-    monkeypatch.setattr(command, "answer_cluster", answer_with)
+    monkeypatch.setattr(command, "solve_cluster", answer_with)
     disk = ("--disk-memory", "1GiB", "--offload-dir", str(tmp_path / "disk"))
     asked = disk if layout.frame_tier == "disk" else ()
     model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2", *asked)

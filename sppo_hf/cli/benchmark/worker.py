@@ -3,31 +3,392 @@
 JOB is a `Job` in JSON. Every line on stdout is a row in JSON, the last one counts: earlier ones say
 what was known when the process was killed. Whatever the libraries print goes to stderr. Running out
 of memory is a row and exit status 0; any other error is a traceback and status 1.
+
+A step is waited for at its beginning and at its end; within a step nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import platform
+import re
+import resource
 import signal
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import transformers
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
 
 import sppo_hf
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.measure import Measurement
-from sppo_hf.cli.benchmark.results import Row
+from sppo_hf.cli.benchmark import training
+from sppo_hf.cli.benchmark.contenders import TODAY, parse
+from sppo_hf.cli.benchmark.results import Job, Numbers, Row
+from sppo_hf.cli.benchmark.trace_summary import STEP_LABEL
+from sppo_hf.cli.benchmark.training import choose_kernel
+from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.device_facts import device_facts
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
+from sppo_hf.engine.step_timer import ChunkTimer
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
+from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.plan import PlanRequest
+from sppo_hf.planning.plan_request import request_plan
+
+if TYPE_CHECKING:
+    from sppo_hf.planning.plan import Plan
+    from sppo_hf.planning.prediction import MeasuredStep
+
+
+class StepClock(TrainerCallback):
+    """Seconds and loss of every optimizer step, at whose ends the device is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.on_step: Callable[[], None] = lambda: None
+        self._device = device
+        self._began = 0.0
+        self._loss: Tensor | None = None
+
+    def listen(self, model: nn.Module) -> None:
+        """Reads losses off what `model` returns; the Trainer's own are means over steps."""
+
+        def keep(_module: nn.Module, _args: object, output: Any) -> None:
+            self._loss = output["loss"].detach()
+
+        model.register_forward_hook(keep)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Starts the clock."""
+        self._wait()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stops it."""
+        self._wait()
+        self.seconds.append(time.perf_counter() - self._began)
+        self.losses.append(float("nan") if self._loss is None else self._loss.item())
+        self.on_step()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class UnitClock(StepObserver):
+    """Seconds per chunk, forward and backward, of every step of ours, and the plan's words."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.plan: Plan | None = None
+        self.records: list[StepRecord] = []
+        self._kind = device.type
+        self._steps: list[ChunkTimer] = []
+        self._running = False
+        self._stall_seconds: list[float] = []
+        self._stalled = 0.0
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        """Keeps the plan."""
+        self.plan = plan
+
+    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
+        """Keeps the plan from now on."""
+        self.plan = after
+
+    def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
+        """Marks the beginning of a unit."""
+        if not self._running:
+            self._steps.append(ChunkTimer(self._kind))
+            self._running = True
+        self._steps[-1].enter(direction, chunk)
+
+    def on_record(self, record: StepRecord) -> None:
+        """Marks the end of the last unit."""
+        if self._running:
+            self._steps[-1].enter("end")
+        self._running = False
+        self.records.append(record)
+
+    def chunk_seconds(self, direction: Direction, steps: slice) -> tuple[float, ...]:
+        """Returns the median per chunk over these steps; () where none of them has ended."""
+        done = self._steps[: len(self.records)][steps]
+        if not done or self.plan is None:
+            return ()
+        seconds = [step.seconds(direction, self.plan.num_chunks) for step in done]
+        return tuple(statistics.median(of_chunk) for of_chunk in zip(*seconds, strict=True))
+
+    def step_ended(self, stall_seconds: float) -> None:
+        """Keeps how long compute stood still in the step that the device has just ended.
+
+        Records do not say it: they are made when the host is done, which is ahead of the device.
+
+        Args:
+            stall_seconds: of all steps so far.
+        """
+        self._stall_seconds.append(stall_seconds - self._stalled)
+        self._stalled = stall_seconds
+
+    def stall_seconds(self, steps: slice) -> float | None:
+        """Returns the mean per step over these steps; None where none of them has ended."""
+        stalls = self._stall_seconds[steps]
+        return statistics.fmean(stalls) if stalls else None
+
+
+def host_bytes() -> int:
+    """Returns the resident memory of this process now."""
+    return psutil.Process().memory_info().rss
+
+
+def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Returns the largest resident memory since the process began or since `forget_peaks`.
+
+    Args:
+        status: of this process, where Linux keeps it; elsewhere the peak is never forgotten.
+    """
+    # What getrusage says begins with the resident memory of the process that started this one.
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Starts all peaks afresh; the host's only where Linux allows it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what making the weights took is no part of training
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_host_memory_stats()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def memory_numbers(device: torch.device) -> dict[str, Any]:
+    """Returns the peaks since `forget_peaks`, under the names that `Numbers` has for them."""
+    numbers: dict[str, Any] = {"host_peak_bytes": host_peak_bytes()}
+    if device.type == "cuda":
+        stats: dict[str, Any] = torch.cuda.memory_stats(device)
+        pinned: dict[str, Any] = torch.cuda.host_memory_stats()
+        numbers |= {
+            "device_allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "device_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "device_retries": int(stats.get("num_alloc_retries", 0)),
+            "pinned_bytes": int(pinned.get("allocated_bytes.peak", 0)),
+        }
+    return numbers
+
+
+class Measurement:
+    """A job on its way."""
+
+    def __init__(self, job: Job) -> None:
+        """Reads the job; touches neither model nor device.
+
+        Raises:
+            ConfigError: the contender or the model's configuration is none.
+        """
+        self._job = job
+        self._contender = parse(job.contender)
+        self._config = training.model_config(job)
+        self._shape = training.model_shape(job, self._config)
+        self._device = torch.device(job.device)
+        self._steps = StepClock(self._device)
+        self._units = UnitClock(self._device)
+        self._loaded_bytes: int | None = None
+        self._kernel: str | None = None
+        self._longest: int | None = None
+
+    def run(self, on_step: Callable[[], None] = lambda: None) -> Numbers:
+        """Trains.
+
+        Args:
+            on_step: called when the weights are there, and after every step.
+
+        Returns:
+            All numbers.
+
+        Raises:
+            ConfigError: a setting does not fit the device.
+            Exception: whatever building and training raise; `known` says how far it came.
+        """
+        job = self._job
+        _limit_memory(job, self._device)
+        dtype = torch.bfloat16 if job.autocast else getattr(torch, job.dtype)
+        softcap = getattr(self._config, "attn_logit_softcapping", None) is not None
+        choice = "sdpa" if self._contender.base == TODAY else job.attention
+        kernel = choose_kernel(choice, self._device, self._shape, dtype, softcap=softcap)
+        self._kernel = kernel.name
+        model = training.build_model(job, self._config, kernel)
+        plugin = training.make_plugin(job, self._contender, kernel)
+        if plugin is not None:
+            plugin.observer.subscribe(self._units)
+        self._steps.listen(model)
+
+        def step_ended() -> None:
+            engine = get_engine(model) if plugin is not None else None
+            if engine is not None:
+                self._units.step_ended(engine.offload.stats().stall_seconds)
+            on_step()
+
+        self._steps.on_step = step_ended
+        forget_peaks(self._device)
+        self._loaded_bytes = host_bytes()
+        on_step()
+        trace = _Trace(job, self._device)
+        with tempfile.TemporaryDirectory() as folder, kernel.in_use():
+            trainer = training.make_trainer(
+                job,
+                model,
+                kernel,
+                self._shape,
+                contender=self._contender,
+                plugin=plugin,
+                num_steps=job.warm_up + job.steps + trace.steps,
+                # The trace's clock is inside the step's: opening a profiler is not the step.
+                callbacks=[trace, self._steps] if trace.steps else [self._steps],
+                folder=folder,
+            )
+            trainer.train()
+        if job.predict and plugin is not None:
+            self._longest = _predict_longest(self._shape, plugin.config, job, self._device)
+        return self.known()
+
+    def known(self) -> Numbers:
+        """Returns what is known by now."""
+        job = self._job
+        steps = slice(job.warm_up, job.warm_up + job.steps)  # a traced step comes after them
+        measured = self._steps.seconds[steps]
+        losses = self._steps.losses
+        numbers = Numbers(
+            step_seconds=tuple(measured),
+            model_flops=float(step_flops(self._shape, 1, job.total_tokens)),
+            host_loaded_bytes=self._loaded_bytes,
+            first_loss=losses[0] if losses else None,
+            loss=losses[job.warm_up + len(measured) - 1] if measured else None,
+            kernel=self._kernel,
+            planned_longest_tokens=self._longest,
+            **(memory_numbers(self._device) if self._loaded_bytes is not None else {}),
+        )
+        if measured:
+            numbers = dataclasses.replace(numbers, **self._speed(statistics.median(measured)))
+        if self._units.plan is not None:
+            numbers = dataclasses.replace(numbers, **self._ours(steps, numbers))
+        return numbers
+
+    def _speed(self, seconds: float) -> dict[str, float | None]:
+        flops_per_second = step_flops(self._shape, 1, self._job.total_tokens) / seconds
+        peak = None
+        if self._device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(self._device))
+        return {
+            "median_step_seconds": seconds,
+            "tokens_per_second": self._job.total_tokens / seconds,
+            "model_tflops": flops_per_second / 1e12,
+            "mfu": None if peak is None else flops_per_second / peak,
+        }
+
+    def _ours(self, steps: slice, numbers: Numbers) -> dict[str, Any]:
+        plan = self._units.plan
+        assert plan is not None, "ours has a plan once it has run"
+        prediction = plan.prediction
+        found: dict[str, Any] = {
+            "chunk_lengths": tuple(plan.chunk_lengths),
+            "planned_seconds": None if prediction is None else prediction.step_seconds,
+            "planned_device_bytes": plan.estimate.device.total,
+        }
+        if self._units.records:
+            pinned = self._units.records[-1].offload.pinned_bytes
+            found["pinned_bytes"] = max(pinned, numbers.pinned_bytes or 0)
+        if numbers.step_seconds:
+            found |= {
+                "stall_seconds": self._units.stall_seconds(steps),
+                "forward_chunk_seconds": self._units.chunk_seconds("forward", steps),
+                "backward_chunk_seconds": self._units.chunk_seconds("backward", steps),
+            }
+        return found
+
+
+class _Trace(TrainerCallback):
+    """Profiles one step after the measured ones, where the job asks for it."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.steps = 0 if job.trace is None else 1
+        self._path = job.trace
+        self._last = job.warm_up + job.steps
+        self._cuda = device.type == "cuda"
+        self._open = contextlib.ExitStack()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Opens the profiler before the step that is traced."""
+        if state.global_step == self._last:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+            self._profiler = self._open.enter_context(profile(activities=activities))
+            self._open.enter_context(record_function(STEP_LABEL))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Writes the trace after it."""
+        if state.global_step == self._last + 1 and self._path is not None:
+            if self._cuda:
+                torch.cuda.synchronize()
+            self._open.close()
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(self._path)
+
+
+def _limit_memory(job: Job, device: torch.device) -> None:
+    """Holds everyone to the budget that ours is given."""
+    if job.device_memory is None or device.type != "cuda":
+        return
+    _, total_bytes = torch.cuda.mem_get_info(device)
+    budget = parse_bytes(job.device_memory, field="--device-memory", total_bytes=total_bytes)
+    # A device without a number is the current one to `mem_get_info`, and an error here.
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total_bytes), number)
+
+
+def _predict_longest(
+    shape: ModelShape, config: SPPOConfig, job: Job, device: torch.device
+) -> int | None:
+    """The longest row that the estimator says fits this device; None where no speed is known."""
+    facts = device_facts(device, config)
+    if facts.profile is None:
+        return None
+    question = PlanRequest(
+        shape=shape,
+        config=config,
+        device=facts,
+        total_tokens=job.total_tokens,
+        dtype_name="bfloat16" if job.autocast else job.dtype,
+    )
+    # A length that trained is no prediction: the answer is at least the length it is asked about.
+    return request_plan(
+        dataclasses.replace(question, total_tokens=min(4096, job.total_tokens))
+    ).max_seq_len
+
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "liger-kernel", "flash-attn")
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS")
@@ -74,10 +435,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def run_job(job: Job, tell: Callable[[Row], None]) -> None:
     """Runs a job in this process.
-
-    Args:
-        job: what to measure.
-        tell: takes rows; the last one is the result.
 
     Raises:
         ConfigError: a setting is wrong.

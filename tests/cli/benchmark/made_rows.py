@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Numbers, Row
+from sppo_hf.cli.benchmark.results import Job, Numbers, Row
 
 ENVIRONMENT: dict[str, Any] = {
     "device_name": "Pretended GPU",

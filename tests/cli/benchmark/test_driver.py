@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.cli.benchmark.driver import Benchmark
-from sppo_hf.cli.benchmark.job import Job
-from sppo_hf.cli.benchmark.results import Numbers, ResultFile, Row
+from sppo_hf.cli.benchmark.results import Job, Numbers, ResultFile, Row
 from tests.cli.benchmark.made_rows import ENVIRONMENT
 from tests.cli.benchmark.tiny import FIELDS, tiny_job
 

@@ -14,9 +14,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from sppo_hf.cli.benchmark.contenders import BASES, OURS, TODAY
-from sppo_hf.cli.benchmark.measure import Measurement, UnitClock, _limit_memory, host_peak_bytes
 from sppo_hf.cli.benchmark.results import Numbers
 from sppo_hf.cli.benchmark.trace_summary import summarise
+from sppo_hf.cli.benchmark.worker import Measurement, UnitClock, _limit_memory, host_peak_bytes
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.flops import step_flops

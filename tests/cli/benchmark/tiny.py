@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sppo_hf.cli.benchmark.job import Job
+from sppo_hf.cli.benchmark.results import Job
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",

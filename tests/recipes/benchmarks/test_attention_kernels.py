@@ -6,7 +6,7 @@ import json
 import pytest
 
 from recipes.benchmarks.attention_kernels import heads_of, main
-from sppo_hf.profiling.measure_backends import LayerHeads
+from sppo_hf.profiling.measure import Heads
 
 
 def test_table_json_and_picture(tmp_path, capsys):
@@ -27,6 +27,6 @@ def test_table_json_and_picture(tmp_path, capsys):
 
 
 def test_heads():
-    assert heads_of("32/8/128") == LayerHeads(32, 8, 128)
+    assert heads_of("32/8/128") == Heads(32, 8, 128)
     with pytest.raises(argparse.ArgumentTypeError, match="3 query heads over 2"):
         heads_of("3/2/8")

@@ -1,18 +1,22 @@
-"""Plans of one stage of a pipeline: its share of the model, its share of the memory, the chunks.
+"""Stages of a pipeline: their layers, what each holds, their share of the memory, and the chunks.
 
-All ranks must cut sequences alike, so chunks follow from the whole model and the settings alone;
-what becomes of a stage's frames is each rank's own affair. Knows nothing of torch or of ranks.
+Stages are runs of decoder layers of about the same cost; embedding, head and loss count. All ranks
+must cut sequences alike, so chunks follow from the whole model and the settings alone; what becomes
+of a stage's frames is each rank's own affair.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
 from sppo_hf.planning.chunk_bounds import (
     Bounds,
     PrefixCost,
@@ -22,15 +26,127 @@ from sppo_hf.planning.chunk_bounds import (
     lengthened,
     partition_of,
 )
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram
-from sppo_hf.planning.memory import ByteTables
+from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER, ByteTables
 from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Kind
 from sppo_hf.schedule.lower import Stream
+
+
+def split_layers(
+    layer_costs: Sequence[float], num_stages: int, *, last: float = 0.0
+) -> tuple[range, ...]:
+    """Cuts layers into stages so that the most expensive stage costs as little as possible.
+
+    Of cuts that are equal in that, the one with the least sum of squares.
+
+    Args:
+        layer_costs: of each layer, in any unit.
+        num_stages: how many runs of at least one layer.
+        last: what the last stage has beside its layers: head and loss.
+
+    Raises:
+        ConfigError: fewer than one stage, or more stages than layers.
+    """
+    return _split(tuple(layer_costs), num_stages, last)
+
+
+# Layouts that differ in what they keep or send away ask for the same stages.
+@lru_cache(maxsize=256)
+def _split(layer_costs: tuple[float, ...], num_stages: int, last: float) -> tuple[range, ...]:
+    num_layers = len(layer_costs)
+    if not 1 <= num_stages <= num_layers:
+        raise ConfigError(
+            f"{num_stages} stages were asked for of a model with {num_layers} layers. Allowed: 1 "
+            f"to {num_layers}; each stage has a layer at least. Remedy: use fewer stages."
+        )
+    sums = [0.0, *accumulate(layer_costs)]
+
+    def cost(start: int, end: int) -> float:
+        return sums[end] - sums[start] + (last if end == num_layers else 0.0)
+
+    # By end of the stages so far: (highest cost, sum of squares), and where the last one begins.
+    best = {end: ((cost(0, end), cost(0, end) ** 2), 0) for end in range(1, num_layers + 1)}
+    begins: list[dict[int, int]] = []
+    for stage in range(1, num_stages):
+        longer: dict[int, tuple[tuple[float, float], int]] = {}
+        for end in range(stage + 1, num_layers + 1):
+            longer[end] = min(
+                ((most if most > run else run, squares + run**2), cut)
+                for cut in range(stage, end)
+                for ((most, squares), _), run in ((best[cut], cost(cut, end)),)
+            )
+        begins.append({end: cut for end, (_, cut) in longer.items()})
+        best = longer
+    bounds = [num_layers]
+    for cuts in reversed(begins):
+        bounds.append(cuts[bounds[-1]])
+    return tuple(range(start, end) for start, end in pairwise([0, *reversed(bounds)]))
+
+
+def balanced_stages(cost: ModelCost, bounds: Bounds, num_stages: int) -> tuple[range, ...]:
+    """Cuts a model so that stages take the same time for a whole sequence, head and loss counted.
+
+    Raises:
+        ConfigError: fewer than one stage, or more than layers.
+    """
+    seconds = [
+        sum(cost.forward_seconds(i, *b) + cost.backward_seconds(i, *b) for b in bounds)
+        for i in range(cost.shape.num_layers)
+    ]
+    head = sum(cost.head_seconds(end - start) for start, end in bounds)
+    return split_layers(seconds, num_stages, last=head)
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeights:
+    """What a stage holds from step to step, in bytes."""
+
+    weights: int
+    """Parameters; tied embeddings are on the first stage and on the last."""
+
+    gradients: int
+    """Gradients of those that train."""
+
+    optimizer: int
+    """Two float32 states of each, as AdamW keeps."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, layers: range) -> StageWeights:
+        """Counts the parameters of a run of layers, and of what stands at the model's ends."""
+        held = shape.layers[layers.start : layers.stop]
+        first, last = layers.start == 0, layers.stop == shape.num_layers
+        table = shape.vocab_size * shape.hidden_size
+        adapters = sum(work.adapter_weights for work in held)
+        own = sum(work.total_weights for work in held)
+        if last:
+            own += shape.hidden_size + (0 if shape.tied and first else table)
+        if first:
+            # Positions and the like stand beside the embedding.
+            own += _ends(shape) - shape.hidden_size - (0 if shape.tied else table)
+        all_adapters = sum(work.adapter_weights for work in shape.layers)
+        # Not the dtype's size, for quantised weights.
+        size = (shape.weight_bytes - shape.lora_bytes) / (shape.total_parameters - all_adapters)
+        weights = round(own * size)
+        if shape.lora is not None:
+            adapter_bytes = adapters * shape.lora.dtype_bytes
+            optimizer = OPTIMIZER_BYTES_PER_PARAMETER * adapters
+            return cls(weights + adapter_bytes, adapter_bytes, optimizer)
+        share = shape.trainable_fraction
+        optimizer = round(OPTIMIZER_BYTES_PER_PARAMETER * own * share)
+        return cls(weights, round(weights * share), optimizer)
+
+
+def _ends(shape: ModelShape) -> int:
+    """Parameters outside decoder layers: embedding, positions, final norm, head."""
+    inside = sum(work.total_weights + work.adapter_weights for work in shape.layers)
+    return shape.total_parameters - inside
+
 
 # Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the
 # time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
@@ -50,14 +166,6 @@ def pipeline_bounds(
     device_kind: str,
 ) -> Bounds:
     """Cuts the sequences of a pipeline; more often than for one device where that fills it.
-
-    Args:
-        config: the settings; what they say about chunks is done.
-        shape: the whole model.
-        total_tokens: length of each row.
-        stages: stages of the pipeline.
-        micro_batches: micro-batches of a step.
-        device_kind: "cuda" or "cpu".
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -114,10 +222,7 @@ def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> 
 def streams_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[Stream]:
     """Returns what keys and values do beside the units of stages, where they wait elsewhere.
 
-    Args:
-        tables: bytes of the chunks.
-        kv_tier: where they wait.
-        stages: of each stage, [kinds] its layers of each kind.
+    `stages` are the layers of each kind of each stage: [kinds].
     """
     behind = TIERS[kv_tier].behind_host
     copies: tuple[tuple[Kind, int, Bytes], ...] = (

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sppo_hf.planning.activation_modes import OFFLOAD
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.measured import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.prediction import Prediction, predict
+from sppo_hf.planning.prediction import MeasuredStep, Prediction, learn, predict, worth_correcting
 from sppo_hf.planning.solve import play
-from sppo_hf.reporting.comparison import comparison_table
+from sppo_hf.reporting.plan_tables import comparison_table
+from tests.planning.modes import OFFLOAD
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
 from tests.planning.synthetic import mixed_plan
 
