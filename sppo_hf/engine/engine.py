@@ -35,8 +35,7 @@ from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
-from sppo_hf.engine.fused import fused_tile
-from sppo_hf.engine.head import ModelHead
+from sppo_hf.engine.head import ModelHead, fused_tile
 from sppo_hf.engine.layer_kernels import prepare_layers, restore_layers
 from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest

@@ -37,9 +37,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.loaders import first_line
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 

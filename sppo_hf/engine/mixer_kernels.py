@@ -29,9 +29,9 @@ from torch.func import functional_call
 
 from sppo_hf.attention.backends.verify import TOLERANCE, relative_error
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, current
-from sppo_hf.engine.loaders import first_line
 from sppo_hf.engine.recurrent_state import StateCache
 from sppo_hf.engine.structure import ModelParts, mixers_of, names_used
+from sppo_hf.errors import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
 """Where things are in a Hugging Face causal language model, and whether we can train it exactly.
 
+And which of Transformers' automatic classes makes one of a configuration.
+
 Finds the parts the engine needs (base model, decoder layers, the configs that attention reads, the
 head) in a bare model or inside a PEFT wrapper, and refuses, with the reason and the remedy, what
 would not be exact chunk by chunk. It looks at modules and configs only; it runs nothing, and
@@ -8,14 +10,24 @@ changes nothing but the model's own activation checkpointing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -373,3 +385,50 @@ def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:
             if all(isinstance(layer, GradientCheckpointingLayer) for layer in child):
                 best = tuple(child)
     return best
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Context for PEFT's `get_peft_model` and `from_pretrained`.
+
+    PEFT asks models for `is_gradient_checkpointing`, a name that newer releases of Transformers
+    call deprecated. Nothing else is silenced.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+BUILD_ERRORS = (
+    *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, ImportError, OSError, StrictDataclassError),
+)
+"""What model and configuration classes raise where settings do not fit together, or where some of
+them are looked up on the hub."""
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a causal language model: `config`, or that of its text decoder alone.
+
+    Returns:
+        `config` itself if Transformers has a language model of it as a whole, encoders of images
+        and sound included, or if its text decoder has none of its own.
+    """
+    text = config.get_text_config(decoder=True)
+    if loader_of(config) is None and loader_of(text) is not None:
+        return text
+    return config
+
+
+def loader_of(config: PreTrainedConfig) -> Any:
+    """The automatic class that makes a language model of this very configuration, or None."""
+    for loader in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) not in loader._model_mapping:
+            continue
+        model_class: Any = loader._model_mapping[type(config)]
+        # Of some types AutoModelForCausalLM loads the text decoder alone, by the configuration
+        # inside; draft models are described by their model's configuration.
+        inner = getattr(config, "sub_configs", {}).get("text_config")
+        if inner is None or model_class.config_class is not inner:
+            return loader
+    return None

@@ -52,14 +52,26 @@ from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import PrefixLength
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
 from sppo_hf.engine.layer_tiles import is_searched, is_worth_tiles
-from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of, quiet_peft
 from sppo_hf.engine.mask import MaskMeaning
-from sppo_hf.engine.matmul_operations import operation, storage_key, tensors_in
 from sppo_hf.engine.recurrent_state import StateCache
-from sppo_hf.engine.selective import NeedlessRecorder, SelectiveRecorder
+from sppo_hf.engine.selective import (
+    NeedlessRecorder,
+    SelectiveRecorder,
+    operation,
+    storage_key,
+    tensors_in,
+)
 from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout
-from sppo_hf.engine.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
-from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.engine.structure import (
+    ATTENTION_DROPOUT_FIELDS,
+    BUILD_ERRORS,
+    ModelParts,
+    decoder_config,
+    find_parts,
+    loader_of,
+    quiet_peft,
+)
+from sppo_hf.errors import ConfigError, SPPOError, first_line
 from sppo_hf.planning.config_file import check_sizes, to_fields
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training

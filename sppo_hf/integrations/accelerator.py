@@ -53,8 +53,7 @@ from sppo_hf.integrations.pipeline import (
 )
 from sppo_hf.pipeline.affinity import bind_to_device
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
-from sppo_hf.pipeline.checkpoint_files import reading
-from sppo_hf.pipeline.checkpoint_marks import read_mark, refuse_torn
+from sppo_hf.pipeline.checkpoint_files import read_mark, reading, refuse_torn
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,
     load_plain_optimizer,

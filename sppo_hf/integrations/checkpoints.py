@@ -39,12 +39,15 @@ from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.training_step import TrainerMethods
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
-from sppo_hf.pipeline.checkpoint_files import read_json, reading, refuse_other_files, writing
-from sppo_hf.pipeline.checkpoint_marks import (
+from sppo_hf.pipeline.checkpoint_files import (
     TRAINER_STATE_NAME,
     newest_complete,
+    read_json,
     read_mark,
+    reading,
+    refuse_other_files,
     refuse_torn,
+    writing,
 )
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,

@@ -18,8 +18,14 @@ from torch import distributed as dist
 
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError, PipelineError
-from sppo_hf.pipeline.checkpoint_files import Digest, write_tensors, writing
-from sppo_hf.pipeline.checkpoint_marks import mark_complete, mark_incomplete, what_is_torn
+from sppo_hf.pipeline.checkpoint_files import (
+    Digest,
+    mark_complete,
+    mark_incomplete,
+    what_is_torn,
+    write_tensors,
+    writing,
+)
 from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import explaining

@@ -34,6 +34,8 @@ from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.checkpoint import RankCoords, place_of, write_file
 from sppo_hf.pipeline.checkpoint_files import (
+    MARK_NAME,
+    STATE_FOLDER,
     TensorFiles,
     decode,
     encode,
@@ -41,7 +43,6 @@ from sppo_hf.pipeline.checkpoint_files import (
     reading,
     write_json,
 )
-from sppo_hf.pipeline.checkpoint_marks import MARK_NAME, STATE_FOLDER
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 
 _INDEX = "index.json"

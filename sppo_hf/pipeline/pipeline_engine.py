@@ -29,7 +29,7 @@ from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, labelled_chunks, labels_of
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
-from sppo_hf.engine.fused import fused_tile
+from sppo_hf.engine.head import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.parameter_hooks import hooks_set_aside
 from sppo_hf.engine.router_loss import RouterLoss
@@ -57,8 +57,13 @@ from sppo_hf.pipeline.multiplex import (
     head_granules,
     runs_of,
 )
-from sppo_hf.pipeline.schedules import StepSchedule, check_size, step_schedule
-from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
+from sppo_hf.pipeline.stage_plans import (
+    BatchPlans,
+    StagePlanCache,
+    StepSchedule,
+    check_size,
+    step_schedule,
+)
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
 from sppo_hf.pipeline.token_outputs import TokenCall
 from sppo_hf.pipeline.transport import Transport

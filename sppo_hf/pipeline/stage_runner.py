@@ -33,8 +33,15 @@ from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
-from sppo_hf.engine.stage_input import StageInput, StateEnd, UnitGraph, enter
-from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout, Received
+from sppo_hf.engine.stage_message import (
+    SHARED_KEYS,
+    MessageLayout,
+    Received,
+    StageInput,
+    StateEnd,
+    UnitGraph,
+    enter,
+)
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.planning.chunk_bounds import Bounds

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of
-from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
+from sppo_hf.engine.structure import BUILD_ERRORS, decoder_config, loader_of
+from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError, first_line
 from sppo_hf.planning.config_file import check_sizes, read_fields
 from sppo_hf.rules import format_bytes, refuse, show
 from sppo_hf.testing.exactness import compare, compare_drift, run_reference

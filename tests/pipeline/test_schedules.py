@@ -6,7 +6,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, ScheduleError
-from sppo_hf.pipeline.schedules import StepSchedule, check_size, step_schedule
+from sppo_hf.pipeline.stage_plans import StepSchedule, check_size, step_schedule
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
