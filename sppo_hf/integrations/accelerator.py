@@ -62,9 +62,8 @@ from sppo_hf.pipeline.checkpoint_state import (
     save_state,
 )
 from sppo_hf.pipeline.checkpoint_weights import gather_weights, load_weights, save_weights
-from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
+from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.sequence_parallel import convert_to_shared_sequences
 from sppo_hf.pipeline.watchdog import explaining
 
 if TYPE_CHECKING:

@@ -40,7 +40,6 @@ from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.pipeline.exchange import refuse_unshareable
 from sppo_hf.pipeline.mesh import (
     PipelineMesh,
     check_nodes,
@@ -50,6 +49,7 @@ from sppo_hf.pipeline.mesh import (
 )
 from sppo_hf.pipeline.multiplex import refuse_unsharable_units
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, refuse_unshareable
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
 from sppo_hf.planning.flops import layer_costs
 from sppo_hf.planning.model_shape import ModelShape
@@ -461,6 +461,46 @@ def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> 
         if group is not None:
             dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
     return bool(answer)
+
+
+def convert_to_shared_sequences(
+    model: ModelT,
+    config: SPPOConfig,
+    *,
+    device: torch.device | None = None,
+    observer: StepObserver | None = None,
+) -> ModelT:
+    """Let `model` train on sequences that `config.sp_size` ranks share, in place.
+
+    Every process of the launch calls this with the same model and settings. `model(**batch)` then
+    returns the loss of the whole batch on every rank; gradients are to be averaged over all ranks,
+    as DDP and FSDP2 do.
+
+    Args:
+        model: A Transformers causal language model, bare or in PEFT.
+        config: The settings, with `sp_size` above 1.
+        device: Where it will run; where it is, by default.
+        observer: Is told about plans, units and records.
+
+    Raises:
+        ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
+            one sequence are on several machines.
+        UnsupportedModelError: The model cannot be trained exactly.
+    """
+    engine = get_engine(model)
+    if engine is not None and engine.enabled:
+        return convert(model, config, observer=observer)  # says so if settings differ
+    parts = find_parts(model)
+    refuse_unshareable(parts, config.sp_size)
+    check_nodes(config)
+    device = next(parts.causal_lm.parameters()).device if device is None else device
+    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
+    make_engine = functools.partial(
+        SequenceParallelEngine,
+        mesh=mesh,
+        watchdog=launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size),
+    )
+    return convert(model, config, observer=observer, make_engine=make_engine)
 
 
 def staged_model(

@@ -41,7 +41,6 @@ from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.agreement import agree, refused, settings_number
-from sppo_hf.pipeline.exchange import SequenceRanks
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -57,6 +56,7 @@ from sppo_hf.pipeline.multiplex import (
     head_granules,
     runs_of,
 )
+from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
     BatchPlans,
     StagePlanCache,
