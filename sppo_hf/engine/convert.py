@@ -207,8 +207,11 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def get_engine(model: nn.Module) -> Engine | None:
-    """The engine of a converted model, or None."""
-    conversion = find_causal_lm(model).__dict__.get(_ATTRIBUTE)
+    """The engine of a converted model; None of any other module, a loss or a value head, say."""
+    try:
+        conversion = find_causal_lm(model).__dict__.get(_ATTRIBUTE)
+    except UnsupportedModelError:
+        return None
     return None if conversion is None else conversion.engine
 
 

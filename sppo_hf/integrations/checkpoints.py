@@ -36,7 +36,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm
-from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.training_step import TrainerMethods
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
 from sppo_hf.pipeline.checkpoint_files import (
@@ -83,10 +83,7 @@ machine whose memory holds the whole optimizer (8 bytes per trained parameter fo
 
 def is_cut(model: nn.Module | None) -> bool:
     """Whether `model` is one of a pipeline, of which this rank holds a part."""
-    try:
-        return model is not None and isinstance(get_engine(model), PipelineEngine)
-    except UnsupportedModelError:  # anything may be prepared or saved: a loss, a value head
-        return False
+    return model is not None and isinstance(get_engine(model), PipelineEngine)
 
 
 def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:

@@ -33,10 +33,11 @@ from sppo_hf.integrations.limits import (
     environment_sp_size,
     move_if_it_fits,
     refuse_accelerator,
+    refuse_for_pipeline,
+    refuse_for_shared_sequences,
     refuse_host_weights,
     refuse_sizes,
 )
-from sppo_hf.integrations.pipeline import refuse_for_pipeline, refuse_for_shared_sequences
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages

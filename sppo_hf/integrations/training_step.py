@@ -22,7 +22,7 @@ import torch
 
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine, RandomState
-from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,10 +54,7 @@ class TrainerMethods:
 
     def _engine(self) -> Engine | None:
         """The engine of the Trainer's model; None where it is not converted, or was reverted."""
-        try:
-            engine = get_engine(self._trainer.model)
-        except UnsupportedModelError:
-            return None
+        engine = get_engine(self._trainer.model)
         return engine if engine is not None and engine.enabled else None
 
     def _overrides(self, name: str) -> bool:

@@ -35,7 +35,7 @@ from sppo_hf.engine.family_guard import unchecked
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import SPPOError
-from sppo_hf.integrations.pipeline import total_norm
+from sppo_hf.integrations.accelerator import total_norm
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
