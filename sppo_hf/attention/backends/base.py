@@ -204,6 +204,17 @@ class Gradients(NamedTuple):
     dv_BKTH: Tensor
 
 
+class BackwardInputs(NamedTuple):
+    """What a kernel's backward is given; output and log-sum-exp are merged over all keys."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Backend(ABC):
     """One way to compute attention of a chunk's queries against keys and values.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     Backend,
+    BackwardInputs,
     CausalBand,
     Documents,
     Gradients,
@@ -178,14 +179,7 @@ class BottomRightBackend(Backend):
 
     @abstractmethod
     def kernel_backward(
-        self,
-        dout_BCNH: Tensor,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        out_BCNH: Tensor,
-        lse_BNC: Tensor,
-        call: KernelCall,
+        self, given: BackwardInputs, call: KernelCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of `kernel_forward` given merged values; same layout as the inputs."""
 
@@ -242,11 +236,14 @@ class BottomRightBackend(Backend):
             told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
             part = adapted_backward(
                 functools.partial(self._dense_backward, told),
-                dout_BNCH[:, :, call.rows],
-                q_BNCH[:, :, call.rows],
-                k_BKTH[:, :, call.keys],
-                v_BKTH[:, :, call.keys],
-                AttentionOutput(out_BNCH[:, :, call.rows], lse_BNC[:, :, call.rows]),
+                BackwardInputs(
+                    dout_BNCH[:, :, call.rows],
+                    q_BNCH[:, :, call.rows],
+                    k_BKTH[:, :, call.keys],
+                    v_BKTH[:, :, call.keys],
+                    out_BNCH[:, :, call.rows],
+                    lse_BNC[:, :, call.rows],
+                ),
                 needs=self.needs,
                 unmasked=call.reach.unmasked,
             )
@@ -273,24 +270,13 @@ class BottomRightBackend(Backend):
             out_BCNH, lse_BNC = out_BCNH.unsqueeze(0), lse_BNC.unsqueeze(0)
         return AttentionOutput(out_BCNH.transpose(1, 2), lse_BNC)
 
-    def _dense_backward(
-        self,
-        call: KernelCall,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-    ) -> Gradients:
+    def _dense_backward(self, call: KernelCall, given: BackwardInputs) -> Gradients:
         """`kernel_backward` on tensors with heads before tokens."""
-        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)
         # Kernels step through the log-sum-exp by its shape, whatever its strides are.
-        lse = attended.lse_BNC.contiguous()
-        grads = self.kernel_backward(
-            *(_by_token(x, call) for x in tensors),
-            lse_BNC=lse if call.offsets is None else lse.squeeze(0),
-            call=call,
-        )
+        lse = given.lse.contiguous()
+        lse = lse if call.offsets is None else lse.squeeze(0)
+        by_token = (_by_token(x, call) for x in given[:5])
+        grads = self.kernel_backward(BackwardInputs(*by_token, lse), call)
         batched = grads if call.offsets is None else (grad.unsqueeze(0) for grad in grads)
         return Gradients(*(grad.transpose(1, 2) for grad in batched))
 

@@ -23,6 +23,7 @@ from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionSpec,
     Backend,
+    BackwardInputs,
     missing_kernel,
     register_backend,
 )
@@ -114,24 +115,12 @@ class _FlashAttention(BottomRightBackend):
         return out_BCNH, lse_BNC
 
     def kernel_backward(
-        self,
-        dout_BCNH: Tensor,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        out_BCNH: Tensor,
-        lse_BNC: Tensor,
-        call: KernelCall,
+        self, given: BackwardInputs, call: KernelCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BottomRightBackend.kernel_backward`."""
-        tensors = {
-            "dout": dout_BCNH.contiguous(),
-            "q": q_BCNH,
-            "k": k_BTKH,
-            "v": v_BTKH,
-            "out": out_BCNH.contiguous(),
-            "softmax_lse": lse_BNC,
-        }
+        tensors = given._asdict()
+        tensors["softmax_lse"] = tensors.pop("lse")
+        tensors |= {name: tensors[name].contiguous() for name in ("dout", "out")}
         return self._call_backward(tensors, _settings(call))
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     Backend,
+    BackwardInputs,
     CausalBand,
     Gradients,
     Mask,
@@ -166,17 +167,7 @@ class TopLeftBackend(Backend):
         """Attend over everything, or (C = T only) causally."""
 
     @abstractmethod
-    def kernel_backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """Gradient of `kernel_forward` given merged values."""
 
     @torch.no_grad()
@@ -241,7 +232,7 @@ class TopLeftBackend(Backend):
         keys = _Filling([rectangle.keys for rectangle in rectangles], k_BKTH.shape[2])
         # Only rectangles that overlap sum over the same keys; else what the kernel gives is enough.
         keys_dtype = sums_dtype if self.widens or keys.overlap else k_BKTH.dtype
-        merged = AttentionOutput(out_BNCH, lse_BNC)
+        given = BackwardInputs(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC)
         dq_BNCH = _empty_by_token(q_BNCH, q_BNCH.shape[3], sums_dtype)
         dk_BKTH, dv_BKTH = (torch.empty_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
         if not q_BNCH.shape[0]:
@@ -250,9 +241,7 @@ class TopLeftBackend(Backend):
             for gap in filling.gaps:
                 sums[:, :, gap] = 0.0
         for rectangle, *first in zip(rectangles, rows.first, keys.first, strict=False):
-            grads = self._backward_rectangle(
-                rectangle, dout_BNCH, q_BNCH, k_BKTH, v_BKTH, merged, scale
-            )
+            grads = self._backward_rectangle(rectangle, given, scale)
             _write(dq_BNCH[:, :, rectangle.rows], grads.dq_BNCH, first=first[0])
             _write(dk_BKTH[:, :, rectangle.keys], grads.dk_BKTH, first=first[1])
             _write(dv_BKTH[:, :, rectangle.keys], grads.dv_BKTH, first=first[1])
@@ -263,38 +252,23 @@ class TopLeftBackend(Backend):
     ) -> AttentionOutput:
         """Attend over one rectangle; an edge is turned around."""
         form = rectangle.form
-        q, k, v = (
-            _turn(x[:, :, part], form)
-            for x, part in (
-                (q_BNCH, rectangle.rows),
-                (k_BKTH, rectangle.keys),
-                (v_BKTH, rectangle.keys),
-            )
-        )
+        q = _turn(q_BNCH[:, :, rectangle.rows], form)
+        k, v = (_turn(x[:, :, rectangle.keys], form) for x in (k_BKTH, v_BKTH))
         unmasked = form is Form.FULL
         kernel = functools.partial(self.kernel_forward, causal=not unmasked, scale=scale)
         attended = adapted_forward(kernel, q, k, v, needs=self.needs, unmasked=unmasked)
         return AttentionOutput(*(_turn(x, form) for x in attended))
 
     def _backward_rectangle(
-        self,
-        rectangle: Rectangle,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        merged: AttentionOutput,
-        scale: float,
+        self, rectangle: Rectangle, given: BackwardInputs, scale: float
     ) -> Gradients:
         """Gradient of `_forward_rectangle`."""
         form, rows, keys = rectangle.form, rectangle.rows, rectangle.keys
-        dout, q, out, lse = (_turn(x[:, :, rows], form) for x in (dout_BNCH, q_BNCH, *merged))
-        k, v = (_turn(x[:, :, keys], form) for x in (k_BKTH, v_BKTH))
+        parts = zip(given, (rows, rows, keys, keys, rows, rows), strict=True)
+        turned = BackwardInputs(*(_turn(x[:, :, part], form) for x, part in parts))
         unmasked = form is Form.FULL
         kernel = functools.partial(self.kernel_backward, causal=not unmasked, scale=scale)
-        grads = adapted_backward(
-            kernel, dout, q, k, v, AttentionOutput(out, lse), needs=self.needs, unmasked=unmasked
-        )
+        grads = adapted_backward(kernel, turned, needs=self.needs, unmasked=unmasked)
         return Gradients(*(_turn(grad, form) for grad in grads))
 
 
