@@ -71,27 +71,21 @@ class KVTransfer(Protocol):
         The caller may go on reading its own reference, must not write to it, and should drop it
         soon: the device memory is free once that and the copy are over.
         """
-        ...
 
     def prefetch(self, handle: Handle) -> None:
         """Start bringing the bytes back; nothing if they are here."""
-        ...
 
     def fetch(self, handle: Handle) -> Tensor:
         """The tensor on the device, valid until `evict` or `release`; must not be written to."""
-        ...
 
     def evict(self, handle: Handle) -> None:
         """Give the device's copy up; the bytes stay away. Nothing if they are not here."""
-        ...
 
     def release(self, handle: Handle) -> None:
         """Give all bytes up, here and away; the handle ends."""
-        ...
 
     def settle(self) -> None:
         """A good moment to bound what is still leaving: compute may wait for earlier sends."""
-        ...
 
 
 class KVStream:
@@ -106,7 +100,7 @@ class KVStream:
         block_tokens: int,
         linked: bool = True,
     ) -> None:
-        """Prepare for a sequence.
+        """Prepare for a sequence of chunks.
 
         Args:
             mover: Takes tensors away and brings them back.
@@ -208,6 +202,11 @@ class _Like:
         """Of the sums of their gradients."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    def zeros(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of zeros."""
+        of = functools.partial(torch.zeros, dtype=dtype, device=self.device)
+        return of(self.k_shape), of(self.v_shape)
+
 
 class _BlockKeys:
     """One block on the device; see `Keys`."""
@@ -262,11 +261,7 @@ class StreamedKV:
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Send keys and values of `chunk` away; here until its forward walk is over.
 
-        Args:
-            chunk: Index of the chunk.
-            k_BKCH: Its keys.
-            v_BKCH: Its values.
-            keep: Not used: what leaves needs no place to stay.
+        `keep` is not used: what leaves needs no place to stay.
         """
         start, end = self._stream.bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
@@ -278,7 +273,7 @@ class StreamedKV:
     def blocks(
         self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
     ) -> tuple[Block, ...]:
-        """The blocks in which `segments` are read; remembers the mask for what is ahead."""
+        """The blocks in which `pieces` are read; remembers the mask for what is ahead."""
         self._window, self._local = window, local
         return self._cut(pieces)
 
@@ -323,10 +318,7 @@ class StreamedKV:
             sum_k, sum_v = (self._stream.fetch(handle) for handle in self._sums[chunk])
             gradient = (sum_k.to(like.dtype, copy=True), sum_v.to(like.dtype, copy=True))
         else:
-            gradient = (
-                torch.zeros(like.k_shape, dtype=like.dtype, device=like.device),
-                torch.zeros(like.v_shape, dtype=like.dtype, device=like.device),
-            )
+            gradient = like.zeros(like.dtype)
         for entries in (self._keys, self._sums):
             for done in [other for other in entries if other >= chunk]:
                 for handle in entries.pop(done):
@@ -352,8 +344,7 @@ class StreamedKV:
         """See `KVStore.sums`; copies, for what was brought is given up at once."""
         like = self._like[chunk]
         if chunk not in self._sums:
-            zeros = functools.partial(torch.zeros, dtype=like.sum_dtype, device=like.device)
-            return zeros(like.k_shape), zeros(like.v_shape)
+            return like.zeros(like.sum_dtype)
         return self._copies(self._sums[chunk])
 
     def drop_sums(self, chunk: int) -> None:
@@ -365,8 +356,7 @@ class StreamedKV:
         """See `KVStore.add_sums`."""
         before, like = self._sums.pop(chunk, None), self._like[chunk]
         if before is None:
-            zeros = functools.partial(torch.zeros, dtype=like.sum_dtype, device=like.device)
-            sums = zeros(like.k_shape), zeros(like.v_shape)
+            sums = like.zeros(like.sum_dtype)
         else:
             sums = self._copies(before)
             for handle in before:

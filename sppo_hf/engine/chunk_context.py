@@ -52,21 +52,17 @@ class LayerRunner(Protocol):
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A layer begins; returns its arguments."""
-        ...
 
     def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
         """A layer has ended or failed; returns its output, None where that is `output` itself."""
-        ...
 
     def before_norm(
         self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The final norm begins; returns its arguments."""
-        ...
 
     def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
         """The final norm has ended or failed; see `after_layer`."""
-        ...
 
 
 class LayerStates:

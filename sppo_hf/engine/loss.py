@@ -47,7 +47,6 @@ class TileKernel(Protocol):
 
     def most_tokens(self, tile_tokens: int) -> int:
         """The tokens of a call that takes no more memory than a tile of `tile_tokens` does."""
-        ...
 
     def __call__(
         self,
@@ -57,7 +56,6 @@ class TileKernel(Protocol):
         ignore_index: int,
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Loss sum, gradient of the hidden states, gradients of `trainable`."""
-        ...
 
 
 class ChunkedLoss:

@@ -61,38 +61,21 @@ from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
 from sppo_hf.offload.storage import version_of
 from sppo_hf.planning.tiers import AwayTier
 
-__all__ = [
-    "Changed",
-    "Holder",
-    "Needless",
-    "NeedlessPlayer",
-    "NeedlessRecorder",
-    "Product",
-    "SavedOffloaded",
-    "SavedTensor",
-    "SelectiveRecorder",
-    "SelectiveReplayer",
-]
-
 
 class Holder(Protocol):
     """One tensor between forward and backward."""
 
     def handles(self) -> Iterable[OffloadedTensor]:
         """The handle of the tensor, if it is away."""
-        ...
 
     def take(self) -> Tensor:
         """The tensor, on the device; the holder lets go of it."""
-        ...
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
         """The tensor, on the device, for a while; it waits where it did before and after."""
-        ...
 
     def drop(self) -> None:
         """Let go of the tensor, taken or not."""
-        ...
 
 
 class SavedTensor:

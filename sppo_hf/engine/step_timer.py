@@ -38,11 +38,9 @@ class Mark(Protocol):
 
     def passed(self) -> bool:
         """Whether the work has come to this point; never waits."""
-        ...
 
     def seconds_until(self, later: Mark) -> float:
         """Seconds from here to a later mark of the same kind; both passed."""
-        ...
 
 
 class ClockMark:

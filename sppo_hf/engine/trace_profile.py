@@ -78,8 +78,6 @@ from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
 from sppo_hf.planning.reader import family, rotary_limit_tokens
 from sppo_hf.rules import refuse, show
 
-__all__ = ["trace_config", "trace_model"]
-
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (256, 512)

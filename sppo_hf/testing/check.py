@@ -35,7 +35,6 @@ from sppo_hf.testing.tiny_models import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CheckResult", "check_config", "check_model", "small_model"]
 
 LARGEST_PARAMETERS = 20_000_000
 """A local model with more parameters than this is checked as a tiny random one of its config."""

@@ -37,20 +37,6 @@ from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.float64 import float64_everywhere
 
-__all__ = [
-    "DriftReport",
-    "ExactnessReport",
-    "GradientHooks",
-    "Gradients",
-    "ParameterError",
-    "compare",
-    "compare_drift",
-    "parameter_errors",
-    "reference_attention",
-    "run_batch",
-    "run_reference",
-]
-
 GRADIENT_FLOOR = 1e-4
 """See [Note: how an error is measured]."""
 

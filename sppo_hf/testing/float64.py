@@ -23,8 +23,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-__all__ = ["Float64Everywhere", "float64_everywhere"]
-
 
 class Float64Everywhere(TorchFunctionMode):
     """While active, whatever asks torch for float32 gets float64.

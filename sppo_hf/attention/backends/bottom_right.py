@@ -80,15 +80,10 @@ class AlignedCall:
 
 
 def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCall]:
-    """Say a band as at most two bottom-right-aligned calls with disjoint rows.
-
-    Args:
-        band: the band.
-        num_rows: query rows, C.
-        num_keys: keys, T.
+    """Say a band over so many rows and keys as at most two bottom-right-aligned calls.
 
     Returns:
-        The calls; none if no row sees a key. Rows in no call see nothing.
+        The calls, with disjoint rows; none if no row sees a key. Rows in no call see nothing.
     """
     seen = band.trim(num_rows, num_keys)
     if seen.empty:

@@ -43,12 +43,7 @@ class CPUFlash(TopLeftBackend):
     widens = True
 
     def __init__(self, *, grouped_heads: bool = True, tile_rows: int = 512) -> None:
-        """Make one.
-
-        Args:
-            grouped_heads: let the kernel handle fewer key heads than query heads.
-            tile_rows: rows per tile under a window, see `top_left.cut_band`.
-        """
+        """Make one; `tile_rows` is that of `top_left.cut_band`, others are as in `AtenFlash`."""
         super().__init__(KernelNeeds(grouped_heads=grouped_heads), tile_rows=tile_rows)
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:

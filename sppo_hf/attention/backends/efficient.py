@@ -35,11 +35,7 @@ class Efficient(TopLeftBackend):
     """`aten::_scaled_dot_product_efficient_attention` and its backward."""
 
     def __init__(self, *, aten: Any = None) -> None:
-        """Make one.
-
-        Args:
-            aten: namespace of the two operators; None for PyTorch's own.
-        """
+        """Make one; `aten` has the two operators, None for PyTorch's own."""
         super().__init__(KernelNeeds(grouped_heads=False, head_multiple=8, equal_head_sizes=False))
         self._aten = torch.ops.aten if aten is None else aten
 

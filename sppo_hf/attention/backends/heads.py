@@ -52,11 +52,9 @@ class KernelNeeds:
 def head_variants(
     make: Callable[..., Backend], *, native_sizes: bool
 ) -> tuple[Callable[[], Backend], ...]:
-    """Variants that leave more and more of the heads' adaptation to us.
+    """Variants of a backend that leave more and more of the heads' adaptation to us.
 
-    Args:
-        make: class of the backend.
-        native_sizes: try values of another head size than the keys' unpadded first.
+    With `native_sizes` values of another head size than the keys' are tried unpadded first.
     """
     sizes = (False, True) if native_sizes else (True,)
     return tuple(

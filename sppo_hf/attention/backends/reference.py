@@ -51,11 +51,7 @@ class Reference(Backend):
     documents_at_once = True
 
     def __init__(self, tile_bytes: int = _TILE_BYTES) -> None:
-        """Make one.
-
-        Args:
-            tile_bytes: bytes that one tile of scores may take; a few of them are alive at once.
-        """
+        """Make one; a tile of scores takes `tile_bytes`, and a few of them are alive at once."""
         self._tile_bytes = tile_bytes
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:

@@ -80,7 +80,7 @@ class Rectangle:
 def cut_band(
     band: CausalBand, num_rows: int, num_keys: int, *, tile_rows: int = 512
 ) -> list[Rectangle]:
-    """Cut a band into rectangles that cover every visible pair once and no hidden one.
+    """Cut a band over so many rows and keys into rectangles: each visible pair once, no hidden one.
 
     Args:
         band: the band.
@@ -151,12 +151,7 @@ class TopLeftBackend(Backend):
     """True if the kernel calls return results in the accumulation dtype."""
 
     def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
-        """Make one.
-
-        Args:
-            needs: what the kernel demands of heads.
-            tile_rows: rows per tile under a window, see `cut_band`.
-        """
+        """Make one; `tile_rows` is that of `cut_band`."""
         self.needs = needs
         self._tile_rows = tile_rows
 
