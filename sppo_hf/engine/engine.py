@@ -30,7 +30,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.by_layer import NotByLayer
-from sppo_hf.engine.chunk_context import LayerRunner, current_of
+from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
@@ -43,6 +43,7 @@ from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.mixer_kernels import check_mixer_kernels
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache
+from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
 from sppo_hf.engine.step_observer import Direction, StepObserver
@@ -556,7 +557,7 @@ class Engine:
         return self.offload_holder.engine
 
     @property
-    def running(self) -> LayerRunner | None:
+    def running(self) -> ChunkRunner | None:
         """What runs chunks in this model now, in this thread; None where nothing does."""
         context = current_of(self.parts)
         return None if context is None else context.runner
@@ -821,22 +822,6 @@ def resting_parameters(
         elif parameter.requires_grad or of:
             others.append(parameter)
     return layers, others
-
-
-class RandomState:
-    """Random generators of the CPU and of a device, to be as they were."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Note how they are."""
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Let the next draw be the one that would have come."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 _RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")

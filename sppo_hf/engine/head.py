@@ -16,11 +16,10 @@ digits.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from sppo_hf.engine.loss import TileKernel
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.structure import ModelParts, on_instances
 
 
 class ModelHead:
@@ -52,30 +50,17 @@ class ModelHead:
 
     def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
         """Run the original forward on hidden states; `kwargs` are labels and loss arguments."""
-        with self._base_returns(hidden_BMD):
+        output = self.output_class(last_hidden_state=hidden_BMD)
+        with on_instances("forward", {self._parts.base: lambda *_, **__: output}):
             return self._forward(
                 inputs_embeds=hidden_BMD, use_cache=False, return_dict=True, **kwargs
             )
-
-    @contextlib.contextmanager
-    def _base_returns(self, hidden_BMD: Tensor) -> Iterator[None]:
-        base = self._parts.base
-        own = base.__dict__.get("forward")
-        output = self.output_class(last_hidden_state=hidden_BMD)
-        base.__dict__["forward"] = lambda *_, **__: output
-        try:
-            yield
-        finally:
-            if own is None:
-                del base.__dict__["forward"]
-            else:
-                base.__dict__["forward"] = own
 
 
 # M tokens of a tile, D model width, V vocabulary.
 
 
-def fused_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> TileKernel | None:
+def fused_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> LigerTile | None:
     """A kernel for head and loss of a tile at once; None where the model's head must run."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None
@@ -88,7 +73,7 @@ def fused_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> Tile
     if any(id(parameter) not in own for parameter in parts.head_parameters()):
         return None
     state = _state(parts, linear)
-    tile = _LigerTile(linear)
+    tile = LigerTile(linear)
     if linear.weight.requires_grad and not tile.sums_wide:
         return None
     if head.plain is None or head.plain[0] != state:
@@ -133,7 +118,7 @@ class _NotCounted(TorchFunctionMode):
         return 1 if func is Tensor.item else func(*args, **(kwargs or {}))
 
 
-class _LigerTile:
+class LigerTile:
     """One tile through Liger's kernel, which computes gradients in its forward as we do."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -166,7 +151,7 @@ class _LigerTile:
         return all(torch.equal(one, other) for one, other in zip(told, untold, strict=True))
 
     def most_tokens(self, tile_tokens: int) -> int:
-        """See `TileKernel.most_tokens`.
+        """The tokens of a call that takes no more memory than a tile of `tile_tokens` does.
 
         The kernel cuts a call by itself, into parts whose logits have about as many elements as the
         hidden states of all; it rounds their tokens up to a power of two.
@@ -182,6 +167,7 @@ class _LigerTile:
         trainable: Sequence[nn.Parameter],
         ignore_index: int,
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Loss sum, gradient of the hidden states, gradients of `trainable`."""
         weight, bias = self._linear.weight, self._linear.bias
         leaf = weight.detach().requires_grad_(weight.requires_grad)
         bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)

@@ -32,6 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sppo_hf.engine.by_layer import Joint, Pieces
 from sppo_hf.engine.recompute import RecomputedLayer, is_compiled
+from sppo_hf.engine.structure import on_instances
 from sppo_hf.errors import SPPOError
 from sppo_hf.planning.chunk_bounds import Bounds
 
@@ -261,17 +262,12 @@ class LayerTiles:
         if not self._tile_tokens or hidden.shape[:-1].numel() <= self._tile_tokens:
             yield
             return
-        modules = token_wise(layer, hidden)
-        before = [part.module.__dict__.get("forward") for part in modules]
-        try:
-            for part in modules:
-                part.module.__dict__["forward"] = self._tiled(part, part.module.forward, frame)
+        tiled = {
+            part.module: self._tiled(part, part.module.forward, frame)
+            for part in token_wise(layer, hidden)
+        }
+        with on_instances("forward", tiled):
             yield
-        finally:
-            for part, own in zip(modules, before, strict=True):
-                del part.module.__dict__["forward"]
-                if own is not None:
-                    part.module.__dict__["forward"] = own
 
     def _tiled(
         self, part: TokenWise, forward: Callable[..., Any], frame: RecomputedLayer | None

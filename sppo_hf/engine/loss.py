@@ -20,7 +20,7 @@ logits instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from sppo_hf.engine.parameter_hooks import hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError
 
+if TYPE_CHECKING:
+    from sppo_hf.engine.head import LigerTile
+
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 
 _HALF_SCALE = 1024.0
@@ -40,22 +43,6 @@ _HALF_SCALE = 1024.0
 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states `[1, M, D]` to logits `[1, M, V]`; the model's own code."""
-
-
-class TileKernel(Protocol):
-    """Does head and loss of some tokens at once, with their gradients."""
-
-    def most_tokens(self, tile_tokens: int) -> int:
-        """The tokens of a call that takes no more memory than a tile of `tile_tokens` does."""
-
-    def __call__(
-        self,
-        hidden_MD: Tensor,
-        labels_M: Tensor,
-        trainable: Sequence[nn.Parameter],
-        ignore_index: int,
-    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Loss sum, gradient of the hidden states, gradients of `trainable`."""
 
 
 class ChunkedLoss:
@@ -69,7 +56,7 @@ class ChunkedLoss:
         tile_tokens: int,
         ignore_index: int = -100,
         on_logits: Callable[[Tensor, slice], None] | None = None,
-        fused: TileKernel | None = None,
+        fused: LigerTile | None = None,
         head_in_backward: bool = False,
     ) -> None:
         """Start a sum.
@@ -181,7 +168,7 @@ class ChunkedLoss:
         return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
 
     def _tile(
-        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, fused: TileKernel | None
+        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, fused: LigerTile | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         if fused is not None:
             args = (hidden_MD, labels_M, self._trainable, self._ignore_index)

@@ -365,7 +365,7 @@ class RecomputedLayer:
         before, self._next_unseen = self._unseen[self._next_unseen], self._next_unseen + 1
         beside = self._beside
         if isinstance(beside, SelectiveReplayer) and before.after is not None:
-            before.after.go_on()
+            before.after.restore()
             return beside.unseen(count), before.need_grads
         beside.__exit__(None, None, None)
         try:
@@ -688,35 +688,43 @@ class FramePart(RecomputedLayer):
             self._layer.forward(*args, **kwargs)
 
 
-class RunContext:
+class RandomState:
+    """Random generators of the CPU and of a device, to be as they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note how they are."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Let the next draw be the one that would have come."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class RunContext(RandomState):
     """Random state and autocast settings of a first forward, for a second one."""
 
     def __init__(self, device: torch.device, *, like: RunContext | None = None) -> None:
         """Note what holds now, on the CPU and on `device`; what is as in `like` is shared."""
-        self._device = device
-        self._rng_cpu = torch.get_rng_state()
-        if like is not None and torch.equal(self._rng_cpu, like._rng_cpu):
-            self._rng_cpu = like._rng_cpu  # 5 KB
-        self._rng_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        super().__init__(device)
+        if like is not None and torch.equal(self._cpu, like._cpu):
+            self._cpu = like._cpu  # 5 KB
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {device.type, "cpu"}
         ]
         self._cache = torch.is_autocast_cache_enabled()
 
-    def go_on(self) -> None:
-        """Draw what was drawn from here on."""
-        torch.set_rng_state(self._rng_cpu)
-        if self._rng_cuda is not None:
-            torch.cuda.set_rng_state(self._rng_cuda, self._device)
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let what was noted hold once more; afterwards all is as it was before."""
         with contextlib.ExitStack() as stack:
-            devices = [self._device] if self._rng_cuda is not None else []
+            devices = [self._device] if self._cuda is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            self.go_on()
+            self.restore()
             for kind, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(

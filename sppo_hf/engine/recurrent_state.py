@@ -39,7 +39,7 @@ from transformers.cache_utils import Cache
 
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.chunk_context import LayerStates, Spans, StateKey, current
-from sppo_hf.engine.structure import mixers_of
+from sppo_hf.engine.structure import mixers_of, on_instances
 from sppo_hf.errors import UnsupportedModelError
 
 # B batch rows, C tokens of a chunk or document, D model width, E channels, K kernel size.
@@ -165,16 +165,9 @@ def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[No
         yield
         return
     mixers = mixers_of(layer)
-    before = [mixer.__dict__.get("forward") for mixer in mixers]
-    for mixer in mixers:
-        mixer.forward = functools.partial(_by_document, mixer.forward)
-    try:
+    apart = {mixer: functools.partial(_by_document, mixer.forward) for mixer in mixers}
+    with on_instances("forward", apart):
         yield
-    finally:
-        for mixer, own in zip(mixers, before, strict=True):
-            del mixer.__dict__["forward"]
-            if own is not None:
-                mixer.forward = own
 
 
 def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:

@@ -15,7 +15,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +186,36 @@ class ModelParts:
         for parameter in self.causal_lm.parameters(recurse=False):
             seen.setdefault(id(parameter), parameter)
         return list(seen.values())
+
+
+@contextlib.contextmanager
+def on_instances(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
+    """Let objects have this attribute on the instance (a forward, say); at exit as before."""
+    before = {owner: owner.__dict__.get(name) for owner in values}
+    try:
+        for owner, value in values.items():
+            owner.__dict__[name] = value
+        yield
+    finally:
+        for owner, own in before.items():
+            owner.__dict__.pop(name, None)
+            if own is not None:
+                owner.__dict__[name] = own
+
+
+@contextlib.contextmanager
+def modules_in_place(
+    places: Sequence[tuple[nn.Module, str, nn.Module | None]],
+) -> Iterator[None]:
+    """Let other modules stand in these places, each (parent, name, module); at exit as before."""
+    before = [parent._modules[name] for parent, name, _ in places]
+    for parent, name, module in places:
+        parent._modules[name] = module
+    try:
+        yield
+    finally:
+        for (parent, name, _), own in zip(places, before, strict=True):
+            parent._modules[name] = own
 
 
 def find_causal_lm(model: nn.Module) -> PreTrainedModel:

@@ -69,6 +69,8 @@ from sppo_hf.engine.structure import (
     decoder_config,
     find_parts,
     loader_of,
+    modules_in_place,
+    on_instances,
     quiet_peft,
 )
 from sppo_hf.errors import ConfigError, SPPOError, first_line
@@ -237,16 +239,13 @@ def _build(config: PreTrainedConfig, training: Training, make: Any) -> nn.Module
         return make(config, dtype=_DTYPES[training.parameter_bytes]).train()
 
 
-@contextlib.contextmanager
-def _only(parts: ModelParts, layers: Sequence[nn.Module]) -> Iterator[None]:
+def _only(
+    parts: ModelParts, layers: Sequence[nn.Module]
+) -> contextlib.AbstractContextManager[None]:
     """Leaves the other decoder layers out of a model for a while."""
     modules = parts.decoder._modules
     name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
-    whole, modules[name] = modules[name], nn.ModuleList(layers)
-    try:
-        yield
-    finally:
-        modules[name] = whole
+    return modules_in_place([(parts.decoder, name, nn.ModuleList(layers))])
 
 
 def _make_fake(module: nn.Module) -> None:
@@ -344,17 +343,17 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     failed: Exception | None = None
     for returned in _RETURNED:
         calls.clear()
-        for layer in parts.layers:
-            layer.forward = left_out(layer, returned)
+        forwards = {layer: left_out(layer, returned) for layer in parts.layers}
         try:
-            with attention_taken_over(ChunkContext(model=parts)), _autocast(training):
+            with (
+                on_instances("forward", forwards),
+                attention_taken_over(ChunkContext(model=parts)),
+                _autocast(training),
+            ):
                 parts.base(**inputs)
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             failed = failed or error
             continue
-        finally:
-            for layer in parts.layers:
-                del layer.forward
         if len({_hidden_of(call).dim() for call in calls}) == 1:
             return calls
     raise failed or ValueError("the model does not call its layers as the others do")
@@ -707,16 +706,9 @@ class _Run:
             for part in self._layer.modules()
             if part is not self._layer and is_worth_tiles(part) and not is_searched(part)
         ]
-        before = [part.__dict__.get("forward") for part in modules]
-        try:
-            for part in modules:
-                part.__dict__["forward"] = functools.partial(self._in_tile, part, part.forward)
+        in_tiles = {part: functools.partial(self._in_tile, part, part.forward) for part in modules}
+        with on_instances("forward", in_tiles):
             yield
-        finally:
-            for part, own in zip(modules, before, strict=True):
-                del part.__dict__["forward"]
-                if own is not None:
-                    part.__dict__["forward"] = own
 
     def _in_tile(
         self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any

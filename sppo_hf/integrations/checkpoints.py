@@ -35,7 +35,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
-from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.engine.structure import find_causal_lm, on_instances
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.training_step import TrainerMethods
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
@@ -163,8 +163,8 @@ class TrainerCheckpoints(TrainerMethods):
             return
         with saving(folder, place_of(trainer.model)):
             save_weights(trainer.model, folder)
-            # Tokenizer, arguments, and whatever a subclass adds.
-            with _weights_written(trainer.model):
+            # Tokenizer, arguments, and whatever a subclass adds, without the weights.
+            with on_instances("save_pretrained", {trainer.model: lambda *_, **__: None}):
                 self._kind.save_model(trainer, folder, _internal_call=True)
         if trainer.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
@@ -341,20 +341,6 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     staged = staged_model_of(find_causal_lm(self))
     with contextlib.nullcontext() if staged is None else staged.whole_ties():
         return type(self).save_pretrained(self, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _weights_written(model: Any) -> Iterator[None]:
-    """Let `save_pretrained` do nothing: the ranks have written the weights together."""
-    before = model.__dict__.get("save_pretrained")
-    model.__dict__["save_pretrained"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        if before is None:
-            del model.__dict__["save_pretrained"]
-        else:
-            model.__dict__["save_pretrained"] = before
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.engine import Engine, RandomState
+from sppo_hf.engine.engine import Engine
+from sppo_hf.engine.recompute import RandomState
 from sppo_hf.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -23,6 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sppo_hf.engine.structure import on_instances
+
 
 class Float64Everywhere(TorchFunctionMode):
     """While active, whatever asks torch for float32 gets float64.
@@ -89,19 +91,9 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
     layers are made of (which may run in tiles), is therefore wrapped, for the duration, to enter it
     by itself.
     """
-    layers = list(dict.fromkeys(_may_run_again(model)))
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = _in_float64(layer.forward)
-    try:
-        with _float64_once():
-            yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                del layer.__dict__["forward"]
-            else:
-                layer.forward = own
+    forwards = {layer: _in_float64(layer.forward) for layer in set(_may_run_again(model))}
+    with on_instances("forward", forwards), _float64_once():
+        yield
 
 
 def _may_run_again(model: nn.Module) -> Iterator[nn.Module]:

@@ -248,11 +248,11 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
 _IN_THE_INTERPRETER = """
 import torch
 from torch.nn import functional as F
-from sppo_hf.engine.head import _LigerTile
+from sppo_hf.engine.head import LigerTile
 
 torch.manual_seed(0)
 linear = torch.nn.Linear(32, 97, bias=False)
-tile = _LigerTile(linear)
+tile = LigerTile(linear)
 assert tile.sums_wide and tile.counts_nothing()
 hidden, labels = torch.randn(20, 32), torch.randint(0, 97, (20,))
 labels[3:7] = -100
