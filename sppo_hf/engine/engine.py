@@ -515,20 +515,12 @@ class Engine:
             sequence.start_backward()
 
     def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
-        """What is cut along the tokens.
-
-        The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
-        seconds, tokens are embedded once and not chunk by chunk. On a GPU it costs nothing, and
-        embeddings of the whole sequence would stay on the device until its end.
-        """
-        embedding = self.parts.causal_lm.get_input_embeddings()
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
-        if call.device.type != "cpu" or "input_ids" not in call.tokens or not trained:
-            return call.tokens
-        if self.parts.reads_ids:
+        """What is cut along the tokens."""
+        embedded = self.parts.embedded_once(call.tokens)
+        if embedded is None:
             return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
-        return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
+        return {"inputs_embeds": embedded, **others}
 
     # -- decisions ---------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -141,6 +142,19 @@ class ModelParts:
         """
         own_tables = getattr(self.text_config, "hidden_size_per_layer_input", None)
         return bool(own_tables) or self.is_multimodal
+
+    def embedded_once(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
+        """Embeddings `[B, T, D]` of the whole sequence, where chunks are to be cut from them.
+
+        The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
+        seconds, tokens are embedded once and not chunk by chunk. On a GPU it costs nothing, and
+        embeddings of the whole sequence would stay on the device until its end.
+        """
+        embedding, ids = self.causal_lm.get_input_embeddings(), tokens.get("input_ids")
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
+        if ids is None or ids.device.type != "cpu" or not trained or self.reads_ids:
+            return None
+        return embedding(ids)
 
     def final_norm(self) -> nn.Module | None:
         """The first norm defined behind the decoder layers; None where there is none."""

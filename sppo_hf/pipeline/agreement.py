@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.mesh import PipelineMesh
 
@@ -23,6 +24,22 @@ _SHARED_SETTINGS = (
     *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers", "pp_msp", "sp_size"),
     "correct_plan",
 )
+
+
+def facts_of(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
+    """Numbers of a call that all ranks that share its batch must have alike, for `agree`.
+
+    With the layout, the only read from the device before the first chunk.
+    """
+    ids, labels = call.tokens.get("input_ids"), call.shift_labels
+    return {
+        "rows": call.batch_rows,
+        "tokens": call.total_tokens,
+        "sum of input_ids": 0 if ids is None else int(ids.sum()),
+        "sum of labels": 0 if labels is None else int(labels.sum()),
+        "training": int(torch.is_grad_enabled()),
+        "settings": settings_number(config),
+    }
 
 
 def settings_number(config: SPPOConfig) -> int:
@@ -58,6 +75,15 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
                 "data loader by the Accelerator, shuffle with the same seed, and start all ranks "
                 "with the same settings file."
             )
+
+
+def all_true(value: bool, *groups: Any) -> bool:
+    """Whether all ranks of some groups (None is none) say so; all ask at the same moments."""
+    answer = torch.tensor(int(value))
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+    return bool(answer)
 
 
 def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:

@@ -198,20 +198,20 @@ def load_plain_optimizer(
     _give(optimizer, by_name, groups, ordered, "optimizer.pt")
 
 
-def read_plain_state(folder: str | Path, number: int = 0) -> tuple[dict[str, Any], list[Any]]:
+def read_plain_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
     """What one process without SPPO would have saved; needs memory for all of it.
 
     Returns:
-        `state_dict()` of optimizer `number` of the whole model, and those of the schedulers.
+        `state_dict()` of the first optimizer, of the whole model, and those of the schedulers.
 
     Raises:
         ConfigError: A file is damaged.
     """
     stored = _Stored(Path(folder))
     with reading(stored.index):
-        groups = stored.groups(number)
+        groups = stored.groups(0)
         order = [name for group in groups for name in group["names"]]
-        state = stored.state(number, set(order))
+        state = stored.state(0, set(order))
     index = {name: position for position, name in enumerate(order)}
     plain = [
         {**{k: v for k, v in g.items() if k != "names"}, "params": [index[n] for n in g["names"]]}

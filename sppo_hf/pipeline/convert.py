@@ -40,6 +40,7 @@ from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.pipeline.agreement import all_true
 from sppo_hf.pipeline.mesh import (
     PipelineMesh,
     check_nodes,
@@ -52,7 +53,6 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, refuse_unshareable
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
 from sppo_hf.planning.flops import layer_costs
-from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.stage_split import split_layers
 
 logger = logging.getLogger(__name__)
@@ -357,11 +357,7 @@ def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
     Raises:
         ConfigError: There are more stages than layers.
     """
-    return cut_of_shape(model_shape(parts), config, pp_rank)
-
-
-def cut_of_shape(shape: ModelShape, config: SPPOConfig, pp_rank: int) -> StageCut:
-    """See `choose_cut`."""
+    shape = model_shape(parts)
     stages = config.pp_size * config.pp_virtual_stages
     if stages > len(shape.layers):
         raise ConfigError(
@@ -456,11 +452,7 @@ def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> 
         refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
     except (ConfigError, UnsupportedModelError):
         possible = False
-    answer = torch.tensor(int(possible))
-    for group in (mesh.control, mesh.replicas_control):
-        if group is not None:
-            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-    return bool(answer)
+    return all_true(possible, mesh.control, mesh.replicas_control)
 
 
 def convert_to_shared_sequences(

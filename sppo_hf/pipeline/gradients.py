@@ -31,6 +31,7 @@ from torch.autograd import Variable
 
 from sppo_hf.engine.parameter_hooks import any_hooks
 from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.pipeline.agreement import all_true
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes that are reduced at a time: large enough for a link's full speed."""
@@ -166,9 +167,7 @@ class Replicas:
 
     def all_true(self, value: bool) -> bool:
         """Whether all ranks say so; every rank asks at the same moments."""
-        answer = torch.tensor(int(value))
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._control)
-        return bool(answer.item())
+        return all_true(value, self._control)
 
 
 class PipelineLoss(torch.autograd.Function):

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, refused, settings_number
+from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -75,12 +76,6 @@ from sppo_hf.planning.pipeline_choice import RULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP, Size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sppo_hf.offload.stats import OffloadStats
-    from sppo_hf.pipeline.executor import ActionRecord
 
 
 def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> None:
@@ -549,18 +544,8 @@ class PipelineEngine(Engine):
     # -- one step ----------------------------------------------------------------------------
 
     def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
-        ids = call.tokens.get("input_ids")
-        facts = {
-            "rows": call.batch_rows,
-            "tokens": call.total_tokens,
-            "used tokens": layout.used_tokens,
-            # With the layout, the only read from the device before the first chunk.
-            "sum of input_ids": 0 if ids is None else int(ids.sum()),
-            "sum of labels": 0 if call.shift_labels is None else int(call.shift_labels.sum()),
-            "training": int(torch.is_grad_enabled()),
-            "settings": settings_number(self.config),
-        }
-        agree(self.mesh, facts)
+        facts = facts_of(call, self.config)
+        agree(self.mesh, {**facts, "used tokens": layout.used_tokens})
 
     def _make_units(
         self,
@@ -797,11 +782,7 @@ class PipelineEngine(Engine):
 
     def agreed(self, value: bool) -> bool:
         """Whether all ranks of all replicas say so; all of them ask at the same moments."""
-        answer = torch.tensor(int(value))
-        for group in (self.mesh.control, self.mesh.replicas_control):
-            if group is not None:
-                dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-        return bool(answer.item())
+        return all_true(value, self.mesh.control, self.mesh.replicas_control)
 
     def _scaler_scale(self) -> Tensor | float:
         scaler = self.loss_scaler

@@ -39,7 +39,7 @@ from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_num
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, settings_number
+from sppo_hf.pipeline.agreement import agree, facts_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
@@ -375,7 +375,9 @@ class SequenceParallelEngine(Engine):
         self._calls += 1
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._guarded(f"in {kind} pass {self._calls}"):
-            agree(self.mesh, self._facts(call))
+            mask = call.attention_mask
+            read = {"sum of attention_mask": -1 if mask is None else int(mask.sum())}
+            agree(self.mesh, facts_of(call, self.config) | read)
             with own_random_numbers(self.group, call.device):
                 output = super()._run(call)
         activity = f"in backward pass {self._calls}"
@@ -383,19 +385,6 @@ class SequenceParallelEngine(Engine):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda _grad: self.watchdog.doing(activity))
         return output
-
-    def _facts(self, call: ForwardCall) -> dict[str, int]:
-        """Numbers of a call that all ranks must have alike."""
-        ids, mask = call.tokens.get("input_ids"), call.attention_mask
-        return {
-            "rows": call.batch_rows,
-            "tokens": call.total_tokens,
-            "sum of input_ids": 0 if ids is None else int(ids.sum()),
-            "sum of labels": 0 if call.shift_labels is None else int(call.shift_labels.sum()),
-            "sum of attention_mask": -1 if mask is None else int(mask.sum()),
-            "training": int(torch.is_grad_enabled()),
-            "settings": settings_number(self.config),
-        }
 
     @contextmanager
     def _guarded(self, activity: str) -> Iterator[None]:

@@ -529,8 +529,6 @@ class StepSchedule:
     """With sends and receives."""
     splits: bool
     """Whether backward comes in two halves."""
-    reduces: bool
-    """Whether gradients are reduced over replicas."""
     virtual: int
     """Stages of each rank."""
     sent: frozenset[tuple[int, int]] = frozenset()
@@ -612,7 +610,6 @@ def _make(
         name,
         lowered,
         splits=splits,
-        reduces=reduce and not forward_only,
         virtual=size.num_virtual,
         sent=frozenset((a.stage, a.unit) for rank in lowered.ranks for a in rank if a.kind == "D"),
     )

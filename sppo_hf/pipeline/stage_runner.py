@@ -305,23 +305,12 @@ class StageRunner:
             constants["output_router_logits"] = True
         slices = ChunkInputs(self._call.tokens, positions, constants).rows(start, end)
         with self._staged.running(stage):
-            embedded = self._embed(slices) if stage == 0 else None
+            parts = self._staged.parts
+            embedded = parts.embedded_once(slices.tokens) if stage == 0 else None
         if embedded is not None:
             others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
             slices = replace(slices, tokens={"inputs_embeds": embedded.detach(), **others})
         return _MicroBatch(sequence, slices, chunks, group, embedded, due_chunk=chunks.start)
-
-    def _embed(self, slices: ChunkInputs) -> Tensor | None:
-        """Embeddings of the whole sequence where one backward of the embedding is much cheaper.
-
-        See `Engine._inputs`: on a CPU the embedding's gradient costs seconds, and once is enough.
-        """
-        embedding = self._staged.parts.causal_lm.get_input_embeddings()
-        ids = slices.tokens.get("input_ids")
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
-        if ids is None or ids.device.type != "cpu" or not trained or self._staged.parts.reads_ids:
-            return None
-        return embedding(ids)
 
     def _around_layers(self) -> contextlib.AbstractContextManager[object]:
         return DeferWeights(lambda: self._now)
