@@ -179,8 +179,8 @@ def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelS
         model_profile(parts, device),
         total_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in trained),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
+        weight_bytes=sum(p.nbytes for p in parameters),
+        gradient_bytes=sum(p.nbytes for p in trained),
     )
     return replace(shape, cpu_threads=torch.get_num_threads())
 

@@ -212,7 +212,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> Digest:
     for name in ordered:
         tensor = tensors[name]
         refuse_other_tensors(tensor, name)
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -251,7 +251,7 @@ def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     room: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
+        size = parameter.nbytes
         used, bucket = room.get(parameter.dtype, (BUCKET_BYTES, []))
         if used + size > BUCKET_BYTES:
             used, bucket = 0, []

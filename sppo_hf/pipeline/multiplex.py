@@ -51,6 +51,7 @@ and batches of fewer chunks than stages run without shared units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -186,9 +187,7 @@ class HelpedWeights:
         modules = self._staged.helped_modules()
         found = {id(p): p for module in modules for p in module.parameters()}
         return sum(
-            p.numel() * p.element_size()
-            for p in found.values()
-            if not p.requires_grad and id(p) not in self._own
+            p.nbytes for p in found.values() if not p.requires_grad and id(p) not in self._own
         )
 
     @property
@@ -198,7 +197,7 @@ class HelpedWeights:
         While one is in use, weights of the next are on their way, or gradients of the last.
         """
         sizes = sorted(
-            sum(p.numel() * p.element_size() for p in self._foreign(parameters))
+            sum(p.nbytes for p in self._foreign(parameters))
             for parameters in self._trained.values()
         )
         return sum(sizes[-2:])
@@ -236,7 +235,7 @@ class HelpedWeights:
         for bucket in buckets_of(self._trained[stage]):
             for parameter in self._foreign(bucket):
                 storage = parameter.untyped_storage()
-                storage.resize_(parameter.numel() * parameter.element_size())
+                storage.resize_(parameter.nbytes)
             # Not a change that backward should see: the same values as in forward.
             flats = [parameter.data.reshape(-1) for parameter in bucket]
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
@@ -347,6 +346,9 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> Tensor:
     moved.untyped_storage().resize_(0)
     return moved
 
+
+_Given = Tensor | list[tuple[Tensor, Tensor]]
+"""Keys and values of all layers: one dim, as they travel, or by layer."""
 
 Stores = Callable[[int, int, Run], ChunkRunner]
 """The sequence of (stage, micro-batch, run), made when it is first asked for."""
@@ -590,33 +592,47 @@ class SharedUnits:
         forward: Action,
         late: Action,
         chunk: int,
-        given: Tensor | list[tuple[Tensor, Tensor]],
+        given: _Given,
     ) -> None:
         """Put heads that another set had, or this rank in it, where this run wants them."""
+        parts = self._taken_apart(forward, late, chunk, given, of_late=False)
+        for index, (layer, _, target, passed) in enumerate(parts):
+            tensors = made[index]
+            if tensors is None:
+                held = len(self._held(layer, late))
+                tensors = made[index] = [
+                    torch.empty(
+                        *(x.shape[0], held, *x.shape[2:]),
+                        dtype=self._key_dtype,
+                        device=self._transport.device,
+                    )
+                    for x in passed
+                ]
+            for tensor, x_BKCH in zip(tensors, passed, strict=True):
+                for place, head in enumerate(target):
+                    tensor[:, head] = x_BKCH[:, place]
+
+    def _taken_apart(
+        self, forward: Action, late: Action, chunk: int, given: _Given, *, of_late: bool
+    ) -> Iterator[tuple[LayerProfile, list[int], list[int], list[Tensor]]]:
+        """By layer: it, places of heads that pass between two units in both, and the heads, BKCH.
+
+        Where nothing came they are a rank's own, of the later unit with `of_late`.
+        """
         start, end = self._bounds[chunk]
         row, row_end = self._rows[self._schedule.micro_batch(late)]
         offset = 0
         for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
-            held = len(self._held(layer, late))
-            shapes = [
-                (row_end - row, held, end - start, size)
-                for size in (layer.qk_head_size, layer.v_head_size)
-            ]
-            tensors = made[index]
-            if tensors is None:
-                tensors = made[index] = [
-                    torch.empty(s, dtype=self._key_dtype, device=self._transport.device)
-                    for s in shapes
-                ]
-            for which, (rows, _, tokens, size) in enumerate(shapes):
+            passed: list[Tensor] = []
+            for which, size in enumerate((layer.qk_head_size, layer.v_head_size)):
                 if isinstance(given, Tensor):
-                    numbers = rows * len(target) * tokens * size
-                    x_BKCH = given[offset : offset + numbers].view(rows, len(target), tokens, size)
+                    shape = (row_end - row, len(target), end - start, size)
+                    numbers = math.prod(shape)
+                    passed.append(given[offset : offset + numbers].view(shape))
                     offset += numbers
                 else:
-                    x_BKCH = _heads(given[index][which], source)
-                for place, head in enumerate(target):
-                    tensors[which][:, head] = x_BKCH[:, place]
+                    passed.append(_heads(given[index][which], target if of_late else source))
+            yield layer, source, target, passed
 
     # -- their gradients -----------------------------------------------------------------------
 
@@ -649,29 +665,12 @@ class SharedUnits:
         return (*key, run.chunks.start)
 
     def _add_sums(
-        self,
-        stores: list[KVStore],
-        forward: Action,
-        late: Action,
-        chunk: int,
-        given: Tensor | list[tuple[Tensor, Tensor]],
+        self, stores: list[KVStore], forward: Action, late: Action, chunk: int, given: _Given
     ) -> None:
-        start, end = self._bounds[chunk]
-        row, row_end = self._rows[self._schedule.micro_batch(late)]
-        offset = 0
-        for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
-            if not target:
-                continue
-            if isinstance(given, Tensor):
-                both: list[Tensor] = []
-                for size in (layer.qk_head_size, layer.v_head_size):
-                    shape = (row_end - row, len(target), end - start, size)
-                    numbers = shape[0] * shape[1] * shape[2] * shape[3]
-                    both.append(given[offset : offset + numbers].view(shape))
-                    offset += numbers
-            else:
-                both = [_heads(x_BKCH, target) for x_BKCH in given[index]]
-            stores[index].add_sums(chunk, both[0], both[1], source)
+        parts = self._taken_apart(forward, late, chunk, given, of_late=True)
+        for store, (_, source, target, (dk_BKCH, dv_BKCH)) in zip(stores, parts, strict=True):
+            if target:
+                store.add_sums(chunk, dk_BKCH, dv_BKCH, source)
 
     def _packed_sums(self, message: Message) -> Tensor:
         key = self._sums_key(
