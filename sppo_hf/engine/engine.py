@@ -36,11 +36,10 @@ from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.head import ModelHead, fused_tile
-from sppo_hf.engine.layer_kernels import prepare_layers, restore_layers
+from sppo_hf.engine.layer_kernels import check_mixer_kernels, prepare_layers, restore_layers
 from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.mixer_kernels import check_mixer_kernels
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache
 from sppo_hf.engine.recompute import RandomState

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from sppo_hf.engine.parameter_hooks import hooks_set_aside
+from sppo_hf.engine.structure import hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError
 

@@ -15,7 +15,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -476,3 +476,27 @@ def loader_of(config: PreTrainedConfig) -> Any:
         if inner is None or model_class.config_class is not inner:
             return loader
     return None
+
+
+@contextlib.contextmanager
+def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which backward runs no hook that was set on `parameters` before it."""
+    aside: list[tuple[Any, dict[int, Any]]] = []
+    for parameter in parameters:
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            if hooks:
+                # The mapping itself belongs to autograd and to the handles that remove hooks.
+                aside.append((hooks, dict(hooks)))
+                hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in aside:
+            since = dict(hooks)
+            hooks.clear()
+            hooks.update(before | since)
+
+
+def any_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a hook is set on any of `parameters`."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
+from sppo_hf.engine.device_facts import bind_to_device
 from sppo_hf.engine.engine import Engine, rests_on_host
 from sppo_hf.engine.structure import own_recomputation
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -52,7 +53,6 @@ from sppo_hf.integrations.limits import (
     use_fused_kernel,
     why_on_device,
 )
-from sppo_hf.pipeline.affinity import bind_to_device
 from sppo_hf.pipeline.agreement import first_rank_says
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
 from sppo_hf.pipeline.checkpoint_files import read_mark, reading, refuse_torn

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd import Variable
 
-from sppo_hf.engine.parameter_hooks import any_hooks
+from sppo_hf.engine.structure import any_hooks
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.pipeline.agreement import all_true
 
