@@ -40,7 +40,6 @@ class ActionLog:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with nothing."""
         self._device = device
         self._noted: list[tuple[Action, Mark, Mark]] = []
         self._open: tuple[Action, Mark] | None = None
@@ -50,10 +49,8 @@ class ActionLog:
     def begin(self, action: Action, ended: Callable[[], None] | None = None) -> None:
         """Compute turns to an action; it is noted when it ends.
 
-        Args:
-            action: What begins.
-            ended: Is called by `finish`, calls `end` and notes what else belongs to the action; for
-                those whose end nobody sees.
+        `ended`, for those whose end nobody sees, is called by `finish`, calls `end` and notes what
+        else belongs to the action.
         """
         self.finish()
         self._open = action, mark(self._device)
@@ -209,9 +206,6 @@ class TraceFolder:
 
     def __init__(self, folder: str) -> None:
         """Make the folder, if it is not there.
-
-        Args:
-            folder: Whose path the settings have.
 
         Raises:
             ConfigError: It cannot be made or written to.

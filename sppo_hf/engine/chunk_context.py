@@ -52,11 +52,9 @@ class LayerStates:
     """States of one layer in one chunk: what is there before it, and what it leaves."""
 
     def __init__(self, before: States, documents: tuple[Spans, ...] | None = None) -> None:
-        """Begin a chunk.
+        """Begin a chunk with the states that the one before left; nothing in the first chunk.
 
-        Args:
-            before: What the chunk before left; nothing in the first chunk.
-            documents: The documents of every row in this chunk, where there are several.
+        `documents` are those of every row in this chunk, where there are several.
         """
         self.documents = documents
         self.after: dict[StateKey, Tensor] = {}
@@ -75,10 +73,7 @@ class LayerStates:
     def write_conv(self, key: StateKey, x_BEC: Tensor, kernel: int | None) -> Tensor:
         """Take the inputs of a causal convolution; returns them behind those kept from before.
 
-        Args:
-            key: Which state it is.
-            x_BEC: The chunk's inputs.
-            kernel: Inputs to keep; as many as are kept already if None, all in the first chunk.
+        `kernel` inputs are kept; as many as are kept already if None, all in the first chunk.
         """
         before = self.before.get(key)
         if before is not None:

@@ -45,15 +45,10 @@ def length_dependent_rotaries(base: nn.Module) -> list[nn.Module]:
 
 
 def hook_rotary(module: nn.Module, last_position: LastPosition) -> list[RemovableHandle]:
-    """Make `module` see the last position of the running sequence in every call.
+    """Make a rotary module see the last position of the running sequence in every call.
 
-    Args:
-        module: A rotary module, called as `module(x, position_ids, ...)`.
-        last_position: Returns the running sequence's largest position as a `[1, 1]` tensor, or None
-            when no sequence runs; the module is then left alone.
-
-    Returns:
-        The hooks' handles.
+    `last_position` returns it as a `[1, 1]` tensor, or None when no sequence runs; the module,
+    called as `module(x, position_ids, ...)`, is then left alone. Returns the hooks' handles.
     """
     return [
         module.register_forward_pre_hook(partial(_append, last_position), with_kwargs=True),
@@ -127,13 +122,9 @@ def convert(
     observer: StepObserver | None = None,
     make_engine: MakeEngine = Engine,
 ) -> ModelT:
-    """Make `model` train chunk by chunk, in place.
+    """Make a causal language model, bare or wrapped by PEFT, train chunk by chunk, in place.
 
-    Args:
-        model: A Transformers causal language model, bare or wrapped by PEFT.
-        config: The settings.
-        observer: Is told about plans, units and records.
-        make_engine: Makes what runs it; the engine for one device by default.
+    `observer` is told about plans, units and records; `make_engine` makes what runs the model.
 
     Returns:
         `model` itself. Converting again with equal settings changes nothing.

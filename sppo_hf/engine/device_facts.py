@@ -81,10 +81,7 @@ def device_facts(
 ) -> DeviceFacts:
     """Name, memory and speed of `device` and of the host, as far as this process may use them.
 
-    Args:
-        device: Where the model computes.
-        config: The settings.
-        counted_bytes: Host memory, not pinned, that is taken already by what a plan counts.
+    `counted_bytes` of host memory, not pinned, are taken already by what a plan counts.
 
     Raises:
         ConfigError: `config.hardware` names no profile, or `config.offload_dir` no possible folder.
@@ -172,12 +169,9 @@ def device_numa_node(device: torch.device) -> int | None:
 def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelShape:
     """The model's shape, with the parameters that are really there and really trained.
 
-    Args:
-        parts: The model.
-        device: Where it computes, which may have a dtype of its own; None for where its weights
-            are.
-
-    LoRA is recognised by its adapters; where ranks differ from module to module, by the largest.
+    `device` is where it computes, which may have a dtype of its own; None for where its weights
+    are. LoRA is recognised by its adapters; where ranks differ from module to module, by the
+    largest.
     """
     parameters = list(parts.causal_lm.parameters())
     trained = [p for p in parameters if p.requires_grad]

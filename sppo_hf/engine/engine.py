@@ -259,9 +259,6 @@ class Engine:
     def plan_after_failed_backward(self, error: RuntimeError) -> bool:
         """Plan with less memory from now on, if it ran out in the first backward of a plan.
 
-        Args:
-            error: What the backward of the last forward raised.
-
         Returns:
             Whether the step is worth a second try: the forward must run again with the backward.
         """

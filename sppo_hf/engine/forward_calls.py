@@ -111,9 +111,8 @@ class ForwardCall:
     def layout(self, *, all_positions: bool = False) -> BatchLayout:
         """The layout of the batch; see `read_layout`, which reads a few integers off the device.
 
-        Args:
-            all_positions: Whether positions without a label, padding among them, count as well:
-                their logits were asked for.
+        With `all_positions` those without a label, padding among them, count as well: their logits
+        were asked for.
 
         Raises:
             ConfigError: For holes, wrong shapes, left padding that cannot be exact, keys packed

@@ -148,10 +148,6 @@ def liger_runs_on(device: torch.device) -> bool:
 def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]:
     """Put Liger's kernels where they are proven equal; again is fine.
 
-    Args:
-        parts: The model; its weights are on `device`.
-        device: Where it will run.
-
     Returns:
         How many modules take a kernel, by the kernel's name.
     """
@@ -364,10 +360,6 @@ _rejected: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, str]]] = weakref.
 
 def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, ...]:
     """Let mixers take torch code where an installed kernel does not agree with it; again is fine.
-
-    Args:
-        parts: The model.
-        device: Where it will run.
 
     Returns:
         The functions, by name, for which the model's chunks take the torch code.

@@ -75,11 +75,7 @@ _found = weakref.WeakKeyDictionary()
 
 
 def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
-    """The token-wise modules of a layer; probed the first time.
-
-    Args:
-        layer: A decoder layer.
-        hidden: What it is about to get: tells width, dtype and device.
+    """The token-wise modules of a layer that is about to get `hidden`; probed the first time.
 
     Raises:
         NotTokenWise: A module takes hidden states alone, and mixes tokens.
@@ -223,19 +219,13 @@ class LayerTiles:
     """Runs token-wise modules of layers in tiles."""
 
     def __init__(self, tile_tokens: int) -> None:
-        """Prepare.
-
-        Args:
-            tile_tokens: Tokens of a tile, over all rows; 0 leaves everything as it is.
-        """
+        """Prepare for tiles of so many tokens, over all rows; 0 leaves everything as it is."""
         self._tile_tokens = tile_tokens
 
     def bounds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bounds:
         """Bounds of tiles, in tokens of each row, for a token-wise call; one where none are made.
 
-        Args:
-            args: Of the call: `[B, T, D]` alone, or it is no such call.
-            kwargs: Of the call.
+        A token-wise call has `[B, T, D]` alone as its argument.
         """
         (x, *others), tiles = args or (None,), 1
         if not isinstance(x, Tensor) or x.ndim != 3 or others or kwargs:
@@ -249,12 +239,9 @@ class LayerTiles:
     def inside(
         self, layer: nn.Module, hidden: Tensor, frame: RecomputedLayer | None
     ) -> Iterator[None]:
-        """Let token-wise modules of `layer` run in tiles.
+        """Let token-wise modules of `layer` run in tiles, for the first time or again.
 
-        Args:
-            layer: What runs, for the first time or again.
-            hidden: What it is given.
-            frame: Recomputes it; None where autograd keeps what it saves.
+        `frame` recomputes the layer; None where autograd keeps what it saves.
 
         Raises:
             NotTokenWise: See `token_wise`.

@@ -74,11 +74,9 @@ class LogitsCollector:
         self._chunks = []
 
     def begin_chunk(self, labels_BC: Tensor) -> None:
-        """The tiles of a chunk come next.
+        """The tiles of a chunk come next, whose labels are as the caller gave them.
 
-        Args:
-            labels_BC: Its labels as the caller gave them; of a collector without `reduce` only the
-                shape counts.
+        Of a collector without `reduce` only their shape counts.
         """
         self._end_chunk()
         self._labels_BC = labels_BC

@@ -88,11 +88,8 @@ class ChunkedLoss:
     def add(self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool) -> Tensor:
         """Summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
 
-        Args:
-            hidden_BCD: What the base model returned.
-            labels_BC: Label of the token that follows each position.
-            last: Whether this is the last chunk that is added. Its node hands out the gradients of
-                the head's parameters, for all chunks; it is the first to run in backward.
+        Labels are those of the tokens that follow. The `last` chunk's node hands out the gradients
+        of the head's parameters, for all chunks; it is the first to run in backward.
         """
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
         if grad and self._head_in_backward:
@@ -351,10 +348,7 @@ class _TiledLoss(torch.autograd.Function):
 def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:
     """Divide the summed loss as Transformers does, with PyTorch's gradient for an empty mean.
 
-    Args:
-        total: Sum over labels that count, shape `[]`.
-        count: Number of labels that count, shape `[]`.
-        divisor: `num_items_in_batch` or `count`, shape `[]`.
+    All are of shape `[]`; `count` labels count, `divisor` is `num_items_in_batch` or `count`.
 
     Returns:
         `total / divisor`; its gradient is zero where `count` is zero, although the value is NaN.

@@ -311,10 +311,8 @@ class RecomputedLayer:
     def part(self, module: nn.Module, label: str, hidden: Holder) -> FramePart:
         """A frame for a call of `module` on a part of the tokens, inside the layer's forward.
 
-        Args:
-            module: A part of the layer.
-            label: What it is, and which tokens: the same in all layers of a kind.
-            hidden: Has the call's input in backward.
+        `label` says what it is, and which tokens: the same in all layers of a kind. `hidden` has
+        the call's input in backward.
         """
         keep = self._keep
         assert keep is not None, "parts are made while the frame is open"
@@ -524,13 +522,8 @@ class RecomputedLayer:
     ) -> None:
         """Run the layer's forward once more; attention's results come from `get`.
 
-        See [Note: backward has no context] in `chunk_context`.
-
-        Args:
-            args: The layer's arguments.
-            kwargs: Its keyword arguments.
-            states: What its mixers read. What they write was written in forward.
-            take_keys: Gets keys and values, BKCH, and ends the run.
+        See [Note: backward has no context] in `chunk_context`. Of `states` what mixers write was
+        written in forward; `take_keys` gets keys and values, BKCH, and ends the run.
         """
         given, group, stashed = self._context.states, self._context.group, self._recomputing
         if group is not None and stashed is not None and self._exchanged is None:
@@ -652,14 +645,10 @@ class FramePart(RecomputedLayer):
         like: RunContext,
         **others: Any,
     ) -> None:
-        """Make a frame.
+        """Make a frame; `others` are those of `RecomputedLayer`.
 
-        Args:
-            module: What runs.
-            hidden: Has its input in backward.
-            of_parts: Gets what the part multiplied and holds.
-            like: The layer's, with which the part's is shared where it is the same.
-            others: See `RecomputedLayer`.
+        `hidden` has the input in backward, `of_parts` gets what the part multiplied and holds; what
+        is as in `like`, the layer's, is shared.
         """
         super().__init__(module, **others)
         self._input = hidden

@@ -157,9 +157,7 @@ def documents_in(
 def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
     """Let the mixers of `layer` see one document at a time; see [Note: packed documents].
 
-    Args:
-        layer: The decoder layer that is about to run.
-        states: Its states; nothing is done where they name no documents.
+    Nothing is done where its states name no documents.
     """
     if states is None or states.documents is None:
         yield

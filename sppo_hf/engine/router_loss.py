@@ -57,10 +57,6 @@ class RouterLoss:
     def of(cls, parts: ModelParts, *, backward_by_chunk: bool = False) -> RouterLoss | None:
         """The loss that `parts` adds to the loss of its labels; None where it is switched off.
 
-        Args:
-            parts: The model.
-            backward_by_chunk: See `__init__`.
-
         Raises:
             UnsupportedModelError: It is switched on, and what it is made of is not known.
         """
@@ -135,11 +131,9 @@ class RouterLoss:
     def sum_over_ranks(
         self, total: Callable[[Tensor], Tensor], device: torch.device | None = None
     ) -> None:
-        """Add up the sums of several ranks; after the last chunk.
+        """Add up the sums of several ranks, by `total`; after the last chunk.
 
-        Args:
-            total: Returns the sum of a tensor over the ranks.
-            device: Where a rank without a router has its zeros; None where all have one or none.
+        A rank without a router has zeros on `device`; None where all have one or none.
         """
         if self._chosen_E is None or self._probability_E is None:
             if device is None:

@@ -388,10 +388,7 @@ class SelectiveRecorder(_DependencyTracker):
     def add_unseen(self, given: Tensor, outputs: Sequence[Tensor], *, as_products: bool) -> None:
         """Take note of what ran unseen on `given` and returned `outputs`.
 
-        Args:
-            given: Its input.
-            outputs: What it returned.
-            as_products: Whether to hold these like products, or they are made again.
+        They are held like products, or made again.
         """
         depends = self._read(given)
         for output in outputs:

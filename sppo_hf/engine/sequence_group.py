@@ -154,10 +154,7 @@ def part_lengths(tokens: int, size: int) -> list[int]:
 def check_heads(num_heads: int, size: int, name: str) -> None:
     """Refuse ranks that cannot have equally many heads.
 
-    Args:
-        num_heads: Query heads; of layers that have different numbers, what divides all of them.
-        size: Ranks.
-        name: Whose heads they are.
+    Of layers that have different numbers `num_heads` is what divides all of them.
 
     Raises:
         ConfigError: `size` does not divide `num_heads`; says which sizes do.
@@ -190,14 +187,10 @@ def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
 
 
 def own_heads(num_heads: int, part: int, size: int, granules: int | None = None) -> range:
-    """The heads, of so many, of one of the ranks that divide them.
+    """The heads, of so many queries, keys or values, of one of the ranks that divide them.
 
-    Args:
-        num_heads: Of queries, keys or values.
-        part: The rank's number among them.
-        size: Ranks.
-        granules: Runs of equally many heads that are not divided further; None where `size` divides
-            `num_heads`.
+    `granules` runs of equally many heads are not divided further; None where `size` divides
+    `num_heads`.
     """
     runs = num_heads if granules is None else granules
     heads = num_heads // runs
@@ -219,11 +212,8 @@ def key_positions(have: list[range], need: list[range]) -> tuple[list[int], list
     """Which keys pass between two ranks, of sets that divide the same heads otherwise.
 
     Each key/value head that the second rank holds comes from the rank that has the first of the
-    query heads for which it is held; gradients go back the same way.
-
-    Args:
-        have: `held_keys` of the first rank.
-        need: Of the second.
+    query heads for which it is held; gradients go back the same way. What they hold is said by
+    `held_keys`.
 
     Returns:
         Their places among the key/value heads that the first rank holds, and, as many, among those

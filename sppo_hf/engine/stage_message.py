@@ -151,11 +151,7 @@ class MessageLayout:
         return Received(hidden.contiguous(), arguments, shared)
 
     def key_holders(self, layers: range, attending: Collection[int]) -> list[int]:
-        """The layers of a stage that hold keys and values.
-
-        Args:
-            layers: Those of the stage.
-            attending: Those of the model that attend.
+        """The layers of a stage that hold keys and values, of which `attending` attend.
 
         Returns:
             Those that attend to keys of their own, and the first of those that read keys of the

@@ -155,11 +155,8 @@ class StagedModel:
     def __init__(self, parts: ModelParts, cut: StageCut, *, helps: bool = False) -> None:
         """Cut `parts` in place; what is not kept is let go.
 
-        Args:
-            parts: The whole model.
-            cut: Which stages there are, and which are this rank's.
-            helps: Whether units of all other stages may run here too; see [Note: stages that are
-                helped with].
+        With `helps` units of all other stages may run here too; see [Note: stages that are helped
+        with].
 
         Raises:
             ConfigError: The stages do not cover the model's layers.

@@ -227,10 +227,8 @@ class StepTimer:
     def watch_backward(self, chunk: int, hidden_BCD: Tensor, layer: int | None = None) -> None:
         """Report when backward enters `chunk`; the last report comes when backward has ended.
 
-        Args:
-            chunk: The chunk.
-            hidden_BCD: What the unit has computed.
-            layer: By layer, the layer; None for what comes after all layers.
+        `hidden_BCD` is what the unit has computed. By layer, `layer` is None for what comes after
+        all layers.
         """
         if hidden_BCD.requires_grad:
             hidden_BCD.register_hook(lambda _grad: self._backward_unit(chunk, layer))

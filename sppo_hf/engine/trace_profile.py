@@ -109,9 +109,7 @@ _INDEX = frozenset(("layer_idx", "layer_id", "layer_number"))
 def trace_config(config: object, training: Training) -> ModelProfile:
     """Traces the causal language model that a configuration describes; see `trace_model`.
 
-    Args:
-        config: of Transformers, or an object with the fields of a `config.json`.
-        training: how the model is trained.
+    The configuration is of Transformers, or an object with the fields of a `config.json`.
 
     Raises:
         UnsupportedModelError: the engine cannot run such a model.
@@ -139,12 +137,7 @@ def trace_config(config: object, training: Training) -> ModelProfile:
 
 
 def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> ModelProfile:
-    """Traces a model.
-
-    Args:
-        config: its configuration; it is not changed.
-        training: how it is trained.
-        make: makes the model of a configuration and a `dtype`.
+    """Traces a model, which `make` makes of a configuration, left as it is, and a `dtype`.
 
     Raises:
         UnsupportedModelError: the engine cannot run such a model.
@@ -425,15 +418,7 @@ def _trace_layer(
     training: Training,
     reached: bool,
 ) -> LayerProfile:
-    """Traces one layer.
-
-    Args:
-        parts: the model.
-        calls: how it calls the layer at two lengths.
-        lengths: these, in tokens.
-        training: how it is trained.
-        reached: whether the layer's input needs a gradient.
-    """
+    """Traces one layer by its calls at two lengths; `reached`: its input needs a gradient."""
     runs = [
         _Run(parts, call, tokens, training, reached=reached)
         for call, tokens in zip(calls, lengths, strict=True)

@@ -75,14 +75,10 @@ class ReadTensors:
         }
 
     def refuse_changes(self, versions: Versions, where: str) -> None:
-        """Refuse to go on where a tensor is not what it was.
-
-        Args:
-            versions: What `versions` returned in forward.
-            where: What backward is about to do, for the message.
+        """Refuse to go on where a tensor is not what it was when `versions` was asked in forward.
 
         Raises:
-            SPPOError: Naming the first tensor that was written into, or replaced.
+            SPPOError: Naming the first tensor that was written into, or replaced, and `where`.
         """
         for index, (read, version) in enumerate(zip(self._reads, versions, strict=True)):
             if index in self._own_writes:

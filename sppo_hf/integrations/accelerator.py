@@ -78,11 +78,7 @@ logger = logging.getLogger(__name__)
 def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, place: Any) -> Any:
     """Prepare a data loader so that ranks that share batches get the same rows, replicas others.
 
-    Args:
-        accelerator: Its settings hold.
-        mesh: This rank's place.
-        loader: A `torch.utils.data.DataLoader`.
-        place: Whether to put batches on the device; None for the Accelerator's own setting.
+    `place` says whether to put batches on the device; None for the Accelerator's own setting.
 
     Raises:
         ConfigError: Rank 0 was to hand the data out.
@@ -142,11 +138,9 @@ def _shuffle_alike(loader: Any, mesh: PipelineMesh) -> None:
 
 
 def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-    """Take parameters of other stages out of an optimizer's groups; the groups stay.
+    """Take parameters of other stages out of an optimizer that was made before models were cut.
 
-    Args:
-        optimizer: Made before the models were cut.
-        models: What this rank is left with.
+    The groups stay.
     """
     own = {id(p) for model in models for p in model.parameters()}
     for group in optimizer.param_groups:
@@ -161,9 +155,8 @@ def engine_of(
 ) -> PipelineEngine | None:
     """The pipeline engine among the prepared models, if there is one.
 
-    Args:
-        models: What an Accelerator has prepared; a frozen reference model may be among them.
-        parameters: Picks the model that they belong to; the last one where they belong to none.
+    A frozen reference model may be among them: `parameters` pick the model that they belong to; the
+    last one where they belong to none.
     """
     wanted = None if parameters is None else {id(p) for p in parameters}
     found = None
@@ -182,10 +175,7 @@ def total_norm(
 ) -> Tensor:
     """Norm of the gradients of all stages together; tied weights count once, shape `[]`.
 
-    Args:
-        engine: Of this rank.
-        parameters: Those of this rank whose gradients count.
-        norm_type: 2, another p, or infinity.
+    `norm_type` is 2, another p, or infinity.
     """
     mesh = engine.mesh
     # The first rank's copy of a tied weight stands for both.
@@ -261,9 +251,7 @@ def only_tensors(nest: Any) -> bool:
 def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:
     """Of what was gathered from all ranks, keep one's part of those that share batches.
 
-    Args:
-        mesh: Sizes.
-        gathered: Tensors `[ranks * n, ...]`, or a nest of them; lists of `ranks * n` objects.
+    That is tensors `[ranks * n, ...]`, or a nest of them; or lists of `ranks * n` objects.
     """
     if isinstance(gathered, Tensor):
         parts = gathered.chunk(mesh.dp_size * len(mesh.sharing_ranks))
@@ -281,13 +269,7 @@ def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:
 
 
 def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Save everything into a folder; every process calls this.
-
-    Args:
-        accelerator: Has one prepared model, cut.
-        save: Accelerate's own `save_state`, which makes the folder and returns it.
-        *args: For `save`.
-        **kw: For `save`.
+    """Save everything into a folder that Accelerate's own `save` makes; every process calls this.
 
     Raises:
         ConfigError: More than one model was prepared.
@@ -305,12 +287,7 @@ def load_pipeline_state(
 ) -> None:
     """Load what `save_pipeline_state` or Accelerate's own `save_state` wrote.
 
-    Args:
-        accelerator: Has one prepared model, cut.
-        load: Accelerate's own `load_state`.
-        input_dir: The folder; None for the newest of those that are named automatically.
-        *args: For `load`.
-        **kw: For `load`.
+    `input_dir` is the folder; None for the newest of those that are named automatically.
 
     Raises:
         ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
@@ -591,13 +568,9 @@ class SPPOAccelerator(Accelerator):
 
 
 def attach(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
-    """Turn an Accelerator into an `SPPOAccelerator`; attaching the same plugin again is fine.
+    """Turn an Accelerator, of any subclass, into an `SPPOAccelerator`; again is fine.
 
     From here on the process runs on the processors next to its GPU, where what it pins will lie.
-
-    Args:
-        accelerator: An Accelerator, of any subclass.
-        plugin: What it converts its models with.
 
     Raises:
         ConfigError: Another plugin is attached to this Accelerator.
@@ -633,13 +606,8 @@ def convert_once(
     """Convert a model unless that was done, and take recomputation over from it.
 
     A module that holds no Transformers model at all (a loss, a value head) is none of our business
-    and is left alone; so is a model that is only evaluated, where it could not be converted.
-
-    Args:
-        model: What is to be prepared, before or after Accelerate wrapped it.
-        plugin: Settings, and the observer of the engine.
-        device: Where a pipeline will run; where the model is, by default.
-        evaluated: Whether the model is not trained here.
+    and is left alone; so is a model that is only evaluated, where it could not be converted. A
+    pipeline runs on `device`; where the model is, by default.
 
     Raises:
         ConfigError: The model is compiled, or was converted with other settings.
@@ -723,11 +691,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 def without_mixed_precision_wrapper(model: nn.Module) -> nn.Module:
     """Take off the autocast wrapper that `Accelerator.prepare_model` put around `forward`.
 
-    Args:
-        model: A model without distributed wrappers.
-
-    Returns:
-        The same model.
+    The model is without distributed wrappers; it is returned.
     """
     # Accelerate leaves the forward that it wrapped in this attribute.
     forward = model.__dict__.pop("_original_forward", None)

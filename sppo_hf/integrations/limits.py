@@ -39,9 +39,8 @@ COMPILED_PARTS = "SPPOPlugin(compile=True) compiles what holds no attention"
 def refuse_sizes(given: Mapping[str, object]) -> None:
     """Refuse parallel sizes that are none, and those that would cut what SPPO needs whole.
 
-    Args:
-        given: Fields of Accelerate's `ParallelismConfig`; where one is missing or None, Accelerate
-            takes the environment's.
+    Of fields of Accelerate's `ParallelismConfig` that are missing or None, Accelerate takes the
+    environment's.
 
     Raises:
         ConfigError: A size is no whole number of at least 1, or a tensor or context parallel size

@@ -43,7 +43,6 @@ class TrainerMethods:
     """Their names."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Change nothing yet."""
         self._kind: Any = type(trainer)
         # A cycle, and no weak reference: in Trainer(...).train() nothing else holds the Trainer.
         self._trainer: Any = trainer

@@ -133,11 +133,8 @@ def torn_for_all(folder: Path) -> str | None:
 def saving(folder: str | Path, place: RankCoords) -> Iterator[Path]:
     """Mark `folder` as incomplete, and as complete when all ranks have come to the end.
 
-    Every process enters this. Inside itself, for the same folder, it does nothing.
-
-    Args:
-        folder: On a file system that all ranks see.
-        place: This process.
+    Every process enters this. Inside itself, for the same folder, it does nothing. The folder is on
+    a file system that all ranks see.
 
     Raises:
         PipelineError: The ranks do not see the same folder, or the disk refused to write.

@@ -262,7 +262,6 @@ class TensorFiles:
     """The safetensors files of a folder; a tensor is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        """Open nothing yet."""
         self._folder = folder
         self._files: dict[str, Any] = {}
 
@@ -398,12 +397,9 @@ def encode(value: Any, path: str, keep: Callable[[str, Tensor], str]) -> Any:
 
 
 def decode(value: Any, path: str, read: Callable[[str, str], Tensor]) -> Any:
-    """What `encode` was given.
+    """What `encode` was given, of what it returned and the same path.
 
-    Args:
-        value: What `encode` returned.
-        path: As `encode` was given.
-        read: Takes a file's and a tensor's name, and returns the tensor.
+    `read` takes a file's and a tensor's name, and returns the tensor.
 
     Raises:
         ValueError: `encode` returns no such thing.
@@ -534,11 +530,8 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 def what_is_torn(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     """Say what `folder` lacks as a checkpoint; None where nothing does.
 
-    Reads all files that have digests; see [Note: what a digest is, and what it costs].
-
-    Args:
-        folder: Of a checkpoint.
-        share: (i, n): of the digests, compare every n-th only, from the i-th on.
+    Reads all files that have digests; see [Note: what a digest is, and what it costs]. With `share`
+    (i, n) only every n-th digest is compared, from the i-th on.
 
     Raises:
         ConfigError: It was written in a later format.
@@ -623,14 +616,10 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 def newest_complete(
     run_folder: Path, judge: Judge = what_is_torn
 ) -> tuple[Path | None, dict[Path, str]]:
-    """Find where a run can be resumed.
-
-    Args:
-        run_folder: Has the `checkpoint-N` folders.
-        judge: Says what a folder lacks.
+    """Find where a run can be resumed, in whose folder the `checkpoint-N` folders are.
 
     Returns:
-        The newest complete checkpoint, if there is one, and what the newer ones lack.
+        The newest complete checkpoint, if there is one, and what the newer ones lack, by `judge`.
     """
     torn = {}
     for folder in checkpoints_in(run_folder):

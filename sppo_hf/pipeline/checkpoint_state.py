@@ -60,13 +60,8 @@ def save_state(
 ) -> None:
     """Write optimizers, schedulers and random numbers into a checkpoint folder.
 
-    Every process calls this, within `checkpoint.saving`.
-
-    Args:
-        folder: The checkpoint's.
-        model: Whose parameters the optimizers step.
-        optimizers: As the ranks have them, all in the same order and with the same groups.
-        schedulers: The same on all ranks.
+    Every process calls this, within `checkpoint.saving`. Ranks have the optimizers, which step
+    parameters of `model`, in the same order and with the same groups, and the same schedulers.
 
     Raises:
         ConfigError: An optimizer steps a tensor that is no parameter of the model, or there is
@@ -168,11 +163,8 @@ def load_plain_optimizer(
 ) -> None:
     """Give an optimizer of a cut model what one of the whole model had; all ranks call this.
 
-    Args:
-        state: `state_dict()` of an optimizer of the whole model, in groups of the same kind whose
-            parameters come in the model's order, as the Trainer makes them.
-        model: Cut.
-        optimizer: Of this rank's parameters.
+    `state` is the `state_dict()` of an optimizer of the whole model, in groups of the same kind
+    whose parameters come in the model's order, as the Trainer makes them.
 
     Raises:
         ConfigError: The groups are other ones.

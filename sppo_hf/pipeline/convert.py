@@ -388,16 +388,12 @@ def convert_to_stages(
     device: torch.device | None = None,
     observer: StepObserver | None = None,
 ) -> ModelT:
-    """Cut `model` to this rank's stages, in place, and let it run in the pipeline.
+    """Cut a causal language model to this rank's stages, in place, and let it run in the pipeline.
 
-    Every process of the launch calls this with the same model and settings. What other ranks hold
-    is freed. `model(**batch)` then runs the whole pipeline and returns the loss on every rank.
-
-    Args:
-        model: A Transformers causal language model, bare or in PEFT, whole or cut already.
-        config: The settings, with `pp_size` above 1.
-        device: Where it will run; where it is, by default.
-        observer: Is told about plans, units and records.
+    Every process of the launch calls this with the same model, bare or in PEFT, whole or cut
+    already, and the same settings, with `pp_size` above 1. What other ranks hold is freed.
+    `model(**batch)` then runs the whole pipeline, on `device` (where the model is, by default), and
+    returns the loss on every rank; `observer` is told about plans, units and records.
 
     Raises:
         ConfigError: The launch or the settings do not fit.
@@ -464,15 +460,9 @@ def convert_to_shared_sequences(
 ) -> ModelT:
     """Let `model` train on sequences that `config.sp_size` ranks share, in place.
 
-    Every process of the launch calls this with the same model and settings. `model(**batch)` then
-    returns the loss of the whole batch on every rank; gradients are to be averaged over all ranks,
-    as DDP and FSDP2 do.
-
-    Args:
-        model: A Transformers causal language model, bare or in PEFT.
-        config: The settings, with `sp_size` above 1.
-        device: Where it will run; where it is, by default.
-        observer: Is told about plans, units and records.
+    Every process of the launch calls this; see `convert_to_stages`. `model(**batch)` then returns
+    the loss of the whole batch on every rank; gradients are to be averaged over all ranks, as DDP
+    and FSDP2 do.
 
     Raises:
         ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
@@ -500,12 +490,6 @@ def staged_model(
 ) -> StagedModel:
     """The stages of a rank: as they were loaded, or cut out of `parts` in place now.
 
-    Args:
-        parts: The model.
-        config: The settings.
-        pp_rank: The rank's place in its pipeline.
-        helps: See `StagedModel`.
-
     Raises:
         ConfigError: There are more stages than layers, or the model was cut for another rank or
             other settings.
@@ -531,13 +515,8 @@ def load_model_stages(
 ) -> PreTrainedModel:
     """Load this rank's stages of a model, reading nothing else of it; see `load_stages`.
 
-    With pp_msp="on" all of it, for ranks run units of all stages.
-
-    Args:
-        model_class: `AutoModelForCausalLM` or a model class.
-        name_or_path: A hub id or a folder.
-        config: The settings, with `pp_size` above 1.
-        **kwargs: Of `from_pretrained`.
+    With pp_msp="on" all of it, for ranks run units of all stages. The settings have `pp_size` above
+    1.
 
     Raises:
         ConfigError: There is no launch, or its size, the settings, an argument or the checkpoint

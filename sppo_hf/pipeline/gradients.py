@@ -71,12 +71,7 @@ class StepGradients:
         self._taken = True
 
     def start_reducing(self, parameters: Sequence[nn.Parameter], replicas: Replicas) -> None:
-        """Start averaging over replicas the gradients of `parameters`, whose backward is done.
-
-        Args:
-            parameters: Some of those trained here.
-            replicas: Ranks with the same parameters.
-        """
+        """Start averaging over replicas the gradients of `parameters`, whose backward is done."""
         self._replicas = replicas
         earlier = {id(p): g for p, g in zip(self._parameters, self._earlier, strict=True)}
         for bucket in buckets_of([p for p in parameters if id(p) in earlier]):
@@ -108,10 +103,8 @@ class StepGradients:
     def hand_out(self, factor: float) -> list[Tensor | None]:
         """Gradients of `parameters()`, once, for the backward that runs now.
 
-        None where `.grad` was set here; see [Note: what is reduced].
-
-        Args:
-            factor: Gradient of the loss now, over the one that the schedule ran with.
+        None where `.grad` was set here; see [Note: what is reduced]. `factor` is the gradient of
+        the loss now, over the one that the schedule ran with.
         """
         given, reduced, replicas = self.parameters(), self._reduced, self._replicas
         averaged = [p for p in self._parameters if id(p) in reduced]
@@ -181,15 +174,11 @@ class PipelineLoss(torch.autograd.Function):
         hand_out: Callable[[float], list[Tensor | None]],
         *parameters: Tensor,
     ) -> Tensor:
-        """Return `value`.
+        """Return `value`, the loss, `[]`.
 
-        Args:
-            ctx: Of autograd.
-            value: The loss, `[]`.
-            _anchor: Requires a gradient, also where no parameter does.
-            hand_out: Called with the gradient that arrives in backward; returns those of
-                `parameters`.
-            parameters: Whatever got a gradient in the step.
+        In backward `hand_out` is called with the gradient that arrives, and returns those of
+        `parameters`, whatever got one in the step. The anchor requires a gradient, also where no
+        parameter does.
         """
         ctx.hand_out = hand_out
         return value.clone()

@@ -80,11 +80,6 @@ from sppo_hf.schedule.generate import MSP, Size
 def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> None:
     """Refuse calls of a cut model that ask for more than the standard loss.
 
-    Args:
-        parts: The model.
-        config: The settings.
-        call: The call.
-
     Raises:
         ConfigError: No labels, logits of whole sequences, or inputs that need a gradient.
         UnsupportedModelError: A loss that is not the standard one.
@@ -140,14 +135,9 @@ class PipelineStepTimer:
         began: float,
         name: str,
     ) -> None:
-        """Start watching.
+        """Start watching a call that came in at `began`, of `time.perf_counter()`.
 
-        Args:
-            engine: Whose observer and watchdog are told.
-            call: What is run.
-            step: How it is run.
-            began: `time.perf_counter()` when the call came in.
-            name: Of the call, for the words of others when this rank is lost.
+        Its name is for the words of others when this rank is lost.
         """
         self._engine = engine
         self._call = call
@@ -265,14 +255,7 @@ class PipelineEngine(Engine):
     ) -> None:
         """Prepare to run; see `Engine` for the first arguments.
 
-        Args:
-            parts: The cut model.
-            config: The settings.
-            observer: Is told about plans, units and records.
-            original_forward: The model's own.
-            staged: The stages of this rank.
-            mesh: Its place among the ranks.
-            watchdog: Is told what this rank does.
+        `watchdog` is told what this rank does.
         """
         group = SequenceRanks.of_mesh(mesh) if mesh.sp_size > 1 else None
         super().__init__(parts, config, observer, original_forward, group=group)
@@ -359,9 +342,7 @@ class PipelineEngine(Engine):
     def guarded(self, kind: str, run: Callable[[], ValueT]) -> ValueT:
         """Run a part of a step; other ranks hear where this one is, and errors name what failed.
 
-        Args:
-            kind: Of the part: "forward", "evaluation" or "backward".
-            run: The part. What it refuses on all ranks alike (see `_prepare`) is nobody's failure.
+        What it refuses on all ranks alike (see `_prepare`) is nobody's failure.
 
         Raises:
             PipelineError: This rank failed.

@@ -56,12 +56,8 @@ class SequenceRanks:
     ) -> None:
         """Wrap the group of `size` ranks, of which this is number `rank`.
 
-        Args:
-            group: Exchanges tensors.
-            rank: This rank's number.
-            size: Ranks.
-            granules: How they divide heads, see `own_heads`.
-            control: A group for decisions, on processors; None where nothing is decided.
+        They divide heads by `granules`, see `own_heads`; `control` is a group for decisions, on
+        processors.
         """
         self.size = size
         self.rank = rank
@@ -348,16 +344,7 @@ class SequenceParallelEngine(Engine):
         mesh: PipelineMesh,
         watchdog: Watchdog,
     ) -> None:
-        """Prepare to run; see `Engine` for the first arguments.
-
-        Args:
-            parts: The model.
-            config: The settings.
-            observer: Is told about plans, units and records.
-            original_forward: The model's own.
-            mesh: This rank's place among the ranks.
-            watchdog: Is told what this rank does.
-        """
+        """Prepare to run; see `Engine` for the first arguments."""
         group = SequenceRanks.of_mesh(mesh)
         super().__init__(parts, config, observer, original_forward, group=group)
         self.mesh = mesh

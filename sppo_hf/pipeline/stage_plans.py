@@ -549,17 +549,10 @@ def step_schedule(
 ) -> StepSchedule:
     """Make (or find) the schedule of a step.
 
-    Args:
-        config: Ranks, stages per rank.
-        name: Of the schedule.
-        micro_batches: Of the batch.
-        chunks: Of each.
-        forward_only: Whether nothing is run backward.
-        reduce: Whether gradients are reduced over replicas.
-        leaves: The (stage, chunk) of which anything leaves the device. A rank may leave out those
-            of others, whose lists it does not run.
-        stores: Those of which anything goes on to a tier behind the host.
-        streams: What keys and values do beside units; see `add_streams`.
+    A rank may leave the others out of `leaves`, the (stage, chunk) of which anything leaves the
+    device, of `stores`, those of which anything goes on to a tier behind the host, and of
+    `streams`, what keys and values do beside units (see `add_streams`): it does not run their
+    lists.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
     return _make(name, size, forward_only, reduce, leaves, stores, streams)

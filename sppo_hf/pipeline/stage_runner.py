@@ -236,13 +236,9 @@ class StageRunner:
     def forward(
         self, stage: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """Run a unit forward.
+        """Run a unit forward, whose chunk comes after the chunk before it.
 
-        Args:
-            stage: A stage of this rank.
-            micro_batch: Index of the rows.
-            chunk: Index of the chunk; comes after the chunk before it.
-            received: `[B, C, W]` from the stage before; None on the first stage.
+        `received` is `[B, C, W]` from the stage before; None on the first stage.
 
         Returns:
             `[B, C, W]`, detached, for the stage after; None on the last stage.
@@ -462,14 +458,10 @@ class StageRunner:
     def backward(
         self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
     ) -> Tensor | None:
-        """Run a unit's backward; with `split`, all of it but the weights of linear layers.
+        """Run a unit's backward, whose chunk comes after the one after it.
 
-        Args:
-            stage: A stage of this rank.
-            micro_batch: Index of the rows.
-            chunk: Index of the chunk; comes after the backward of the chunk after it.
-            grad: `[B, C, W]` from the stage after; None on the last stage.
-            scale: Gradient of the loss's sum, `[]`; used on the last stage.
+        With `split`, all of it but the weights of linear layers. `grad` is `[B, C, W]` from the
+        stage after; None on the last stage, where `scale`, `[]`, is the gradient of the loss's sum.
 
         Returns:
             `[B, C, W]` for the stage before; None on the first stage.

@@ -56,12 +56,9 @@ class HeadOutputs:
     def __init__(
         self, engine: PipelineEngine, call: ForwardCall, gradients: dict[str, Tensor] | None = None
     ) -> None:
-        """Gather nothing yet.
+        """Gather nothing yet of what the head is to be asked for.
 
-        Args:
-            engine: Runs the model's own head.
-            call: The batch, and what the head is to be asked for.
-            gradients: `[B, T]` by name, for the outputs' backward; None where there is none.
+        `gradients`, `[B, T]` by name, are for the outputs' backward; None where there is none.
         """
         self._head, self._group = engine.head, engine.group
         self._call = call
