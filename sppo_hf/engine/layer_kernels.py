@@ -272,8 +272,8 @@ def _norm_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: torch
 
 def _product_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: torch.device) -> bool:
     """Whether an MLP's elementwise part, between its projections, is what a kernel computes."""
-    width = _out_features(module.gate_proj)
-    if width is None:
+    width = getattr(module.gate_proj, "out_features", None)
+    if not isinstance(width, int):
         return False
     bare = copy.copy(module)
     bare.__dict__["_modules"] = dict(module._modules)
@@ -297,11 +297,6 @@ class _Gives(nn.Module):
 
     def forward(self, _: Tensor) -> Tensor:
         return self.output
-
-
-def _out_features(linear: Any) -> int | None:
-    features = getattr(linear, "out_features", None)
-    return features if isinstance(features, int) else None
 
 
 def _agree(

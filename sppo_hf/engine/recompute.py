@@ -224,7 +224,9 @@ class RecomputedLayer:
             )
             for (kind, layer, at), state in given.items()
         }
-        rest = tree_map_only(Tensor, _detach, _without_shared_keys(_without_hidden(args, kwargs)))
+        rest = tree_map_only(
+            Tensor, _detach, _without_shared_keys(_with_hidden(None, args, kwargs))
+        )
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._versions = self._reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._rest))
@@ -736,14 +738,6 @@ def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _without_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (None, *args[1:]), kwargs
-    return (), {**kwargs, "hidden_states": None}
-
-
 def _without_shared_keys(arguments: Any) -> Any:
     """Arguments whose containers of shared keys are copies without the keys' memory.
 
@@ -772,7 +766,7 @@ def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[
 
 
 def _with_hidden(
-    hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (hidden, *args[1:]), kwargs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,54 +33,33 @@ from sppo_hf.planning.plan import Plan
 Phase = Literal["forward", "backward", "end"]
 
 
-class Mark(Protocol):
-    """A point in the work."""
+class Mark:
+    """The point in a device's work at which the host is now: a clock reading, or on CUDA an event.
+
+    That is in the device's current stream; the device need not be the current one.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        self._event: torch.cuda.Event | None = None
+        self._at_seconds = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            # Autograd's thread has the model's device as its current one, others have what is set.
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._at_seconds = time.perf_counter()
 
     def passed(self) -> bool:
-        """Whether the work has come to this point; never waits."""
+        """Whether the work has come to this point; never waits. The host's always has."""
+        return self._event is None or self._event.query()
 
     def seconds_until(self, later: Mark) -> float:
         """Seconds from here to a later mark of the same kind; both passed."""
-
-
-class ClockMark:
-    """A reading of the host's clock."""
-
-    def __init__(self) -> None:
-        self.at_seconds = time.perf_counter()
-
-    def passed(self) -> bool:
-        """Return True: the host runs no work ahead of itself."""
-        return True
-
-    def seconds_until(self, later: Mark) -> float:
-        """Seconds between two readings."""
-        assert isinstance(later, ClockMark), "marks of one timer are of one kind"
-        return later.at_seconds - self.at_seconds
-
-
-class CudaMark:
-    """An event in the current CUDA stream of a device, which need not be the current device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        # Autograd's thread has the model's device as its current one, others have what is set.
-        self.event.record(torch.cuda.current_stream(device))
-
-    def passed(self) -> bool:
-        """Whether the device has passed the event."""
-        return self.event.query()
-
-    def seconds_until(self, later: Mark) -> float:
-        """Seconds of device time between two passed events."""
-        assert isinstance(later, CudaMark), "marks of one timer are of one kind"
-        return self.event.elapsed_time(later.event) / 1e3
-
-
-def mark(device: torch.device | str) -> Mark:
-    """The point in a device's work at which the host is now."""
-    device = torch.device(device)
-    return CudaMark(device) if device.type == "cuda" else ClockMark()
+        if self._event is None or later._event is None:
+            assert self._event is later._event, "marks of one timer are of one kind"
+            return later._at_seconds - self._at_seconds
+        return self._event.elapsed_time(later._event) / 1e3
 
 
 @dataclass(slots=True)
@@ -94,7 +73,7 @@ class ChunkTimer:
 
     def enter(self, phase: Phase, chunk: int = 0) -> None:
         """Mark that a chunk begins, or that a phase ends."""
-        self._marks.append((phase, chunk, mark(self.device)))
+        self._marks.append((phase, chunk, Mark(self.device)))
 
     def ready(self) -> bool:
         """Whether all marks have been passed."""

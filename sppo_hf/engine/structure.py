@@ -57,11 +57,7 @@ _WRITES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules in `module` that carry a state: those whose code writes it into a cache."""
-    return tuple(child for child in module.modules() if _writes_states(type(child)))
-
-
-def _writes_states(kind: type[nn.Module]) -> bool:
-    return bool(_WRITES & names_used(kind))
+    return tuple(child for child in module.modules() if _WRITES & names_used(type(child)))
 
 
 @functools.cache
@@ -378,6 +374,7 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
     mixed = bool(mixers_of(causal_lm)) or any(
         getattr(module, "carries_state", False) for module in causal_lm.modules()
     )
+    recurrent = getattr(causal_lm, "_is_stateful", False)
     reason = None
     if causal_lm.config.is_encoder_decoder:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
@@ -386,7 +383,7 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
     elif foreign := sorted(layer_types - LAYER_TYPES):
         seen = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
         reason = indexer_reason(config) or seen
-    elif _is_recurrent(causal_lm, layer_types) and not mixed:
+    elif (recurrent or layer_types & STATE_LAYER_TYPES) and not mixed:
         reason = OWN_STATE
     elif not getattr(decoder, "_supports_attention_backend", False) and not mixed:
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
@@ -395,10 +392,6 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
             "choose a family that `sppo check --list` names (`sppo check MODEL` tests one)."
         )
-
-
-def _is_recurrent(causal_lm: PreTrainedModel, layer_types: set[str]) -> bool:
-    return getattr(causal_lm, "_is_stateful", False) or bool(layer_types & STATE_LAYER_TYPES)
 
 
 def _base_of(causal_lm: PreTrainedModel) -> nn.Module:

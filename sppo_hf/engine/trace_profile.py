@@ -301,6 +301,11 @@ class _Call(NamedTuple):
     stored: dict[int | None, Tensor]
     """Keys that layers have attended to, by memory; one for all layers."""
 
+    @property
+    def hidden(self) -> Tensor:
+        """What the layer is given to work on."""
+        return self.args[0] if self.args else self.kwargs[_HIDDEN]
+
 
 def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     """Runs the model with its layers left out; returns how each would have been called."""
@@ -310,7 +315,7 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     def left_out(layer: nn.Module, returned: Callable[[Any], Any]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.append(_Call(layer, args, kwargs, stored))
-            return returned(args[0] if args else kwargs[_HIDDEN])
+            return returned(calls[-1].hidden)
 
         return forward
 
@@ -347,13 +352,9 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             failed = failed or error
             continue
-        if len({_hidden_of(call).dim() for call in calls}) == 1:
+        if len({call.hidden.dim() for call in calls}) == 1:
             return calls
     raise failed or ValueError("the model does not call its layers as the others do")
-
-
-def _hidden_of(call: _Call) -> Tensor:
-    return call.args[0] if call.args else call.kwargs[_HIDDEN]
 
 
 # What layers return: hidden states, alone or first.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sppo_hf.engine.step_timer import Mark, mark
+from sppo_hf.engine.step_timer import Mark
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.stage_runner import StageRunner
@@ -86,7 +86,7 @@ class Executor:
         self._last_stage = schedule.num_stages - 1
         self._ready_seconds = 0.0
         self._device = scale.device
-        self._ready: Mark = mark(self._device)
+        self._ready = Mark(self._device)
         self.units: list[UnitMarks] = []
         """When each unit ran by the device's clock, known once the device has passed the last."""
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -127,12 +127,12 @@ class Executor:
             start = self._ready_seconds = time.perf_counter()
             computes = action.kind in COMPUTE_KINDS
             if computes:
-                self._ready = mark(self._device)
+                self._ready = Mark(self._device)
             self._on_action(action, f"action {step} ({self._say(action)})")
             with record_function(f"sppo/{action}"):
                 self._handlers[action.kind](action)
             if computes:
-                self.units.append(UnitMarks(action, self._ready, mark(self._device)))
+                self.units.append(UnitMarks(action, self._ready, Mark(self._device)))
             done.append(ActionRecord(action, start, time.perf_counter(), self._ready_seconds))
         self._transport.finish()
         taken = not self._outbox and (self._shared is None or self._shared.finished())
@@ -216,7 +216,7 @@ class Executor:
     def _note_ready(self) -> None:
         # What was waited is no part of the unit's own seconds.
         self._ready_seconds = time.perf_counter()
-        self._ready = mark(self._device)
+        self._ready = Mark(self._device)
 
     def _put(self, kind: Kind, action: Action, given: Tensor) -> None:
         if self._shared is not None:

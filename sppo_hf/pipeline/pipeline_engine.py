@@ -564,7 +564,7 @@ class PipelineEngine(Engine):
             assert router_loss is not None, "asked for where routers have a loss"
             router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
             # Over the ranks of a sequence gradients are averaged.
-            return self.mesh.sp_size * self._expected_gradient() * router_loss.gradient()
+            return self.mesh.sp_size * self.expected_gradient() * router_loss.gradient()
 
         units = StageRunner(
             self.staged,
@@ -735,26 +735,19 @@ class PipelineEngine(Engine):
         Times the ranks that share the sequence, over which gradients are averaged.
         """
         count, divisor = self._count_and_divisor(call)
-        scale = self.mesh.sp_size * self._expected_gradient().to(divisor.device) / divisor
+        scale = self.mesh.sp_size * self.expected_gradient().to(divisor.device) / divisor
         return torch.where(count > 0, scale, torch.zeros_like(scale))
 
-    def _expected_gradient(self) -> Tensor:
-        """What gradient of the loss is expected, `[]`: the last one, at the scaler's scale now."""
+    def expected_gradient(self) -> Tensor:
+        """What gradient of the mean loss is expected, `[]`: the last, at the scaler's scale now."""
         wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
         return torch.as_tensor(self._scale * self._scaler_scale(), dtype=wide)
 
-    def expected_gradient(self) -> float:
-        """What gradient of the mean loss is expected."""
-        return float(self._expected_gradient())
-
-    def note_gradient(self, grad: float) -> None:
-        """The gradient of the mean loss was `grad`, at the scaler's scale now."""
-        self._note_gradient(grad, self._scaler_scale())
-
-    def _note_gradient(self, grad: float, scaled_by: Tensor | float) -> None:
+    def note_gradient(self, grad: float, scaled_by: Tensor | float | None = None) -> None:
+        """The gradient of the mean loss was `grad`, at a scale of the scaler's: that of now."""
         # A scale of zero, or one that overflowed, is nothing to go on with.
         if grad != 0.0 and math.isfinite(grad):
-            self._scale = grad / float(scaled_by)
+            self._scale = grad / float(self._scaler_scale() if scaled_by is None else scaled_by)
 
     def reduces_replicas(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
@@ -797,14 +790,14 @@ class PipelineEngine(Engine):
             output = units.router_loss.added_to(output)
         if gradients is None:
             return output
-        ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
+        ran_with, scaled_by = self.expected_gradient(), self._scaler_scale()
         reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
         versions = reads.versions()
 
         def hand_out(grad: float) -> list[Tensor | None]:
             reads.refuse_changes(versions, "the backward of a pipeline's loss")
             given = gradients.hand_out(grad / float(ran_with))
-            self._note_gradient(grad, scaled_by)
+            self.note_gradient(grad, scaled_by)
             return given
 
         anchor = torch.zeros((), device=total.device, requires_grad=True)

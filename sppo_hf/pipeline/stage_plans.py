@@ -309,7 +309,9 @@ class StagePlanCache:
         shape = waiting.shape
         # Of the ranks that share a stage's sequences, the slowest one's, which the others wait for.
         self._learned[shape] = {
-            stage: max((x[stage] for x in everyone if stage in x), key=_compute_factors)
+            stage: max(
+                (x[stage] for x in everyone if stage in x), key=lambda x: x.forward + x.backward
+            )
             for stage in learned or {}
         }
         self._corrected[shape] = waiting
@@ -514,10 +516,6 @@ class StagePlanCache:
         made = step_schedule(config, name, micro_batches, chunks, forward_only=False, reduce=False)
         units = made.schedule.live_units[self._engine.mesh.pp_rank]
         return max(1.0, units / chunks / config.pp_virtual_stages)
-
-
-def _compute_factors(correction: Correction) -> float:
-    return correction.forward + correction.backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,8 @@ class TokenCall:
         gradients = None
         if training and engine.uniform:
             self._ran_with = self._guess()
-            gradients = {_LOG_PROBS: self._full(self._ran_with)}
+            shape, device = self._counts().shape, self._call.device
+            gradients = {_LOG_PROBS: torch.full(shape, self._ran_with, device=device)}
         outputs = HeadOutputs(engine, self._call, gradients)
         with torch.set_grad_enabled(gradients is not None):
             self._gradients, _ = engine.run_schedule(
@@ -241,12 +242,8 @@ class TokenCall:
 
     def _guess(self) -> float:
         """The gradient to run with: a power of two, so that scaling by it loses nothing."""
-        guess = self._engine.expected_gradient() / max(1, int(self._counts().sum()))
+        guess = float(self._engine.expected_gradient()) / max(1, int(self._counts().sum()))
         return -math.ldexp(1.0, round(math.log2(guess))) if 0.0 < guess < math.inf else -1.0
-
-    def _full(self, value: float) -> Tensor:
-        assert self._call.shift_labels is not None, "a pipeline runs with labels"
-        return torch.full(self._call.shift_labels.shape, value, device=self._call.device)
 
 
 class _Held(torch.autograd.Function):
