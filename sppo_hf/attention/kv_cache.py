@@ -109,7 +109,6 @@ class LayerKV:
     """Keys and values of one layer on the device, chunk by chunk, with their gradient sums."""
 
     def __init__(self, bounds: Bounds) -> None:
-        """Prepare an empty store for these chunks, which cover the sequence."""
         self._bounds = bounds
         self.block = whole_sequence(bounds)
         self._keys: dict[int, tuple[Tensor, Tensor]] = {}

@@ -203,28 +203,23 @@ class _Like:
         return torch.promote_types(self.dtype, torch.float32)
 
     def zeros(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of zeros."""
         of = functools.partial(torch.zeros, dtype=dtype, device=self.device)
         return of(self.k_shape), of(self.v_shape)
 
 
 class _BlockKeys:
-    """One block on the device; see `Keys`."""
-
     def __init__(self, block: Block, k_BKTH: Tensor, v_BKTH: Tensor) -> None:
         self.block = block
         self.gradient: tuple[Tensor, Tensor] | None = None
         self._here: tuple[Tensor, Tensor] | None = (k_BKTH, v_BKTH)
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
-        """See `Keys.run`."""
         assert self._here is not None, "a block is read before the next one is asked for"
         tokens = slice(start - self.block.start, end - self.block.start)
         k_BKTH, v_BKTH = self._here
         return rows_of(k_BKTH, row)[:, :, tokens], rows_of(v_BKTH, row)[:, :, tokens]
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
-        """See `Keys.add_gradient`."""
         assert self._here is not None, "a gradient comes before the next block is asked for"
         if self.gradient is None:
             if dk_BKTH.shape == self._here[0].shape:
@@ -246,7 +241,6 @@ class StreamedKV:
     """Keys and values of one layer that wait elsewhere; a `KVStore`. Made by `KVStream`."""
 
     def __init__(self, stream: KVStream, layer: int) -> None:
-        """Prepare an empty store for layer `layer` of `stream`."""
         self._stream = stream
         self._layer = layer
         self._keys: dict[int, Pair] = {}

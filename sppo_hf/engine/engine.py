@@ -155,7 +155,6 @@ class Engine:
             self._kernels_tried = True
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the untouched model."""
         before, self._passes_on = self._passes_on, True
         try:
             with self._weights_there(backward_follows=False):

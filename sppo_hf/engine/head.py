@@ -35,7 +35,6 @@ class ModelHead:
     """Logits, or the model's own loss, from hidden states."""
 
     def __init__(self, parts: ModelParts, original_forward: Callable[..., Any]) -> None:
-        """Remember the model and its untouched forward."""
         self._parts = parts
         self._forward = original_forward
         self.output_class: type = BaseModelOutputWithPast

@@ -324,7 +324,6 @@ def _agree(
 def _run(
     function: Callable[..., Tensor], values: list[Tensor], grad_output: Tensor
 ) -> list[Tensor]:
-    """Return the output and all gradients."""
     leaves = [value.clone().requires_grad_() for value in values]
     with torch.enable_grad():
         # A kernel may write into what it saves, which a leaf must survive.

@@ -392,16 +392,13 @@ class _OfGraph:
         return ()
 
     def take(self) -> Tensor:
-        """See `sppo_hf.engine.selective.Holder`."""
         assert self._output is not None, "a tensor is taken once"
         (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         self.drop()
         return x
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """See `take`."""
         raise AssertionError("a part of a layer has no keys")
 
     def drop(self) -> None:
-        """Let go of the tensor, taken or not."""
         self._output = None

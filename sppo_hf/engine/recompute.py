@@ -683,7 +683,6 @@ class RandomState:
     """Random generators of the CPU and of a device, to be as they were."""
 
     def __init__(self, device: torch.device) -> None:
-        """Note how they are."""
         self._device = device
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -73,7 +73,6 @@ class StateCache(Cache):
     """The running layer's states, in the interface of Transformers' caches; keys pass through."""
 
     def __init__(self, num_layers: int) -> None:
-        """Make the cache of a model with so many decoder layers."""
         super().__init__(layers=[_CacheLayer(self, layer) for layer in range(num_layers)])  # type: ignore[misc]
 
     def _states(self) -> LayerStates:

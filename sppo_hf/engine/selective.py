@@ -226,7 +226,6 @@ class _DependencyTracker(TorchDispatchMode):
     """Follows, by storage, which of a layer's products each tensor depends on."""
 
     def __init__(self, hidden: Tensor) -> None:
-        """Prepare for a layer with input `hidden`, `[..., D]`."""
         super().__init__()
         self._width = hidden.shape[-1]
         self._depends: dict[int, int] = {}
@@ -563,7 +562,6 @@ class NeedlessPlayer(TorchDispatchMode):
     """Lets zeros stand for needless products; a context for a layer's second forward."""
 
     def __init__(self, needless: Needless, *, width: int) -> None:
-        """Prepare for a layer of `width`."""
         super().__init__()
         self._needless = needless
         self._width = width

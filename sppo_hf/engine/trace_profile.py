@@ -250,7 +250,6 @@ def _make_fake(module: nn.Module) -> None:
 
 
 def _adapt(parts: ModelParts, lora: LoraShape) -> None:
-    """Freezes a model and adapts it in place."""
     model = parts.causal_lm
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -293,8 +292,6 @@ def _linear_names(base: nn.Module, lora: LoraShape) -> Iterator[str]:
 
 
 class _Call(NamedTuple):
-    """How the model calls one of its layers."""
-
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -583,7 +580,6 @@ class _Run:
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
-        """An argument as a leaf of the graph."""
         if name == SHARED_KEYS:
             return value  # layers write into it what later ones read
 
@@ -599,7 +595,6 @@ class _Run:
 
     @property
     def again(self) -> bool:
-        """No layer runs again here."""
         return False
 
     def get(self) -> None:
@@ -607,7 +602,6 @@ class _Run:
         self._recorder.pause()
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
-        """Attention has ended."""
         self._attending_child = self._counter.child
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
@@ -615,7 +609,6 @@ class _Run:
         self._recorder.resume(out_BNCH, lse_BNC)
 
     def forward(self) -> _Counts:
-        """Runs the layer and counts."""
         with _autocast(self._training):
             self._out = self._forward()
         forward = self._counter.products
@@ -779,7 +772,6 @@ class _Run:
 
     @property
     def states(self) -> States:
-        """What the layer's mixers have left."""
         return self._states.after
 
     def graph_nodes(self) -> int:
@@ -812,15 +804,12 @@ class _Size:
         self.nbytes = tensor.nbytes
 
     def handles(self) -> tuple[()]:
-        """Nothing is away."""
         return ()
 
     def take(self) -> Tensor:
-        """Nothing is played back."""
         raise AssertionError("a traced layer is not recomputed")
 
     def borrow(self) -> NoReturn:
-        """Nothing is played back."""
         raise AssertionError("a traced layer is not recomputed")
 
     def drop(self) -> None:
@@ -876,7 +865,6 @@ class _FlopCounter(TorchDispatchMode):
                 handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation."""
         op = operation(func)
         if op.name == "aten::_grouped_mm" and isinstance(args[0], FakeTensor):
             out = _grouped_product(*args, **(kwargs or {}))

@@ -20,8 +20,6 @@ Versions = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A tensor that forward reads."""
-
     name: str
     tensor: Tensor
     owner: dict[str, Any] | None = None
@@ -32,7 +30,6 @@ class ReadTensors:
     """Tensors that a piece of the model reads beside what passes through it."""
 
     def __init__(self, reads: Iterable[_Read]) -> None:
-        """Remember the tensors; `of_module` and `of_named` make these."""
         self._reads = tuple(reads)
         self._own_writes: set[int] = set()
 

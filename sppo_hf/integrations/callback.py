@@ -378,7 +378,6 @@ class _Shortened:
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Print."""
         ours = {k: v for k, v in (logs or {}).items() if k.startswith("sppo/")}
         if logs is not None and ours:
             logs = {k: v for k, v in logs.items() if k not in ours}

@@ -197,7 +197,6 @@ class TrainerCheckpoints(TrainerMethods):
             )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save both, and random numbers with them."""
         trainer = self._trainer
         if not self._in_pipeline:
             self._kind._save_optimizer_and_scheduler(trainer, output_dir)
@@ -212,7 +211,6 @@ class TrainerCheckpoints(TrainerMethods):
             Path(output_dir, EXPORT_NOTE_NAME).write_text(_EXPORT_NOTE, encoding="utf-8")
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save random numbers, unless they have been."""
         if not self._in_pipeline:
             self._kind._save_rng_state(self._trainer, output_dir)
 
@@ -234,7 +232,6 @@ class TrainerCheckpoints(TrainerMethods):
         load_weights(model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint's weights at the end of training."""
         trainer = self._trainer
         if not self._in_pipeline:
             self._kind._load_best_model(trainer)
@@ -278,7 +275,6 @@ class TrainerCheckpoints(TrainerMethods):
             load_random_state(checkpoint, self._trainer.model)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load the state of the scaler of float16's losses."""
         with reading(os.path.join(str(checkpoint), SCALER_NAME)):
             self._kind._load_scaler(self._trainer, checkpoint)
 

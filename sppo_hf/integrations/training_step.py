@@ -58,7 +58,6 @@ class TrainerMethods:
         return engine if engine is not None and engine.enabled else None
 
     def _overrides(self, name: str) -> bool:
-        """Whether the Trainer's class has a method of its own of this name."""
         from transformers import Trainer
 
         return getattr(self._kind, name) is not getattr(Trainer, name)

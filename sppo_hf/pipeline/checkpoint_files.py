@@ -254,7 +254,6 @@ def refuse_other_tensors(tensor: Tensor, name: str) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """The bytes of a tensor, on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

@@ -263,7 +263,6 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Names of the parameters held here, by their ids."""
     return {id(p): name for name, p in find_causal_lm(model).named_parameters()}
 
 
@@ -397,7 +396,6 @@ class _Stored:
         return len(self._about[kind])
 
     def groups(self, number: int) -> Groups:
-        """The parameter groups of an optimizer."""
         with reading(self.index):
             stored = self._about["optimizers"][number]["groups"]
             groups: Groups = decode(stored, f"groups/{number}", self._files.read)
@@ -420,7 +418,6 @@ class _Stored:
             return found
 
     def schedulers(self) -> list[dict[str, Any]]:
-        """States of the schedulers."""
         with reading(self.index):
             states: list[dict[str, Any]] = decode(
                 self._about["schedulers"], "schedulers", self._files.read

@@ -149,7 +149,6 @@ class Replicas:
     """The ranks that hold the same stages of other pipelines."""
 
     def __init__(self, group: Any, control: Any) -> None:
-        """Wrap the groups for gradients, and for a few numbers on the CPU."""
         self._group = group
         self._control = control
 

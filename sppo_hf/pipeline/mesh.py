@@ -245,7 +245,6 @@ def _neighbours(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _group(mesh: DeviceMesh, backend: str, *dims: str) -> Any:
-    """The group of this rank along some dims of a mesh."""
     long = [dim for dim in dims if mesh[dim].size() > 1]
     if len(long) < 2:
         return mesh[long[0] if long else dims[0]].get_group()

@@ -765,7 +765,6 @@ class PipelineEngine(Engine):
         return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _sum_over_pipeline(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks that share the batch."""
         for group in (self.mesh.pipeline, self.mesh.sequence):
             if group is not None:
                 dist.all_reduce(x, group=group)

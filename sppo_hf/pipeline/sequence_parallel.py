@@ -236,7 +236,6 @@ class Exchange:
     """A tensor on its way to the other ranks, for what they send; see `engine.sequence_group`."""
 
     def __init__(self, x: Tensor, there: _ToHeads | _ToTokens, back: _ToHeads | _ToTokens) -> None:
-        """Start it."""
         self._ways = _Ways(there, back)
         self._coming = _Started.apply(x, self._ways)
 
@@ -344,7 +343,6 @@ class SequenceParallelEngine(Engine):
         mesh: PipelineMesh,
         watchdog: Watchdog,
     ) -> None:
-        """Prepare to run; see `Engine` for the first arguments."""
         group = SequenceRanks.of_mesh(mesh)
         super().__init__(parts, config, observer, original_forward, group=group)
         self.mesh = mesh

@@ -117,8 +117,6 @@ class BatchPlans:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A step that was measured."""
-
     shape: tuple[Any, ...]
     plans: BatchPlans
     schedule: Schedule
@@ -157,7 +155,6 @@ class StagePlanCache:
     """Plans of the stages of one engine."""
 
     def __init__(self, engine: PipelineEngine) -> None:
-        """Hold none yet."""
         self._engine = engine
         self._made: dict[tuple[Any, ...], BatchPlans] = {}
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}

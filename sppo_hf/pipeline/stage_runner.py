@@ -51,7 +51,6 @@ class WeightGradients:
     """Weight gradients that are due, in order; one object per unit of backward."""
 
     def __init__(self) -> None:
-        """Owe nothing yet."""
         self._due: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     def add(self, x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -437,7 +436,6 @@ class StageRunner:
             running.sequence.settle()
 
     def _waiting(self, what: str, stage: int, micro_batch: int, chunk: int) -> _MicroBatch:
-        """The micro-batch of a unit that waits for its backward."""
         running = self._running.get(self._key(stage, micro_batch, chunk))
         if running is None or chunk not in running.units:
             due = None if running is None else max(running.units, default=None)

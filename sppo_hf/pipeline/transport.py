@@ -22,7 +22,6 @@ class Transport:
     """The messages of one step, of one rank."""
 
     def __init__(self, mesh: PipelineMesh) -> None:
-        """Nothing is under way yet."""
         self._mesh = mesh
         self._sending: list[tuple[Any, Tensor]] = []
         self._coming: dict[Hashable, tuple[Any, Tensor]] = {}

@@ -147,8 +147,6 @@ class Note:
 
 @dataclass(slots=True)
 class _Other:
-    """What is known of another rank."""
-
     note: Note
     changed: float
     """When its note was last seen to be another one; `time.monotonic()`."""

@@ -61,7 +61,6 @@ class Float64Everywhere(TorchFunctionMode):
     """
 
     def __enter__(self) -> Float64Everywhere:
-        """Activate the mode."""
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         super().__enter__()
@@ -73,7 +72,6 @@ class Float64Everywhere(TorchFunctionMode):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore the default dtype."""
         super().__exit__(exc_type, exc_value, traceback)
         torch.set_default_dtype(self._default)
 
@@ -316,7 +314,6 @@ class _PlanWatcher(StepObserver):
         self.num_chunks = 0
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
-        """Remember `plan`'s number of chunks."""
         self.num_chunks = len(plan.bounds)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PlanWatcher:

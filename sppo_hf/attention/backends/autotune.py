@@ -208,7 +208,6 @@ class MadeWorkload:
     """The tensors of a workload, laid out as models do: views of [B, tokens, heads, H]."""
 
     def __init__(self, load: Workload, device: torch.device, seed: int) -> None:
-        """See `Workload.make`."""
         needs = load.requirement
         generator = torch.Generator(device).manual_seed(seed)
 

@@ -44,7 +44,6 @@ class CausalBand:
     """Number of keys a row sees, its own included, in tokens; None sees all earlier ones."""
 
     def __post_init__(self) -> None:
-        """Refuse a window that would see nothing at all."""
         assert self.window is None or self.window >= 1, f"a window of {self.window} tokens"
 
     def trim(self, num_rows: int, num_keys: int) -> TrimmedBand:

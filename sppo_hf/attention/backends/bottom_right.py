@@ -258,7 +258,6 @@ class BottomRightBackend(Backend):
     def _dense_forward(
         self, call: KernelCall, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor
     ) -> AttentionOutput:
-        """`kernel_forward` on tensors with heads before tokens."""
         tensors = (_by_token(x, call) for x in (q_BNCH, k_BKTH, v_BKTH))
         out_BCNH, lse_BNC = self.kernel_forward(*tensors, call=call)
         if call.offsets is not None:
@@ -266,7 +265,6 @@ class BottomRightBackend(Backend):
         return AttentionOutput(out_BCNH.transpose(1, 2), lse_BNC)
 
     def _dense_backward(self, call: KernelCall, given: BackwardInputs) -> Gradients:
-        """`kernel_backward` on tensors with heads before tokens."""
         # Kernels step through the log-sum-exp by its shape, whatever its strides are.
         lse = given.lse.contiguous()
         lse = lse if call.offsets is None else lse.squeeze(0)

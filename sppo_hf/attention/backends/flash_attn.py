@@ -91,7 +91,6 @@ class _FlashAttention(BottomRightBackend):
 
     @property
     def interface(self) -> Any:
-        """Module with the kernel functions."""
         if self._interface is None:
             self._interface = importlib.import_module(self.module_name)
         return self._interface
@@ -109,7 +108,6 @@ class _FlashAttention(BottomRightBackend):
     def kernel_forward(
         self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, call: KernelCall
     ) -> tuple[Tensor, Tensor]:
-        """See `BottomRightBackend.kernel_forward`."""
         tensors = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH}
         out_BCNH, lse_BNC, *_ = self._call_forward(tensors, _settings(call))
         return out_BCNH, lse_BNC
@@ -117,7 +115,6 @@ class _FlashAttention(BottomRightBackend):
     def kernel_backward(
         self, given: BackwardInputs, call: KernelCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BottomRightBackend.kernel_backward`."""
         tensors = given._asdict()
         tensors["softmax_lse"] = tensors.pop("lse")
         tensors |= {name: tensors[name].contiguous() for name in ("dout", "out")}
@@ -260,7 +257,6 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Name of a function, also of one that was wrapped as a custom operator."""
     return getattr(getattr(function, "_init_fn", function), "__name__", repr(function))
 
 
@@ -273,7 +269,6 @@ def _empty_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _deterministic() -> bool:
-    """Whether the user asked PyTorch for deterministic algorithms."""
     return torch.are_deterministic_algorithms_enabled()
 
 

@@ -169,7 +169,6 @@ def _scores(
 
 
 def _hide(s_BKRt: Tensor, band: CausalBand, rows: slice, keys: slice) -> None:
-    """Set the scores of unseen pairs to -inf, in place."""
     device = s_BKRt.device
     position_c1 = band.q_start + torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
     key_t = torch.arange(keys.start, keys.stop, device=device)

@@ -151,7 +151,6 @@ class TopLeftBackend(Backend):
     """True if the kernel calls return results in the accumulation dtype."""
 
     def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
-        """Make one; `tile_rows` is that of `cut_band`."""
         self.needs = needs
         self._tile_rows = tile_rows
 

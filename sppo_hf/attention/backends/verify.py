@@ -64,7 +64,6 @@ class _Case:
     low_scores: bool = False
 
     def __str__(self) -> str:
-        """The case in words."""
         if isinstance(self.band, Documents):
             text = f"documents of {', '.join(map(str, self.band.num_queries))} queries"
         else:
