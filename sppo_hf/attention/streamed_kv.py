@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -88,33 +88,24 @@ class KVTransfer(Protocol):
         """A good moment to bound what is still leaving: compute may wait for earlier sends."""
 
 
+@dataclass(eq=False)
 class KVStream:
     """What the layers of one sequence share: the mover, and the block that is ahead of its use."""
 
-    def __init__(
-        self,
-        mover: KVTransfer,
-        bounds: Bounds,
-        *,
-        rows: tuple[RowSpans, ...] | None,
-        block_tokens: int,
-        linked: bool = True,
-    ) -> None:
-        """Prepare for a sequence of chunks.
+    mover: KVTransfer
+    """Takes tensors away and brings them back."""
+    bounds: Bounds
+    """`(start, end)` of every chunk, in tokens."""
+    _: KW_ONLY
+    rows: tuple[RowSpans, ...] | None
+    """The spans of every row, or None when every row is one document."""
+    block_tokens: int
+    """Most tokens of a block; a longer chunk is a block of its own."""
+    linked: bool = True
+    """Whether a chunk follows the one before it at once. If not, nothing is prefetched for the next
+    one until `begin` says that it comes."""
 
-        Args:
-            mover: Takes tensors away and brings them back.
-            bounds: `(start, end)` of every chunk, in tokens.
-            rows: The spans of every row, or None when every row is one document.
-            block_tokens: Most tokens of a block; a longer chunk is a block of its own.
-            linked: Whether a chunk follows the one before it at once. If not, nothing is prefetched
-                for the next one until `begin` says that it comes.
-        """
-        self.linked = linked
-        self.mover = mover
-        self.bounds = bounds
-        self.rows = rows
-        self.block_tokens = block_tokens
+    def __post_init__(self) -> None:
         # Weakly: autograd's graph holds stores, and one of a frozen layer is to die with forward.
         self._layers: list[weakref.ref[StreamedKV]] = []
         self._ahead: dict[int, Handle] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import torch
@@ -130,45 +130,34 @@ class UnitLabel:
             self._open = None
 
 
+@dataclass(eq=False)
 class StepTimer:
     """Marks of one forward call and its backward, for observers and for a profiler's trace."""
 
-    def __init__(
-        self,
-        observer: StepObserver,
-        plan: Plan,
-        shape: ModelShape,
-        *,
-        device: torch.device,
-        took: Callable[[], OffloadStats],
-        began_seconds: float,
-        on_step: Callable[[StepTimer], None],
-        share: tuple[int, int] = (0, 1),
-    ) -> None:
-        """Start watching.
+    observer: StepObserver
+    """Is told."""
+    plan: Plan
+    """What runs."""
+    shape: ModelShape
+    """For counting FLOPs."""
+    _: KW_ONLY
+    device: torch.device
+    """Where the model is."""
+    took: Callable[[], OffloadStats]
+    """Returns what was moved since it was last asked."""
+    began_seconds: float
+    """`time.perf_counter()` when the call came in."""
+    on_step: Callable[[StepTimer], None]
+    """Is told when a training step has been recorded."""
+    share: tuple[int, int] = (0, 1)
+    """This rank's number among the ranks that share the sequence, and how many they are. Sums of
+    tokens and FLOPs over the ranks count each once."""
 
-        Args:
-            observer: Is told.
-            plan: What runs.
-            shape: For counting FLOPs.
-            device: Where the model is.
-            took: Returns what was moved since it was last asked.
-            began_seconds: `time.perf_counter()` when the call came in.
-            on_step: Is told when a training step has been recorded.
-            share: This rank's number among the ranks that share the sequence, and how many they
-                are. Sums of tokens and FLOPs over the ranks count each once.
-        """
-        self._observer = observer
-        self._plan = plan
-        self._began = began_seconds
-        self._shape = shape
-        self._take_stats = took
+    def __post_init__(self) -> None:
         self._forward_seconds = 0.0
         self._backward_began: float | None = None
         self._backward_ended = False
-        self._on_step = on_step
-        self._share = share
-        self._stopwatch = ChunkTimer(device)
+        self._stopwatch = ChunkTimer(self.device)
         self._label = UnitLabel()
         self._stats = OffloadStats()
 
@@ -177,16 +166,11 @@ class StepTimer:
         """Whether backward has begun and not ended: it runs now, or it raised."""
         return self._backward_began is not None and not self._backward_ended
 
-    @property
-    def plan(self) -> Plan:
-        """The plan that ran."""
-        return self._plan
-
     def measured(self) -> MeasuredStep | None:
         """Seconds per chunk and bytes moved; None while the device has not come that far."""
         if not self._stopwatch.ready():
             return None
-        num_chunks = self._plan.num_chunks
+        num_chunks = self.plan.num_chunks
         return MeasuredStep(
             forward_seconds=self._stopwatch.seconds("forward", num_chunks),
             backward_seconds=self._stopwatch.seconds("backward", num_chunks),
@@ -199,7 +183,7 @@ class StepTimer:
 
     def forward_unit(self, chunk: int, layer: int | None = None) -> None:
         """Forward enters `chunk`; by layer, of `layer`."""
-        if self._plan.device.kind == "cpu" and layer is None:
+        if self.plan.device.kind == "cpu" and layer is None:
             return_free_heap()
         self._enter("forward", chunk, layer)
 
@@ -214,17 +198,17 @@ class StepTimer:
 
     def _enter(self, direction: Direction, chunk: int, layer: int | None) -> None:
         self._stopwatch.enter(direction, chunk)
-        if self._plan.order == "by_chunk":
+        if self.plan.order == "by_chunk":
             self._label.enter(f"{direction} chunk {chunk}")
-            self._observer.on_unit(direction, chunk, self._plan.num_chunks)
+            self.observer.on_unit(direction, chunk, self.plan.num_chunks)
         elif layer is not None:
             self._label.enter(f"{direction} layer {layer} chunk {chunk}")
-            units = self._plan.num_layers * self._plan.num_chunks
-            self._observer.on_unit(direction, layer * self._plan.num_chunks + chunk, units)
+            units = self.plan.num_layers * self.plan.num_chunks
+            self.observer.on_unit(direction, layer * self.plan.num_chunks + chunk, units)
 
     def forward_done(self, output: ModelOutput) -> None:
         """Forward has ended; without a gradient to come, so has the step."""
-        self._forward_seconds = time.perf_counter() - self._began
+        self._forward_seconds = time.perf_counter() - self.began_seconds
         self._stopwatch.enter("end")
         self._label.leave()
         tensors = [value for value in output.values() if isinstance(value, Tensor)]
@@ -232,7 +216,7 @@ class StepTimer:
             self._record(training=False, backward_seconds=0.0)
 
     def _backward_unit(self, chunk: int, layer: int | None) -> None:
-        if self._plan.device.kind == "cpu" and layer is None:
+        if self.plan.device.kind == "cpu" and layer is None:
             return_free_heap()
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
@@ -247,24 +231,24 @@ class StepTimer:
         self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
 
     def _record(self, *, training: bool, backward_seconds: float) -> None:
-        rows, tokens = self._plan.batch_rows, self._plan.total_tokens
+        rows, tokens = self.plan.batch_rows, self.plan.total_tokens
         flops = step_flops if training else forward_flops
-        start, end = part_of(0, rows * tokens, *self._share)
-        self._stats = self._take_stats()
-        prediction = self._plan.prediction
-        self._observer.on_record(
+        start, end = part_of(0, rows * tokens, *self.share)
+        self._stats = self.took()
+        prediction = self.plan.prediction
+        self.observer.on_record(
             StepRecord(
                 tokens=end - start,
                 batch_rows=rows,
                 total_tokens=tokens,
-                model_flops=flops(self._shape, rows, tokens) / self._share[1],
+                model_flops=flops(self.shape, rows, tokens) / self.share[1],
                 forward_seconds=self._forward_seconds,
                 backward_seconds=backward_seconds,
                 offload=self._stats,
                 planned_seconds=prediction.forward_backward_seconds if prediction else None,
-                num_chunks=self._plan.num_chunks,
+                num_chunks=self.plan.num_chunks,
                 training=training,
             )
         )
         if training:
-            self._on_step(self)
+            self.on_step(self)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -123,35 +123,26 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
 _BACKWARDS = ("B", "I")
 
 
+@dataclass(eq=False)
 class PipelineStepTimer:
     """Watches one step of one rank."""
 
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        call: ForwardCall,
-        step: StepSchedule,
-        *,
-        began: float,
-        name: str,
-    ) -> None:
-        """Start watching a call that came in at `began`, of `time.perf_counter()`.
-
-        Its name is for the words of others when this rank is lost.
-        """
-        self._engine = engine
-        self._call = call
-        self._step = step
-        self._began = began
-        self._name = name
+    engine: PipelineEngine
+    call: ForwardCall
+    step: StepSchedule
+    _: KW_ONLY
+    began: float
+    """By `time.perf_counter()`, when the call came in."""
+    name: str
+    """For the words of others when this rank is lost."""
 
     def action(self, action: Action, words: str) -> None:
         """The rank is about to carry out `action`."""
-        self._engine.watchdog.doing(f"{self._name}, {words}")
+        self.engine.watchdog.doing(f"{self.name}, {words}")
         if action.kind == "F" or action.kind in _BACKWARDS:
             direction = "forward" if action.kind == "F" else "backward"
-            units = self._step.schedule.num_units
-            self._engine.observer.on_unit(direction, action.unit, units)
+            units = self.step.schedule.num_units
+            self.engine.observer.on_unit(direction, action.unit, units)
 
     def done(
         self, executed: Sequence[ActionRecord], *, training: bool, planned_seconds: float | None
@@ -165,7 +156,7 @@ class PipelineStepTimer:
         Returns:
             What was copied and waited for.
         """
-        engine, call = self._engine, self._call
+        engine, call = self.engine, self.call
         mesh = engine.mesh
         sharing = len(mesh.sharing_ranks)
         start, end = part_of(
@@ -182,10 +173,10 @@ class PipelineStepTimer:
                 total_tokens=call.total_tokens,
                 model_flops=flops(engine.shape(), call.batch_rows, call.total_tokens) / sharing,
                 forward_seconds=forward,
-                backward_seconds=time.perf_counter() - self._began - forward,
+                backward_seconds=time.perf_counter() - self.began - forward,
                 offload=stats,
                 planned_seconds=planned_seconds,
-                num_chunks=self._step.schedule.num_chunks,
+                num_chunks=self.step.schedule.num_chunks,
                 training=training,
             )
         )
@@ -579,7 +570,7 @@ class PipelineEngine(Engine):
             labelled=frozenset(labelled_chunks(layout, prepared.bounds)),
             split=prepared.step.splits,
             router_loss=router_loss,
-            router_gradient=None if router_loss is None else router_gradient,
+            make_router_gradient=None if router_loss is None else router_gradient,
             run_of=run_of,
         )
         self._units = units
