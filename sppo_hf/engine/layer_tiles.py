@@ -137,11 +137,7 @@ class _Probe:
         self._like = like
 
     def of(self, name: str, module: nn.Module) -> TokenWise | None:
-        """What `module` returns; None if it does not take hidden states alone.
-
-        Raises:
-            NotTokenWise: It mixes tokens.
-        """
+        """What `module` returns; None if it does not take hidden states alone."""
         if is_compiled(module):
             return None
         like = self._like

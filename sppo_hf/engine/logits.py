@@ -131,11 +131,7 @@ class LogitsCollector:
 
 
 def _check_leading(nest: Any, shape: Sequence[int]) -> None:
-    """Check that all tensors of a nest begin with `shape`.
-
-    Raises:
-        NotTokenWise: One does not, or there is something else than tensors.
-    """
+    """Check that all tensors of a nest begin with `shape`."""
 
     def check(x: Tensor) -> Tensor:
         if tuple(x.shape[:2]) != tuple(shape):

@@ -341,11 +341,7 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _blaming(folder: str | None) -> Iterator[None]:
-    """Where the Trainer fails to read a checkpoint of its own, name the file that is damaged.
-
-    Raises:
-        ConfigError: A file cannot be read. If all can, what the Trainer raised goes on.
-    """
+    """Where the Trainer fails to read a checkpoint of its own, name the file that is damaged."""
     try:
         yield
     except Exception:
@@ -369,11 +365,7 @@ def _read_whole(path: Path) -> None:
 
 
 def _refuse_other_trainer_state(path: Path) -> None:
-    """Refuse a state of the Trainer that it cannot read.
-
-    Raises:
-        ConfigError: It is damaged.
-    """
+    """Refuse a state of the Trainer that it cannot read."""
     from transformers import TrainerState
 
     if path.exists():
@@ -383,11 +375,7 @@ def _refuse_other_trainer_state(path: Path) -> None:
 
 
 def _newest(run_folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None where there is none at all.
-
-    Raises:
-        ConfigError: All are torn.
-    """
+    """The newest complete checkpoint of a run; None where there is none at all."""
     newest, torn = newest_complete(run_folder, torn_for_all)
     if torn:
         lacks = "; ".join(f"{str(folder)!r}: {why}" for folder, why in torn.items())

@@ -64,11 +64,7 @@ class TrainerMethods:
 
     @contextlib.contextmanager
     def _explaining_missing_logits(self, engine: Engine | None) -> Iterator[None]:
-        """Say what to do about logits that a `compute_loss` of a subclass seems to have missed.
-
-        Raises:
-            ConfigError: From the error that it explains.
-        """
+        """Say what to do about logits that a `compute_loss` of a subclass seems to have missed."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError) as error:

@@ -347,11 +347,7 @@ def _give(
 
 
 def _refuse_other_kinds(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse settings that are no numbers where the run has numbers, and so on.
-
-    Raises:
-        ValueError: Naming the first of them; whoever reads the file says which it is.
-    """
+    """Refuse settings that are no numbers where the run has numbers, and so on."""
     alike: list[Any] = [(bool, int, float, Tensor), (list, tuple)]
     for name, value in saved.items():
         mine = own.get(name)

@@ -348,11 +348,7 @@ def _to_first(
 
 
 def _files_by_name(folder: Path) -> dict[str, str]:
-    """The file that each tensor of a folder is in.
-
-    Raises:
-        ConfigError: There are no weights, or their index is damaged.
-    """
+    """The file that each tensor of a folder is in."""
     index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.is_file():
         weight_map = read_json(index).get("weight_map")

@@ -373,12 +373,7 @@ class SequenceParallelEngine(Engine):
 
     @contextmanager
     def _guarded(self, activity: str) -> Iterator[None]:
-        """A part of a step: others hear where this rank is, and errors name what failed.
-
-        Raises:
-            PipelineError: This rank failed, or ranks do not agree.
-            RankLostError: Another one did.
-        """
+        """A part of a step: others hear where this rank is, and errors name what failed."""
         alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
         with self.watchdog.explaining(activity), self.watchdog.ending_all(but=alike):
             yield

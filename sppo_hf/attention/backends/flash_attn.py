@@ -224,12 +224,7 @@ _SILENT: dict[str, tuple[Any, ...]] = {
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a kernel function by argument names, in whichever release's spelling.
-
-    Raises:
-        TypeError: if the function does not know a name that says something, or demands one that
-            is not here.
-    """
+    """Call a kernel function by argument names, in whichever release's spelling."""
     known = _parameters(function)
     arguments = dict(arguments)
     if "is_causal" in known and "causal" not in known:
