@@ -73,7 +73,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""What safetensors calls dtypes."""
 
 
 # -- errors ------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> Digest:
         refuse_other_tensors(tensor, name)
         start, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -245,7 +246,7 @@ def refuse_other_tensors(tensor: Tensor, name: str) -> None:
         ConfigError: It is of a subclass, sparse, or of a dtype that safetensors does not know.
     """
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.dtype not in _DTYPE_NAMES:
+    if not plain or tensor.dtype not in DTYPE_NAMES:
         raise ConfigError(
             f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint of a "
             "pipeline cannot hold. Allowed: plain tensors. Remedy: another optimizer (the "
@@ -424,7 +425,7 @@ def _decode_items(value: Any, path: str, read: Any) -> dict[Any, Any]:
 
 
 def _decode_dtype(value: Any, path: str, read: Any) -> torch.dtype:
-    found = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPE_NAMES}
+    found = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
     return found[value]
 
 

@@ -41,6 +41,7 @@ from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline.agreement import all_true
+from sppo_hf.pipeline.checkpoint_files import DTYPE_NAMES
 from sppo_hf.pipeline.mesh import (
     PipelineMesh,
     check_nodes,
@@ -59,14 +60,6 @@ logger = logging.getLogger(__name__)
 
 ChooseCut = Callable[[ModelParts], StageCut]
 """Chooses the stages of a whole model whose parameters have shapes and dtypes, but no memory."""
-
-_STORED = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
-"""What safetensors calls dtypes."""
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -264,7 +257,7 @@ def _read_slices(
         file = open_files.enter_context(safe_open(path, "pt", device="cpu", backend="pread"))
         slices |= {name: file.get_slice(name) for name in file.offset_keys()}
     made_anew = load_config.hf_quantizer is not None or _joins_tensors(load_config)
-    wanted = _STORED.get(load_config.dtype)
+    wanted = DTYPE_NAMES.get(load_config.dtype)
     if made_anew or any(part.get_dtype() != wanted for part in slices.values()):
         return slices
     return None

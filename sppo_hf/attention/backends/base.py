@@ -72,29 +72,36 @@ class CausalBand:
         )
 
 
-class TrimmedBand(NamedTuple):
-    """Half-open ranges of rows and keys that take part, and the band between them."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Half-open ranges of rows (queries) and keys, in tokens."""
 
     row_start: int
     row_stop: int
     key_start: int
     key_stop: int
-    band: CausalBand
 
     @property
     def rows(self) -> slice:
-        """Rows that see at least one key."""
+        """Those rows."""
         return slice(self.row_start, self.row_stop)
 
     @property
     def keys(self) -> slice:
-        """Keys that at least one row sees."""
+        """Those keys."""
         return slice(self.key_start, self.key_stop)
 
     @property
     def empty(self) -> bool:
-        """True if no row sees any key."""
-        return self.row_stop == self.row_start
+        """True if there are no rows, or no keys."""
+        return self.row_stop <= self.row_start or self.key_stop <= self.key_start
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedBand(Extent):
+    """The rows that see a key, the keys that a row sees, and the band between them."""
+
+    band: CausalBand
 
 
 @dataclass(frozen=True, slots=True)

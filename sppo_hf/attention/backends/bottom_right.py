@@ -27,6 +27,7 @@ from sppo_hf.attention.backends.base import (
     BackwardInputs,
     CausalBand,
     Documents,
+    Extent,
     Gradients,
     Mask,
     accumulation_dtype,
@@ -57,26 +58,12 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class AlignedCall:
-    """One kernel call: half-open ranges of rows and keys in tokens, and the reach between them."""
+class AlignedCall(Extent):
+    """One kernel call: its rows and keys, and the reach between them."""
 
-    row_start: int
-    row_stop: int
-    key_start: int
-    key_stop: int
     reach: Reach
     offsets: Offsets | None = None
     """Where documents begin in these rows and keys, if they are several."""
-
-    @property
-    def rows(self) -> slice:
-        """Query tokens of the call."""
-        return slice(self.row_start, self.row_stop)
-
-    @property
-    def keys(self) -> slice:
-        """Key tokens of the call."""
-        return slice(self.key_start, self.key_stop)
 
 
 def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCall]:

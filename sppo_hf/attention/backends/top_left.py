@@ -36,6 +36,7 @@ from sppo_hf.attention.backends.base import (
     Backend,
     BackwardInputs,
     CausalBand,
+    Extent,
     Gradients,
     Mask,
     accumulation_dtype,
@@ -57,24 +58,10 @@ class Form(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A rectangle of rows and keys, half-open ranges in tokens, and what is visible in it."""
+class Rectangle(Extent):
+    """A rectangle of rows and keys, and what is visible in it."""
 
     form: Form
-    row_start: int
-    row_stop: int
-    key_start: int
-    key_stop: int
-
-    @property
-    def rows(self) -> slice:
-        """Query tokens of the rectangle."""
-        return slice(self.row_start, self.row_stop)
-
-    @property
-    def keys(self) -> slice:
-        """Key tokens of the rectangle."""
-        return slice(self.key_start, self.key_stop)
 
 
 def cut_band(
@@ -102,14 +89,14 @@ def cut_band(
         )
     return [
         Rectangle(
-            rectangle.form,
             rectangle.row_start + seen.row_start,
             rectangle.row_stop + seen.row_start,
             rectangle.key_start + seen.key_start,
             rectangle.key_stop + seen.key_start,
+            rectangle.form,
         )
         for rectangle in rectangles
-        if rectangle.row_stop > rectangle.row_start and rectangle.key_stop > rectangle.key_start
+        if not rectangle.empty
     ]
 
 
@@ -120,23 +107,23 @@ def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterato
         # All that one row sees lies side by side, its own key included; squares of one key are
         # what kernels do slowly or not at all.
         far = 0 if band.window is None else max(0, own - band.window + 1)
-        yield Rectangle(Form.FULL, first, last, far, min(own + 1, num_keys))
+        yield Rectangle(first, last, far, min(own + 1, num_keys), Form.FULL)
         return
     square = min(max(num_keys - own, 0), last - first)
-    yield Rectangle(Form.CAUSAL, first, first + square, own, own + square)
-    yield Rectangle(Form.FULL, first + square, last, own, num_keys)  # rows behind the last key
+    yield Rectangle(first, first + square, own, own + square, Form.CAUSAL)
+    yield Rectangle(first + square, last, own, num_keys, Form.FULL)  # rows behind the last key
     if band.window is None:
-        yield Rectangle(Form.FULL, first, last, 0, min(own, num_keys))
+        yield Rectangle(first, last, 0, min(own, num_keys), Form.FULL)
         return
     shared = band.q_start + last - band.window
-    yield Rectangle(Form.FULL, first, last, max(0, shared), min(own, num_keys))
+    yield Rectangle(first, last, max(0, shared), min(own, num_keys), Form.FULL)
     # Keys far..shared-1 are the edge; where the sequence begins inside it, or the keys end, only
     # the square cut_off..stop of it exists, and the rows above see all of that square's keys.
     far = own - band.window + 1
     cut_off = max(0, -far)
     stop = min(shared, num_keys) - far
-    yield Rectangle(Form.EDGE, first + cut_off, first + stop, far + cut_off, far + stop)
-    yield Rectangle(Form.FULL, first, first + cut_off, far + cut_off, far + stop)
+    yield Rectangle(first + cut_off, first + stop, far + cut_off, far + stop, Form.EDGE)
+    yield Rectangle(first, first + cut_off, far + cut_off, far + stop, Form.FULL)
 
 
 class TopLeftBackend(Backend):
