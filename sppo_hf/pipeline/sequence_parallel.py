@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -48,22 +48,19 @@ from sppo_hf.pipeline.watchdog import Watchdog
 ValueT = TypeVar("ValueT")
 
 
+@dataclass(eq=False)
 class SequenceRanks:
     """Ranks that share a sequence, or some of its chunks; see `SequenceGroup` for what they do."""
 
-    def __init__(
-        self, group: Any, rank: int, size: int, *, granules: int | None = None, control: Any = None
-    ) -> None:
-        """Wrap the group of `size` ranks, of which this is number `rank`.
-
-        They divide heads by `granules`, see `own_heads`; `control` is a group for decisions, on
-        processors.
-        """
-        self.size = size
-        self.rank = rank
-        self.granules = granules
-        self._group = group
-        self._control = control
+    group: Any
+    rank: int
+    """Of this one, in the group."""
+    size: int
+    _: KW_ONLY
+    granules: int | None = None
+    """By which they divide heads, see `own_heads`."""
+    control: Any = None
+    """A group for decisions, on processors."""
 
     @classmethod
     def of_mesh(cls, mesh: PipelineMesh) -> SequenceRanks:
@@ -120,7 +117,7 @@ class SequenceRanks:
             refusal = error
             said = math.inf, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
         answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, said, group=self._control)
+        dist.all_gather_object(answers, said, group=self.control)
         if refusal is not None:
             raise refusal
         refusals = [words for _, words in answers if words]
@@ -128,14 +125,14 @@ class SequenceRanks:
             raise PipelineError(f"This batch is run by no rank, because {'; '.join(refusals)}")
         best = min(range(self.size), key=lambda rank: answers[rank][0])
         box = [made]
-        first = dist.get_global_rank(self._control, best)
-        dist.broadcast_object_list(box, first, group=self._control)
+        first = dist.get_global_rank(self.control, best)
+        dist.broadcast_object_list(box, first, group=self.control)
         return box[0]
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks, without a gradient."""
         total = x.detach().clone()
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self.group)
         return total
 
     def gathered(self, x_BcD: Tensor, lengths: list[int]) -> Tensor:
@@ -154,7 +151,7 @@ class SequenceRanks:
         """
         # The functional collective: modes that follow what depends on what
         # (`sppo_hf.engine.selective`) see through it.
-        name = self._group.group_name
+        name = self.group.group_name
         sent = sent.contiguous()  # before PyTorch 2.13 it must be
         return torch.ops._c10d_functional.all_to_all_single(sent, lengths, sent_lengths, name)
 
