@@ -35,3 +35,9 @@ class PipelineError(SPPOError):
 
 class RankLostError(PipelineError):
     """Another rank failed, ended or was lost, so this one cannot go on."""
+
+
+def first_line(error: Exception) -> str:
+    """An error of another library in one line: its class and the beginning of what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"

@@ -23,8 +23,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
+from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 

@@ -52,15 +52,12 @@ class Stash(Protocol):
     @property
     def again(self) -> bool:
         """Whether this is the second forward."""
-        ...
 
     def get(self) -> tuple[Tensor, Tensor] | None:
         """Return `(out_BNCH, lse_BNC)` kept by the first forward, or None where attention runs."""
-        ...
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Take the results of an attention that ran."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +320,3 @@ def _sinks_backward(
     delta_BNC = (dout_BNCH.to(dtype) * out_BNCH.to(dtype)).sum(-1)
     p_sink_BNC = torch.exp(sinks_N.to(dtype)[None, :, None] - lse_BNC)
     return -(p_sink_BNC * delta_BNC).sum(dim=(0, 2)).to(sinks_N.dtype)
-
-
-__all__ = ["AttentionCall", "Stash", "chunk_attention"]

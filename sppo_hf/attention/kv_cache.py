@@ -44,15 +44,12 @@ class Keys(Protocol):
     @property
     def block(self) -> Block:
         """Which tokens are here."""
-        ...
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens `[start, end)` of `row` (all rows if None), each BKTH."""
-        ...
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
         """Add gradients of tokens `[start, start + T)` of `row`; gives the tensors away."""
-        ...
 
 
 class KVStore(Protocol):
@@ -60,13 +57,11 @@ class KVStore(Protocol):
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Take keys and values of `chunk`, which is about to attend."""
-        ...
 
     def blocks(
         self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
     ) -> tuple[Block, ...]:
-        """The blocks in which `segments` (of a layer with this mask) can be read."""
-        ...
+        """The blocks in which `pieces` (of a layer with this mask) can be read."""
 
     def walk(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
@@ -77,57 +72,43 @@ class KVStore(Protocol):
         `borrowed` it is for another layer, after the one that put the keys here, or for one that
         runs again.
         """
-        ...
 
     def walk_back(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """The same in backward, where each block takes its gradients."""
-        ...
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
-        ...
 
     # Where units of a pipeline change ranks, a later store takes over what earlier ones have:
 
     def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
         """Take keys and values of a `chunk` that has attended, with another store."""
-        ...
 
     def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `chunk`, each BKCH, which stay here too."""
-        ...
 
     def drop_keys(self, chunk: int) -> None:
         """Free keys and values of `chunk`, whose own backward runs with another store.
 
         The sums of their gradients wait here.
         """
-        ...
 
     def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Those sums of dK and dV, as they were summed, each BKCH; they stay here too."""
-        ...
 
     def drop_sums(self, chunk: int) -> None:
         """Free them."""
-        ...
 
     def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
         """Add what another store's `sums` has returned, for some heads; one may come twice."""
-        ...
 
 
 class LayerKV:
     """Keys and values of one layer on the device, chunk by chunk, with their gradient sums."""
 
     def __init__(self, bounds: Bounds) -> None:
-        """Prepare an empty store.
-
-        Args:
-            bounds: `(start, end)` of every chunk, in tokens; they cover the sequence.
-        """
         self._bounds = bounds
         self.block = whole_sequence(bounds)
         self._keys: dict[int, tuple[Tensor, Tensor]] = {}
@@ -138,12 +119,8 @@ class LayerKV:
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Keep keys and values of `chunk`.
 
-        Args:
-            chunk: Index of the chunk.
-            k_BKCH: Its keys.
-            v_BKCH: Its values.
-            keep: Copies a tensor to where it can stay. What it gives back as it is, and all
-                without it, is shared if dense.
+        `keep` copies a tensor to where it can stay. What it gives back as it is, and all without
+        it, is shared if dense.
         """
         start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
@@ -170,14 +147,9 @@ class LayerKV:
         yield self
 
     def put_away(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
-        """Let go of keys and values of `chunk` until a chunk attends to them again.
+        """Let go of keys and values of `chunk`, which are returned, until a chunk attends to them.
 
-        Args:
-            chunk: Index of the chunk.
-            bring: Gives them back then.
-
-        Returns:
-            The keys and values.
+        `bring` gives them back then.
         """
         self._away[chunk] = bring
         return self._keys.pop(chunk)
@@ -274,12 +246,12 @@ class LayerKV:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held now."""
-        return sum(_bytes(k) + _bytes(v) for k, v in self._keys.values())
+        return sum(k.nbytes + v.nbytes for k, v in self._keys.values())
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradient sums held now."""
-        return sum(_bytes(k) + _bytes(v) for k, v in self._grads.values())
+        return sum(k.nbytes + v.nbytes for k, v in self._grads.values())
 
     def _overlaps(self, start: int, end: int) -> Iterator[tuple[int, slice, slice]]:
         """Chunks that `[start, end)` touches: (chunk, slice in the chunk, slice in the run)."""
@@ -348,7 +320,7 @@ def dense(x: Tensor) -> Tensor:
     A view into a larger tensor (a fused q/k/v projection) would keep all of that alive.
     """
     x = x.detach()
-    return x if x.untyped_storage().nbytes() <= _bytes(x) else x.clone()
+    return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
 
 
 def sum_copy(x: Tensor) -> Tensor:
@@ -378,7 +350,3 @@ def _kept(kind: str, x: Tensor, keep: Keep | None) -> Tensor:
     kept = x if keep is None else keep(kind, x)
     # Where `keep` has copied, the tensor may well be a part of something larger: that is its place.
     return dense(kept) if kept is x or kept.data_ptr() == x.data_ptr() else kept
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

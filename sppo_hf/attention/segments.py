@@ -157,7 +157,7 @@ class Block:
     """One past the last token."""
 
     def cut(self, pieces: Iterable[AttentionSegment]) -> Iterator[AttentionSegment]:
-        """What is left of `segments` when only this block's keys are there.
+        """What is left of `pieces` when only this block's keys are there.
 
         Queries stay as they are, also where a window hides the whole block from some of them:
         backends give those a log-sum-exp of -inf, and merging weighs them with zero.
@@ -176,12 +176,9 @@ def whole_sequence(bounds: Bounds) -> Block:
 def cut_blocks(
     bounds: Bounds, pieces: tuple[AttentionSegment, ...], *, block_tokens: int
 ) -> tuple[Block, ...]:
-    """The blocks that `segments` read, in order of their tokens.
+    """The blocks that `pieces` read, in order of their tokens.
 
-    Args:
-        bounds: Chunks of the sequence.
-        pieces: What is attended to. Chunks without any of their keys are in no block.
-        block_tokens: Most tokens of a block; a chunk that is longer is a block of its own.
+    Chunks without any of their keys are in no block; one longer than `block_tokens` has its own.
     """
     blocks: list[Block] = []
     for chunk, (start, end) in enumerate(bounds):

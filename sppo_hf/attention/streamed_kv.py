@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -71,56 +71,41 @@ class KVTransfer(Protocol):
         The caller may go on reading its own reference, must not write to it, and should drop it
         soon: the device memory is free once that and the copy are over.
         """
-        ...
 
     def prefetch(self, handle: Handle) -> None:
         """Start bringing the bytes back; nothing if they are here."""
-        ...
 
     def fetch(self, handle: Handle) -> Tensor:
         """The tensor on the device, valid until `evict` or `release`; must not be written to."""
-        ...
 
     def evict(self, handle: Handle) -> None:
         """Give the device's copy up; the bytes stay away. Nothing if they are not here."""
-        ...
 
     def release(self, handle: Handle) -> None:
         """Give all bytes up, here and away; the handle ends."""
-        ...
 
     def settle(self) -> None:
         """A good moment to bound what is still leaving: compute may wait for earlier sends."""
-        ...
 
 
+@dataclass(eq=False)
 class KVStream:
     """What the layers of one sequence share: the mover, and the block that is ahead of its use."""
 
-    def __init__(
-        self,
-        mover: KVTransfer,
-        bounds: Bounds,
-        *,
-        rows: tuple[RowSpans, ...] | None,
-        block_tokens: int,
-        linked: bool = True,
-    ) -> None:
-        """Prepare for a sequence.
+    mover: KVTransfer
+    """Takes tensors away and brings them back."""
+    bounds: Bounds
+    """`(start, end)` of every chunk, in tokens."""
+    _: KW_ONLY
+    rows: tuple[RowSpans, ...] | None
+    """The spans of every row, or None when every row is one document."""
+    block_tokens: int
+    """Most tokens of a block; a longer chunk is a block of its own."""
+    linked: bool = True
+    """Whether a chunk follows the one before it at once. If not, nothing is prefetched for the next
+    one until `begin` says that it comes."""
 
-        Args:
-            mover: Takes tensors away and brings them back.
-            bounds: `(start, end)` of every chunk, in tokens.
-            rows: The spans of every row, or None when every row is one document.
-            block_tokens: Most tokens of a block; a longer chunk is a block of its own.
-            linked: Whether a chunk follows the one before it at once. If not, nothing is prefetched
-                for the next one until `begin` says that it comes.
-        """
-        self.linked = linked
-        self.mover = mover
-        self.bounds = bounds
-        self.rows = rows
-        self.block_tokens = block_tokens
+    def __post_init__(self) -> None:
         # Weakly: autograd's graph holds stores, and one of a frozen layer is to die with forward.
         self._layers: list[weakref.ref[StreamedKV]] = []
         self._ahead: dict[int, Handle] = {}
@@ -208,24 +193,24 @@ class _Like:
         """Of the sums of their gradients."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    def zeros(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        of = functools.partial(torch.zeros, dtype=dtype, device=self.device)
+        return of(self.k_shape), of(self.v_shape)
+
 
 class _BlockKeys:
-    """One block on the device; see `Keys`."""
-
     def __init__(self, block: Block, k_BKTH: Tensor, v_BKTH: Tensor) -> None:
         self.block = block
         self.gradient: tuple[Tensor, Tensor] | None = None
         self._here: tuple[Tensor, Tensor] | None = (k_BKTH, v_BKTH)
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
-        """See `Keys.run`."""
         assert self._here is not None, "a block is read before the next one is asked for"
         tokens = slice(start - self.block.start, end - self.block.start)
         k_BKTH, v_BKTH = self._here
         return rows_of(k_BKTH, row)[:, :, tokens], rows_of(v_BKTH, row)[:, :, tokens]
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
-        """See `Keys.add_gradient`."""
         assert self._here is not None, "a gradient comes before the next block is asked for"
         if self.gradient is None:
             if dk_BKTH.shape == self._here[0].shape:
@@ -247,7 +232,6 @@ class StreamedKV:
     """Keys and values of one layer that wait elsewhere; a `KVStore`. Made by `KVStream`."""
 
     def __init__(self, stream: KVStream, layer: int) -> None:
-        """Prepare an empty store for layer `layer` of `stream`."""
         self._stream = stream
         self._layer = layer
         self._keys: dict[int, Pair] = {}
@@ -262,11 +246,7 @@ class StreamedKV:
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Send keys and values of `chunk` away; here until its forward walk is over.
 
-        Args:
-            chunk: Index of the chunk.
-            k_BKCH: Its keys.
-            v_BKCH: Its values.
-            keep: Not used: what leaves needs no place to stay.
+        `keep` is not used: what leaves needs no place to stay.
         """
         start, end = self._stream.bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
@@ -278,7 +258,7 @@ class StreamedKV:
     def blocks(
         self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
     ) -> tuple[Block, ...]:
-        """The blocks in which `segments` are read; remembers the mask for what is ahead."""
+        """The blocks in which `pieces` are read; remembers the mask for what is ahead."""
         self._window, self._local = window, local
         return self._cut(pieces)
 
@@ -323,10 +303,7 @@ class StreamedKV:
             sum_k, sum_v = (self._stream.fetch(handle) for handle in self._sums[chunk])
             gradient = (sum_k.to(like.dtype, copy=True), sum_v.to(like.dtype, copy=True))
         else:
-            gradient = (
-                torch.zeros(like.k_shape, dtype=like.dtype, device=like.device),
-                torch.zeros(like.v_shape, dtype=like.dtype, device=like.device),
-            )
+            gradient = like.zeros(like.dtype)
         for entries in (self._keys, self._sums):
             for done in [other for other in entries if other >= chunk]:
                 for handle in entries.pop(done):
@@ -352,8 +329,7 @@ class StreamedKV:
         """See `KVStore.sums`; copies, for what was brought is given up at once."""
         like = self._like[chunk]
         if chunk not in self._sums:
-            zeros = functools.partial(torch.zeros, dtype=like.sum_dtype, device=like.device)
-            return zeros(like.k_shape), zeros(like.v_shape)
+            return like.zeros(like.sum_dtype)
         return self._copies(self._sums[chunk])
 
     def drop_sums(self, chunk: int) -> None:
@@ -365,8 +341,7 @@ class StreamedKV:
         """See `KVStore.add_sums`."""
         before, like = self._sums.pop(chunk, None), self._like[chunk]
         if before is None:
-            zeros = functools.partial(torch.zeros, dtype=like.sum_dtype, device=like.device)
-            sums = zeros(like.k_shape), zeros(like.v_shape)
+            sums = like.zeros(like.sum_dtype)
         else:
             sums = self._copies(before)
             for handle in before:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.engine.kv_offload import EngineTransfer
-from sppo_hf.engine.step_timer import Mark, mark
+from sppo_hf.engine.step_timer import Mark
 from sppo_hf.errors import ConfigError
 from sppo_hf.offload.prefetch_order import Frame
 from sppo_hf.offload.weights import HostWeights
@@ -40,30 +40,27 @@ class ActionLog:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with nothing."""
         self._device = device
         self._noted: list[tuple[Action, Mark, Mark]] = []
         self._open: tuple[Action, Mark] | None = None
         self._ended: Callable[[], None] | None = None
-        self._begin = mark(device)
+        self._begin = Mark(device)
 
     def begin(self, action: Action, ended: Callable[[], None] | None = None) -> None:
         """Compute turns to an action; it is noted when it ends.
 
-        Args:
-            action: What begins.
-            ended: Is called by `finish`, calls `end` and notes what else belongs to the action; for
-                those whose end nobody sees.
+        `ended`, for those whose end nobody sees, is called by `finish`, calls `end` and notes what
+        else belongs to the action.
         """
         self.finish()
-        self._open = action, mark(self._device)
+        self._open = action, Mark(self._device)
         self._ended = ended
 
     def end(self) -> None:
         """Note the action that began, if one did."""
         if self._open is not None:
             (action, begin), self._open = self._open, None
-            self._noted.append((action, begin, mark(self._device)))
+            self._noted.append((action, begin, Mark(self._device)))
 
     def finish(self) -> None:
         """What began has ended, for something else begins or nothing comes any more."""
@@ -73,7 +70,7 @@ class ActionLog:
 
     def note(self, action: Action) -> None:
         """Note an action beside compute, at the moment at which it is enqueued."""
-        now = mark(self._device)
+        now = Mark(self._device)
         self._noted.append((action, now, now))
 
     @property
@@ -209,9 +206,6 @@ class TraceFolder:
 
     def __init__(self, folder: str) -> None:
         """Make the folder, if it is not there.
-
-        Args:
-            folder: Whose path the settings have.
 
         Raises:
             ConfigError: It cannot be made or written to.

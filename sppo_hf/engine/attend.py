@@ -118,12 +118,7 @@ def attention_forward(
 
 
 def _context_for(module: nn.Module) -> ChunkContext:
-    """The context of the layer in which `module` attends.
-
-    Raises:
-        UnsupportedModelError: It attends outside the decoder layers.
-        SPPOError: No chunk runs.
-    """
+    """The context of the layer in which `module` attends."""
     context = current()
     if context is None:
         raise SPPOError(

@@ -58,7 +58,7 @@ def read_layout(
     left_padding: bool = False,
     blocks: bool = False,
 ) -> BatchLayout:
-    """Read the layout of a batch.
+    """Read the layout of a batch of B rows of T tokens.
 
     Args:
         batch_rows: B.

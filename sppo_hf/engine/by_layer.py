@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sppo_hf.engine.loaders import first_line
 from sppo_hf.engine.stages import AbsentLayer
 from sppo_hf.engine.structure import ModelParts
+from sppo_hf.errors import first_line
 from sppo_hf.planning.chunk_bounds import Bounds
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.

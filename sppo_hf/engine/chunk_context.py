@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from sppo_hf.attention.kv_cache import Keep, KeyOwners, KVStore
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.sequence_group import ExchangedAgain, SequenceGroup
 from sppo_hf.engine.structure import ModelParts
+
+if TYPE_CHECKING:
+    from sppo_hf.engine.chunk_runner import ChunkRunner
 
 # B batch rows, C tokens of a chunk, E channels.
 
@@ -45,39 +48,13 @@ Spans = tuple[tuple[int, int, bool], ...]
 """Runs of tokens of one row of a chunk: start, end, and whether it goes on from before."""
 
 
-class LayerRunner(Protocol):
-    """What the hooks of a model's layers and final norm call: see `ChunkRunner`."""
-
-    def before_layer(
-        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A layer begins; returns its arguments."""
-        ...
-
-    def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
-        """A layer has ended or failed; returns its output, None where that is `output` itself."""
-        ...
-
-    def before_norm(
-        self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The final norm begins; returns its arguments."""
-        ...
-
-    def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
-        """The final norm has ended or failed; see `after_layer`."""
-        ...
-
-
 class LayerStates:
     """States of one layer in one chunk: what is there before it, and what it leaves."""
 
     def __init__(self, before: States, documents: tuple[Spans, ...] | None = None) -> None:
-        """Begin a chunk.
+        """Begin a chunk with the states that the one before left; nothing in the first chunk.
 
-        Args:
-            before: What the chunk before left; nothing in the first chunk.
-            documents: The documents of every row in this chunk, where there are several.
+        `documents` are those of every row in this chunk, where there are several.
         """
         self.documents = documents
         self.after: dict[StateKey, Tensor] = {}
@@ -96,10 +73,7 @@ class LayerStates:
     def write_conv(self, key: StateKey, x_BEC: Tensor, kernel: int | None) -> Tensor:
         """Take the inputs of a causal convolution; returns them behind those kept from before.
 
-        Args:
-            key: Which state it is.
-            x_BEC: The chunk's inputs.
-            kernel: Inputs to keep; as many as are kept already if None, all in the first chunk.
+        `kernel` inputs are kept; as many as are kept already if None, all in the first chunk.
         """
         before = self.before.get(key)
         if before is not None:
@@ -143,7 +117,7 @@ class ChunkContext:
     """One chunk in one layer, or between layers (`layer` is None) a forward of the base model."""
 
     model: ModelParts
-    runner: LayerRunner | None = None
+    runner: ChunkRunner | None = None
     """What the hooks of the model's layers call; None where a layer runs without them."""
     last_position: Tensor | None = None
     """Largest position of the whole sequence, `[1, 1]`."""

@@ -66,7 +66,7 @@ from sppo_hf.engine.recurrent_state import (
     documents_in,
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
-from sppo_hf.engine.stage_input import StateEnd, enter
+from sppo_hf.engine.stage_message import StateEnd, enter
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors

@@ -36,35 +36,18 @@ from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
-LastPosition = Callable[[], Tensor | None]
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose table depends on the sequence's length."""
+    kind = getattr(module, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any("dynamic" in str(name) or name == "longrope" for name in kinds)
 
 
-def length_dependent_rotaries(base: nn.Module) -> list[nn.Module]:
-    """Rotary modules of `base` whose table depends on the sequence length."""
-    return [m for m in base.modules() if any(_depends(t) for t in _rope_types(m))]
-
-
-def hook_rotary(module: nn.Module, last_position: LastPosition) -> list[RemovableHandle]:
-    """Make `module` see the last position of the running sequence in every call.
-
-    Args:
-        module: A rotary module, called as `module(x, position_ids, ...)`.
-        last_position: Returns the running sequence's largest position as a `[1, 1]` tensor, or None
-            when no sequence runs; the module is then left alone.
-
-    Returns:
-        The hooks' handles.
-    """
-    return [
-        module.register_forward_pre_hook(partial(_append, last_position), with_kwargs=True),
-        module.register_forward_hook(partial(_cut_output, last_position)),
-    ]
-
-
-def _append(
-    last_position: LastPosition, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _append_last(
+    engine: Engine, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    last = last_position()
+    last = engine.last_position()
     if last is None:
         return None
     if "position_ids" in kwargs:
@@ -81,25 +64,12 @@ def _with_last(position_ids: Tensor, last: Tensor) -> Tensor:
     return torch.cat([position_ids, last.expand(*position_ids.shape[:-1], 1)], dim=-1)
 
 
-def _cut_output(last_position: LastPosition, _: nn.Module, __: Any, output: Any) -> Any:
-    return None if last_position() is None else _cut(output)
-
-
-def _cut(output: Any) -> Any:
+def _cut_last(engine: Engine, _: nn.Module, __: Any, output: Any) -> Any:
+    if engine.last_position() is None:
+        return None
     if isinstance(output, Tensor):
         return output[..., :-1, :]
-    return tuple(_cut(part) for part in output)
-
-
-def _rope_types(module: nn.Module) -> list[str]:
-    kind = getattr(module, "rope_type", None)
-    if isinstance(kind, dict):
-        return [str(value) for value in kind.values()]
-    return [kind] if isinstance(kind, str) else []
-
-
-def _depends(rope_type: str) -> bool:
-    return "dynamic" in rope_type or rope_type == "longrope"
+    return tuple(_cut_last(engine, _, __, part) for part in output)
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -127,13 +97,9 @@ def convert(
     observer: StepObserver | None = None,
     make_engine: MakeEngine = Engine,
 ) -> ModelT:
-    """Make `model` train chunk by chunk, in place.
+    """Make a causal language model, bare or wrapped by PEFT, train chunk by chunk, in place.
 
-    Args:
-        model: A Transformers causal language model, bare or wrapped by PEFT.
-        config: The settings.
-        observer: Is told about plans, units and records.
-        make_engine: Makes what runs it; the engine for one device by default.
+    `observer` is told about plans, units and records; `make_engine` makes what runs the model.
 
     Returns:
         `model` itself. Converting again with equal settings changes nothing.
@@ -207,8 +173,11 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def get_engine(model: nn.Module) -> Engine | None:
-    """The engine of a converted model, or None."""
-    conversion = find_causal_lm(model).__dict__.get(_ATTRIBUTE)
+    """The engine of a converted model; None of any other module, a loss or a value head, say."""
+    try:
+        conversion = find_causal_lm(model).__dict__.get(_ATTRIBUTE)
+    except UnsupportedModelError:
+        return None
     return None if conversion is None else conversion.engine
 
 
@@ -249,8 +218,11 @@ def _attach(
             norm.register_forward_pre_hook(NextToForward(_before_norm, engine), with_kwargs=True),
             norm.register_forward_hook(NextToForward(_after_norm, engine), always_call=True),
         ]
-    for rotary in length_dependent_rotaries(parts.base):
-        conversion.handles += hook_rotary(rotary, engine.last_position)
+    for rotary in filter(_depends_on_length, parts.base.modules()):
+        conversion.handles += [
+            rotary.register_forward_pre_hook(partial(_append_last, engine), with_kwargs=True),
+            rotary.register_forward_hook(partial(_cut_last, engine)),
+        ]
 
 
 def _stand_in(causal_lm: Any) -> types.MethodType:

@@ -30,20 +30,19 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.by_layer import NotByLayer
-from sppo_hf.engine.chunk_context import LayerRunner, current_of
+from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
-from sppo_hf.engine.fused import fused_tile
-from sppo_hf.engine.head import ModelHead
-from sppo_hf.engine.layer_kernels import prepare_layers, restore_layers
+from sppo_hf.engine.head import ModelHead, fused_tile
+from sppo_hf.engine.layer_kernels import check_mixer_kernels, prepare_layers, restore_layers
 from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.mixer_kernels import check_mixer_kernels
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache
+from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
 from sppo_hf.engine.step_observer import Direction, StepObserver
@@ -156,7 +155,6 @@ class Engine:
             self._kernels_tried = True
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the untouched model."""
         before, self._passes_on = self._passes_on, True
         try:
             with self._weights_there(backward_follows=False):
@@ -259,9 +257,6 @@ class Engine:
 
     def plan_after_failed_backward(self, error: RuntimeError) -> bool:
         """Plan with less memory from now on, if it ran out in the first backward of a plan.
-
-        Args:
-            error: What the backward of the last forward raised.
 
         Returns:
             Whether the step is worth a second try: the forward must run again with the backward.
@@ -515,20 +510,12 @@ class Engine:
             sequence.start_backward()
 
     def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
-        """What is cut along the tokens.
-
-        The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
-        seconds, tokens are embedded once and not chunk by chunk. On a GPU it costs nothing, and
-        embeddings of the whole sequence would stay on the device until its end.
-        """
-        embedding = self.parts.causal_lm.get_input_embeddings()
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
-        if call.device.type != "cpu" or "input_ids" not in call.tokens or not trained:
-            return call.tokens
-        if self.parts.reads_ids:
+        """What is cut along the tokens."""
+        embedded = self.parts.embedded_once(call.tokens)
+        if embedded is None:
             return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
-        return {"inputs_embeds": embedding(call.tokens["input_ids"]), **others}
+        return {"inputs_embeds": embedded, **others}
 
     # -- decisions ---------------------------------------------------------------------------
 
@@ -557,7 +544,7 @@ class Engine:
         return self.offload_holder.engine
 
     @property
-    def running(self) -> LayerRunner | None:
+    def running(self) -> ChunkRunner | None:
         """What runs chunks in this model now, in this thread; None where nothing does."""
         context = current_of(self.parts)
         return None if context is None else context.runner
@@ -822,22 +809,6 @@ def resting_parameters(
         elif parameter.requires_grad or of:
             others.append(parameter)
     return layers, others
-
-
-class RandomState:
-    """Random generators of the CPU and of a device, to be as they were."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Note how they are."""
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Let the next draw be the one that would have come."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 _RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")

@@ -111,9 +111,8 @@ class ForwardCall:
     def layout(self, *, all_positions: bool = False) -> BatchLayout:
         """The layout of the batch; see `read_layout`, which reads a few integers off the device.
 
-        Args:
-            all_positions: Whether positions without a label, padding among them, count as well:
-                their logits were asked for.
+        With `all_positions` those without a label, padding among them, count as well: their logits
+        were asked for.
 
         Raises:
             ConfigError: For holes, wrong shapes, left padding that cannot be exact, keys packed
@@ -357,12 +356,7 @@ def _refuse_other_types(name: str, value: object) -> None:
 
 
 def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
-    """The tokens whose logits the unmodified model would make, `[B, K]`; None for all.
-
-    Raises:
-        ConfigError: One of them is named twice: its loss would count twice. Or they are named by a
-            mask of rows and tokens, of which nothing says which labels are of which row.
-    """
+    """The tokens whose logits the unmodified model would make, `[B, K]`; None for all."""
     if keep is None or (isinstance(keep, int) and keep == 0):
         return None
     if not isinstance(keep, int):

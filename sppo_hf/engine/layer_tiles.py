@@ -32,6 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sppo_hf.engine.by_layer import Joint, Pieces
 from sppo_hf.engine.recompute import RecomputedLayer, is_compiled
+from sppo_hf.engine.structure import on_instances
 from sppo_hf.errors import SPPOError
 from sppo_hf.planning.chunk_bounds import Bounds
 
@@ -74,11 +75,7 @@ _found = weakref.WeakKeyDictionary()
 
 
 def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
-    """The token-wise modules of a layer; probed the first time.
-
-    Args:
-        layer: A decoder layer.
-        hidden: What it is about to get: tells width, dtype and device.
+    """The token-wise modules of a layer that is about to get `hidden`; probed the first time.
 
     Raises:
         NotTokenWise: A module takes hidden states alone, and mixes tokens.
@@ -140,11 +137,7 @@ class _Probe:
         self._like = like
 
     def of(self, name: str, module: nn.Module) -> TokenWise | None:
-        """What `module` returns; None if it does not take hidden states alone.
-
-        Raises:
-            NotTokenWise: It mixes tokens.
-        """
+        """What `module` returns; None if it does not take hidden states alone."""
         if is_compiled(module):
             return None
         like = self._like
@@ -222,19 +215,13 @@ class LayerTiles:
     """Runs token-wise modules of layers in tiles."""
 
     def __init__(self, tile_tokens: int) -> None:
-        """Prepare.
-
-        Args:
-            tile_tokens: Tokens of a tile, over all rows; 0 leaves everything as it is.
-        """
+        """Prepare for tiles of so many tokens, over all rows; 0 leaves everything as it is."""
         self._tile_tokens = tile_tokens
 
     def bounds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bounds:
         """Bounds of tiles, in tokens of each row, for a token-wise call; one where none are made.
 
-        Args:
-            args: Of the call: `[B, T, D]` alone, or it is no such call.
-            kwargs: Of the call.
+        A token-wise call has `[B, T, D]` alone as its argument.
         """
         (x, *others), tiles = args or (None,), 1
         if not isinstance(x, Tensor) or x.ndim != 3 or others or kwargs:
@@ -248,12 +235,9 @@ class LayerTiles:
     def inside(
         self, layer: nn.Module, hidden: Tensor, frame: RecomputedLayer | None
     ) -> Iterator[None]:
-        """Let token-wise modules of `layer` run in tiles.
+        """Let token-wise modules of `layer` run in tiles, for the first time or again.
 
-        Args:
-            layer: What runs, for the first time or again.
-            hidden: What it is given.
-            frame: Recomputes it; None where autograd keeps what it saves.
+        `frame` recomputes the layer; None where autograd keeps what it saves.
 
         Raises:
             NotTokenWise: See `token_wise`.
@@ -261,17 +245,12 @@ class LayerTiles:
         if not self._tile_tokens or hidden.shape[:-1].numel() <= self._tile_tokens:
             yield
             return
-        modules = token_wise(layer, hidden)
-        before = [part.module.__dict__.get("forward") for part in modules]
-        try:
-            for part in modules:
-                part.module.__dict__["forward"] = self._tiled(part, part.module.forward, frame)
+        tiled = {
+            part.module: self._tiled(part, part.module.forward, frame)
+            for part in token_wise(layer, hidden)
+        }
+        with on_instances("forward", tiled):
             yield
-        finally:
-            for part, own in zip(modules, before, strict=True):
-                del part.module.__dict__["forward"]
-                if own is not None:
-                    part.module.__dict__["forward"] = own
 
     def _tiled(
         self, part: TokenWise, forward: Callable[..., Any], frame: RecomputedLayer | None
@@ -409,16 +388,13 @@ class _OfGraph:
         return ()
 
     def take(self) -> Tensor:
-        """See `sppo_hf.engine.selective.Holder`."""
         assert self._output is not None, "a tensor is taken once"
         (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         self.drop()
         return x
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """See `take`."""
         raise AssertionError("a part of a layer has no keys")
 
     def drop(self) -> None:
-        """Let go of the tensor, taken or not."""
         self._output = None

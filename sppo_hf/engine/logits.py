@@ -74,11 +74,9 @@ class LogitsCollector:
         self._chunks = []
 
     def begin_chunk(self, labels_BC: Tensor) -> None:
-        """The tiles of a chunk come next.
+        """The tiles of a chunk come next, whose labels are as the caller gave them.
 
-        Args:
-            labels_BC: Its labels as the caller gave them; of a collector without `reduce` only the
-                shape counts.
+        Of a collector without `reduce` only their shape counts.
         """
         self._end_chunk()
         self._labels_BC = labels_BC
@@ -133,11 +131,7 @@ class LogitsCollector:
 
 
 def _check_leading(nest: Any, shape: Sequence[int]) -> None:
-    """Check that all tensors of a nest begin with `shape`.
-
-    Raises:
-        NotTokenWise: One does not, or there is something else than tensors.
-    """
+    """Check that all tensors of a nest begin with `shape`."""
 
     def check(x: Tensor) -> Tensor:
         if tuple(x.shape[:2]) != tuple(shape):

@@ -20,7 +20,8 @@ logits instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from sppo_hf.engine.parameter_hooks import hooks_set_aside
+from sppo_hf.engine.structure import hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError
+
+if TYPE_CHECKING:
+    from sppo_hf.engine.head import LigerTile
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 
@@ -42,75 +46,43 @@ Head = Callable[[Tensor], Tensor]
 """Maps hidden states `[1, M, D]` to logits `[1, M, V]`; the model's own code."""
 
 
-class TileKernel(Protocol):
-    """Does head and loss of some tokens at once, with their gradients."""
-
-    def most_tokens(self, tile_tokens: int) -> int:
-        """The tokens of a call that takes no more memory than a tile of `tile_tokens` does."""
-        ...
-
-    def __call__(
-        self,
-        hidden_MD: Tensor,
-        labels_M: Tensor,
-        trainable: Sequence[nn.Parameter],
-        ignore_index: int,
-    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Loss sum, gradient of the hidden states, gradients of `trainable`."""
-        ...
-
-
+@dataclass(eq=False)
 class ChunkedLoss:
     """Sum of the losses of one forward call's chunks."""
 
-    def __init__(
-        self,
-        head: Head,
-        parameters: Sequence[nn.Parameter],
-        *,
-        tile_tokens: int,
-        ignore_index: int = -100,
-        on_logits: Callable[[Tensor, slice], None] | None = None,
-        fused: TileKernel | None = None,
-        head_in_backward: bool = False,
-    ) -> None:
-        """Start a sum.
+    head: Head
+    """The model's head."""
+    parameters: Sequence[nn.Parameter]
+    """Parameters that `head` reads; those that require gradients get them."""
+    _: KW_ONLY
+    tile_tokens: int
+    """Tokens per tile, bounds the bytes of logits alive at once."""
+    ignore_index: int = -100
+    """The label that does not count."""
+    on_logits: Callable[[Tensor, slice], None] | None = None
+    """Is given the logits `[M, V]` of each tile, and which tokens of the chunk, its rows laid one
+    behind the other, they are of."""
+    fused: LigerTile | None = None
+    """A kernel that does head and loss of a tile at once, or None."""
+    head_in_backward: bool = False
+    """Whether the head's gradients must come out of the ordinary backward, as FSDP2 and hooks on
+    the head's modules demand; each tile's logits are then computed a second time there."""
 
-        Args:
-            head: The model's head.
-            parameters: Parameters that `head` reads; those that require gradients get them.
-            tile_tokens: Tokens per tile, bounds the bytes of logits alive at once.
-            ignore_index: The label that does not count.
-            on_logits: Is given the logits `[M, V]` of each tile, and which tokens of the chunk,
-                its rows laid one behind the other, they are of.
-            fused: A kernel that does head and loss of a tile at once, or None.
-            head_in_backward: Whether the head's gradients must come out of the ordinary backward,
-                as FSDP2 and hooks on the head's modules demand; each tile's logits are then
-                computed a second time there.
-        """
-        self._head = head
-        self._trainable = [p for p in parameters if p.requires_grad]
-        self._tile_tokens = tile_tokens
-        self._ignore_index = ignore_index
-        self._fused = fused
-        self._head_in_backward = head_in_backward
+    def __post_init__(self) -> None:
+        self._trainable = [p for p in self.parameters if p.requires_grad]
         self._head_grads: list[Tensor | None] = [None] * len(self._trainable)
-        self._reads = ReadTensors.of_named(("a weight of the head", p) for p in parameters)
+        self._reads = ReadTensors.of_named(("a weight of the head", p) for p in self.parameters)
         self._versions = self._reads.versions()
         self.scale = 1.0
-        self._on_logits = on_logits
 
     def add(self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool) -> Tensor:
         """Summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
 
-        Args:
-            hidden_BCD: What the base model returned.
-            labels_BC: Label of the token that follows each position.
-            last: Whether this is the last chunk that is added. Its node hands out the gradients of
-                the head's parameters, for all chunks; it is the first to run in backward.
+        Labels are those of the tokens that follow. The `last` chunk's node hands out the gradients
+        of the head's parameters, for all chunks; it is the first to run in backward.
         """
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
-        if grad and self._head_in_backward:
+        if grad and self.head_in_backward:
             return self._checkpointed(hidden_BCD, labels_BC)
         with torch.no_grad():
             total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
@@ -135,14 +107,14 @@ class ChunkedLoss:
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
         losses = []
-        for start in range(0, hidden_MD.shape[0], self._tile_tokens):
-            tile = slice(start, start + self._tile_tokens)
+        for start in range(0, hidden_MD.shape[0], self.tile_tokens):
+            tile = slice(start, start + self.tile_tokens)
             loss, logits_MV = checkpoint(
                 self._tile_loss, hidden_MD[tile], labels_M[tile], use_reentrant=False
             )
             losses.append(loss)
-            if self._on_logits is not None:
-                self._on_logits(logits_MV.detach(), tile)
+            if self.on_logits is not None:
+                self.on_logits(logits_MV.detach(), tile)
         return torch.stack(losses).sum()
 
     def refuse_changes(self) -> None:
@@ -156,9 +128,9 @@ class ChunkedLoss:
     def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
         self.refuse_changes()  # this may be backward, see `_checkpointed`
         # Not indexed, or backward would make zeros for another tile of logits.
-        logits_MV = self._head(hidden_MD[None]).squeeze(0)
+        logits_MV = self.head(hidden_MD[None]).squeeze(0)
         labels_M = labels_M.to(logits_MV.device)
-        return _SummedCrossEntropy.apply(logits_MV, labels_M, self._ignore_index), logits_MV
+        return _SummedCrossEntropy.apply(logits_MV, labels_M, self.ignore_index), logits_MV
 
     def tiles(
         self, hidden_BCD: Tensor, labels_BC: Tensor, grad: bool
@@ -168,25 +140,25 @@ class ChunkedLoss:
         labels_M = labels_BC.reshape(-1)
         total: Tensor | None = None
         dhidden_MD = torch.empty_like(hidden_MD) if grad else None
-        fused = self._fused if grad and self._on_logits is None else None
-        tile_tokens = self._tile_tokens if fused is None else fused.most_tokens(self._tile_tokens)
+        fused = self.fused if grad and self.on_logits is None else None
+        tile_tokens = self.tile_tokens if fused is None else fused.most_tokens(self.tile_tokens)
         for start in range(0, hidden_MD.shape[0], tile_tokens):
             tile = slice(start, start + tile_tokens)
             loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad, fused)
             total = loss if total is None else total + loss
             if dhidden_MD is not None and dtile is not None:
                 dhidden_MD[tile] = dtile
-            if self._on_logits is not None:
-                self._on_logits(logits_MV.detach(), tile)
+            if self.on_logits is not None:
+                self.on_logits(logits_MV.detach(), tile)
             del logits_MV, dtile  # or they would live on beside the next tile's
         assert total is not None, "a chunk has at least one token"
         return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
 
     def _tile(
-        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, fused: TileKernel | None
+        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, fused: LigerTile | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         if fused is not None:
-            args = (hidden_MD, labels_M, self._trainable, self._ignore_index)
+            args = (hidden_MD, labels_M, self._trainable, self.ignore_index)
             loss, dhidden_MD, dweights = fused(*args)
             self._add_head_grads(dweights)
             return loss, dhidden_MD, hidden_MD
@@ -198,7 +170,7 @@ class ChunkedLoss:
             with _SummedGradients(self._trainable, self._head_grads):
                 loss, logits_MV = self._tile_loss(leaf_MD, labels_M)
             self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
-            if self._on_logits is None:
+            if self.on_logits is None:
                 logits_MV = logits_MV.new_empty(0)  # nobody needs them any more
             # The ordinary backward runs outside autocast; so must this one.
             # The head's own hooks see the sum, when `_TiledLoss` hands it out.
@@ -366,10 +338,7 @@ class _TiledLoss(torch.autograd.Function):
 def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:
     """Divide the summed loss as Transformers does, with PyTorch's gradient for an empty mean.
 
-    Args:
-        total: Sum over labels that count, shape `[]`.
-        count: Number of labels that count, shape `[]`.
-        divisor: `num_items_in_batch` or `count`, shape `[]`.
+    All are of shape `[]`; `count` labels count, `divisor` is `num_items_in_batch` or `count`.
 
     Returns:
         `total / divisor`; its gradient is zero where `count` is zero, although the value is NaN.

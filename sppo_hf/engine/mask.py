@@ -216,9 +216,7 @@ _causal = weakref.WeakKeyDictionary()
 def separating_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | None:
     """The positions in which `parts` looks for packed documents where no attention mask is given.
 
-    Args:
-        parts: The model.
-        position_ids: `[B or 1, T]`, or `[A, B or 1, T]`.
+    They are given as `[B or 1, T]` or `[A, B or 1, T]`.
 
     Returns:
         `[B or 1, T]`; None where the model lets documents of one row see each other.
@@ -238,10 +236,7 @@ def separating_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | No
 def is_causal_with(parts: ModelParts, argument: str, value: int) -> bool:
     """Whether tokens whose types are all `value` see what they see without types.
 
-    Args:
-        parts: The model.
-        argument: Name of the argument, `token_type_ids` for one.
-        value: The type.
+    The types' argument is called `token_type_ids`, for one.
     """
     known = _causal.setdefault(parts.base, {})
     key = argument, value, parts.causal_lm.training

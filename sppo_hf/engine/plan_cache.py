@@ -60,11 +60,7 @@ class ProfileCorrector:
     """Watches steps until each plan has been measured once."""
 
     def __init__(self, group: SequenceGroup | None = None) -> None:
-        """Watch none yet.
-
-        Args:
-            group: The ranks that share every sequence, which must all learn the same.
-        """
+        """Watch none yet; the ranks of `group`, which share every sequence, must learn the same."""
         self._group = group
         self._steps: dict[int, int] = {}
         self._plans: list[Plan] = []
@@ -129,14 +125,7 @@ class PlanCache:
         room: OffloadHolder,
         group: SequenceGroup | None = None,
     ) -> None:
-        """Hold none yet.
-
-        Args:
-            parts: The model.
-            config: Its settings.
-            room: Is prepared for every plan.
-            group: The ranks that share every sequence, which must all run the same plan.
-        """
+        """Hold none yet; `room` is prepared for every plan, which all ranks of `group` run."""
         self._parts = parts
         # Ranks that share a sequence exchange the tokens of one chunk after the other.
         self._config = config if group is None else config.replace(order="by_chunk")
@@ -193,9 +182,7 @@ class PlanCache:
     def rest(self, config: SPPOConfig, plan: Plan | None = None) -> None:
         """Plan with weights and optimizer where `config` has them from now on.
 
-        Args:
-            config: The settings.
-            plan: Was made so, and is kept.
+        `plan` was made so, and is kept.
         """
         self._config = self._config.replace(weights=config.weights, optimizer=config.optimizer)
         self._plans = {key: one for key, one in self._plans.items() if one is plan}
@@ -229,12 +216,7 @@ class PlanCache:
     ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time.
 
-        Args:
-            batch_rows: Rows.
-            total_tokens: Tokens of each row.
-            device: Where the model is.
-            observer: Is shown a new plan.
-            return_logits: Whether the logits of all tokens are kept.
+        With `return_logits` the logits of all tokens are kept.
 
         Raises:
             ConfigError: The device is of another type, or the settings do not fit the length.
@@ -352,12 +334,7 @@ class PlanCache:
     def need_for_logits(
         self, batch_rows: int, total_tokens: int, device: torch.device
     ) -> tuple[int, int | None]:
-        """What an evaluation takes that keeps the logits of all tokens.
-
-        Args:
-            batch_rows: Rows of the batch.
-            total_tokens: Tokens of each row.
-            device: Where the model is.
+        """What an evaluation takes that keeps the logits of all tokens of a batch.
 
         Returns:
             The predicted peak on the device in bytes, logits among them, and the device's budget;

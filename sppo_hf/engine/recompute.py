@@ -224,7 +224,9 @@ class RecomputedLayer:
             )
             for (kind, layer, at), state in given.items()
         }
-        rest = tree_map_only(Tensor, _detach, _without_shared_keys(_without_hidden(args, kwargs)))
+        rest = tree_map_only(
+            Tensor, _detach, _without_shared_keys(_with_hidden(None, args, kwargs))
+        )
         self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
         self._versions = self._reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._rest))
@@ -311,10 +313,8 @@ class RecomputedLayer:
     def part(self, module: nn.Module, label: str, hidden: Holder) -> FramePart:
         """A frame for a call of `module` on a part of the tokens, inside the layer's forward.
 
-        Args:
-            module: A part of the layer.
-            label: What it is, and which tokens: the same in all layers of a kind.
-            hidden: Has the call's input in backward.
+        `label` says what it is, and which tokens: the same in all layers of a kind. `hidden` has
+        the call's input in backward.
         """
         keep = self._keep
         assert keep is not None, "parts are made while the frame is open"
@@ -365,7 +365,7 @@ class RecomputedLayer:
         before, self._next_unseen = self._unseen[self._next_unseen], self._next_unseen + 1
         beside = self._beside
         if isinstance(beside, SelectiveReplayer) and before.after is not None:
-            before.after.go_on()
+            before.after.restore()
             return beside.unseen(count), before.need_grads
         beside.__exit__(None, None, None)
         try:
@@ -524,13 +524,8 @@ class RecomputedLayer:
     ) -> None:
         """Run the layer's forward once more; attention's results come from `get`.
 
-        See [Note: backward has no context] in `chunk_context`.
-
-        Args:
-            args: The layer's arguments.
-            kwargs: Its keyword arguments.
-            states: What its mixers read. What they write was written in forward.
-            take_keys: Gets keys and values, BKCH, and ends the run.
+        See [Note: backward has no context] in `chunk_context`. Of `states` what mixers write was
+        written in forward; `take_keys` gets keys and values, BKCH, and ends the run.
         """
         given, group, stashed = self._context.states, self._context.group, self._recomputing
         if group is not None and stashed is not None and self._exchanged is None:
@@ -652,14 +647,10 @@ class FramePart(RecomputedLayer):
         like: RunContext,
         **others: Any,
     ) -> None:
-        """Make a frame.
+        """Make a frame; `others` are those of `RecomputedLayer`.
 
-        Args:
-            module: What runs.
-            hidden: Has its input in backward.
-            of_parts: Gets what the part multiplied and holds.
-            like: The layer's, with which the part's is shared where it is the same.
-            others: See `RecomputedLayer`.
+        `hidden` has the input in backward, `of_parts` gets what the part multiplied and holds; what
+        is as in `like`, the layer's, is shared.
         """
         super().__init__(module, **others)
         self._input = hidden
@@ -688,35 +679,42 @@ class FramePart(RecomputedLayer):
             self._layer.forward(*args, **kwargs)
 
 
-class RunContext:
+class RandomState:
+    """Random generators of the CPU and of a device, to be as they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Let the next draw be the one that would have come."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class RunContext(RandomState):
     """Random state and autocast settings of a first forward, for a second one."""
 
     def __init__(self, device: torch.device, *, like: RunContext | None = None) -> None:
         """Note what holds now, on the CPU and on `device`; what is as in `like` is shared."""
-        self._device = device
-        self._rng_cpu = torch.get_rng_state()
-        if like is not None and torch.equal(self._rng_cpu, like._rng_cpu):
-            self._rng_cpu = like._rng_cpu  # 5 KB
-        self._rng_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        super().__init__(device)
+        if like is not None and torch.equal(self._cpu, like._cpu):
+            self._cpu = like._cpu  # 5 KB
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {device.type, "cpu"}
         ]
         self._cache = torch.is_autocast_cache_enabled()
 
-    def go_on(self) -> None:
-        """Draw what was drawn from here on."""
-        torch.set_rng_state(self._rng_cpu)
-        if self._rng_cuda is not None:
-            torch.cuda.set_rng_state(self._rng_cuda, self._device)
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let what was noted hold once more; afterwards all is as it was before."""
         with contextlib.ExitStack() as stack:
-            devices = [self._device] if self._rng_cuda is not None else []
+            devices = [self._device] if self._cuda is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            self.go_on()
+            self.restore()
             for kind, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
@@ -737,14 +735,6 @@ def _no_unpack(_: object) -> Tensor:
 
 def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _without_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (None, *args[1:]), kwargs
-    return (), {**kwargs, "hidden_states": None}
 
 
 def _without_shared_keys(arguments: Any) -> Any:
@@ -775,7 +765,7 @@ def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[
 
 
 def _with_hidden(
-    hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (hidden, *args[1:]), kwargs

@@ -39,7 +39,7 @@ from transformers.cache_utils import Cache
 
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.chunk_context import LayerStates, Spans, StateKey, current
-from sppo_hf.engine.structure import mixers_of
+from sppo_hf.engine.structure import mixers_of, on_instances
 from sppo_hf.errors import UnsupportedModelError
 
 # B batch rows, C tokens of a chunk or document, D model width, E channels, K kernel size.
@@ -73,7 +73,6 @@ class StateCache(Cache):
     """The running layer's states, in the interface of Transformers' caches; keys pass through."""
 
     def __init__(self, num_layers: int) -> None:
-        """Make the cache of a model with so many decoder layers."""
         super().__init__(layers=[_CacheLayer(self, layer) for layer in range(num_layers)])  # type: ignore[misc]
 
     def _states(self) -> LayerStates:
@@ -157,24 +156,15 @@ def documents_in(
 def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
     """Let the mixers of `layer` see one document at a time; see [Note: packed documents].
 
-    Args:
-        layer: The decoder layer that is about to run.
-        states: Its states; nothing is done where they name no documents.
+    Nothing is done where its states name no documents.
     """
     if states is None or states.documents is None:
         yield
         return
     mixers = mixers_of(layer)
-    before = [mixer.__dict__.get("forward") for mixer in mixers]
-    for mixer in mixers:
-        mixer.forward = functools.partial(_by_document, mixer.forward)
-    try:
+    apart = {mixer: functools.partial(_by_document, mixer.forward) for mixer in mixers}
+    with on_instances("forward", apart):
         yield
-    finally:
-        for mixer, own in zip(mixers, before, strict=True):
-            del mixer.__dict__["forward"]
-            if own is not None:
-                mixer.forward = own
 
 
 def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:

@@ -18,6 +18,7 @@ as well.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -30,25 +31,22 @@ from sppo_hf.errors import UnsupportedModelError
 # B batch rows, C tokens of a chunk, T tokens of the sequence, E experts.
 
 
+@dataclass(eq=False)
 class RouterLoss:
     """The sums of one forward call."""
 
-    def __init__(
-        self, num_experts: int, top_k: int, coefficient: float, *, backward_by_chunk: bool = False
-    ) -> None:
-        """Begin at zero.
+    num_experts: int
+    """E."""
+    top_k: int
+    """Experts that a token chooses."""
+    coefficient: float
+    """Factor of this loss in the model's loss."""
+    _: KW_ONLY
+    backward_by_chunk: bool = False
+    """Whether backward begins at each chunk's sums, which `add` returns, and not at `value`; see
+    [Note: gradient of the router loss by chunks]."""
 
-        Args:
-            num_experts: E.
-            top_k: Experts that a token chooses.
-            coefficient: Factor of this loss in the model's loss.
-            backward_by_chunk: Whether backward begins at each chunk's sums, which `add` returns,
-                and not at `value`; see [Note: gradient of the router loss by chunks].
-        """
-        self._num_experts = num_experts
-        self._top_k = top_k
-        self._coefficient = coefficient
-        self._backward_by_chunk = backward_by_chunk
+    def __post_init__(self) -> None:
         self._chosen_E: Tensor | None = None
         self._probability_E: Tensor | None = None
         self._tokens: Tensor | int = 0
@@ -56,10 +54,6 @@ class RouterLoss:
     @classmethod
     def of(cls, parts: ModelParts, *, backward_by_chunk: bool = False) -> RouterLoss | None:
         """The loss that `parts` adds to the loss of its labels; None where it is switched off.
-
-        Args:
-            parts: The model.
-            backward_by_chunk: See `__init__`.
 
         Raises:
             UnsupportedModelError: It is switched on, and what it is made of is not known.
@@ -110,7 +104,7 @@ class RouterLoss:
         whole_E: Tensor | None = None
         for logits in router_logits or ():
             weights = torch.softmax(logits, dim=-1)
-            _, chosen = torch.topk(weights, self._top_k, dim=-1)
+            _, chosen = torch.topk(weights, self.top_k, dim=-1)
             if tokens[0] == tokens[1]:
                 weight = weights.new_zeros(len(weights), dtype=torch.float32)
             counts = torch.ones_like(chosen, dtype=torch.float32)
@@ -127,7 +121,7 @@ class RouterLoss:
             # Into a new tensor: the sum before is none that anybody's graph has saved.
             self._chosen_E = ones_E if self._chosen_E is None else self._chosen_E + ones_E
         if whole_E is not None:
-            kept_E = whole_E.detach() if self._backward_by_chunk else whole_E
+            kept_E = whole_E.detach() if self.backward_by_chunk else whole_E
             before_E = self._probability_E
             self._probability_E = kept_E if before_E is None else before_E + kept_E
         return whole_E
@@ -135,41 +129,39 @@ class RouterLoss:
     def sum_over_ranks(
         self, total: Callable[[Tensor], Tensor], device: torch.device | None = None
     ) -> None:
-        """Add up the sums of several ranks; after the last chunk.
+        """Add up the sums of several ranks, by `total`; after the last chunk.
 
-        Args:
-            total: Returns the sum of a tensor over the ranks.
-            device: Where a rank without a router has its zeros; None where all have one or none.
+        A rank without a router has zeros on `device`; None where all have one or none.
         """
         if self._chosen_E is None or self._probability_E is None:
             if device is None:
                 return
-            zeros_E = torch.zeros(self._num_experts, dtype=torch.float32, device=device)
+            zeros_E = torch.zeros(self.num_experts, dtype=torch.float32, device=device)
             self._chosen_E, self._probability_E = zeros_E, zeros_E
         tokens = torch.as_tensor(
             self._tokens, dtype=self._chosen_E.dtype, device=self._chosen_E.device
         )
         sums = total(torch.cat([self._chosen_E, self._probability_E, tokens.view(1)]))
         self._chosen_E, self._probability_E, (self._tokens,) = sums.split(
-            [self._num_experts, self._num_experts, 1]
+            [self.num_experts, self.num_experts, 1]
         )
 
     def gradient(self) -> Tensor:
         """Of this loss with its coefficient, by what `add` returned for any chunk, `[E]`."""
         assert self._chosen_E is not None, "a chunk was added, or sums of other ranks were"
-        return self._coefficient * self._num_experts * self._chosen_E / self._tokens**2
+        return self.coefficient * self.num_experts * self._chosen_E / self._tokens**2
 
     def value(self) -> Tensor | None:
         """The loss without its coefficient, shape `[]`; None where no layer has a router."""
         if self._chosen_E is None or self._probability_E is None:
             return None
         share_E, mean_E = self._chosen_E / self._tokens, self._probability_E / self._tokens
-        return torch.sum(share_E * mean_E) * self._num_experts
+        return torch.sum(share_E * mean_E) * self.num_experts
 
     def added_to(self, output: Any) -> MoeCausalLMOutputWithPast:
         """`output` (loss and logits) with this loss on top of its own, as such models return it."""
         value: Any = self.value()
         loss = output.loss
         if value is not None:
-            loss = loss + self._coefficient * value.to(loss.device)
+            loss = loss + self.coefficient * value.to(loss.device)
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=value, logits=output.logits)

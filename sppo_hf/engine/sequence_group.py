@@ -76,11 +76,9 @@ class Exchange(Protocol):
 
     def wait(self) -> Tensor:
         """What has come."""
-        ...
 
     def pending(self) -> Tensor:
         """Where it will be, without a gradient; `SequenceGroup.wait_for` it before it is read."""
-        ...
 
 
 class SequenceGroup(Protocol):
@@ -89,37 +87,29 @@ class SequenceGroup(Protocol):
     @property
     def size(self) -> int:
         """n, at least 2."""
-        ...
 
     @property
     def rank(self) -> int:
         """This rank's number among them."""
-        ...
 
     @property
     def granules(self) -> int | None:
         """See `own_heads`."""
-        ...
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """Give every rank its heads of all tokens: `[B, N, c, H]` to `[B, N / n, C, H]`."""
-        ...
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
         """Give every rank its tokens of all heads: `[B, N / n, C, H]` to `[B, N, c, H]`."""
-        ...
 
     def wait_for(self, x: Tensor) -> Tensor:
         """A tensor that was `pending`, once it is there; others are there at once."""
-        ...
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
         """All tokens on every rank, `[B, C, D]`; see [Note: gradients of a shared sequence]."""
-        ...
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the ranks; see [Note: gradients of a shared sequence]."""
-        ...
 
     def decide(self, make: Callable[[], ValueT], better: Callable[[ValueT], float]) -> ValueT:
         """What one rank has made, on all of them: the one for which `better` is smallest.
@@ -128,7 +118,6 @@ class SequenceGroup(Protocol):
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        ...
 
 
 @contextmanager
@@ -165,10 +154,7 @@ def part_lengths(tokens: int, size: int) -> list[int]:
 def check_heads(num_heads: int, size: int, name: str) -> None:
     """Refuse ranks that cannot have equally many heads.
 
-    Args:
-        num_heads: Query heads; of layers that have different numbers, what divides all of them.
-        size: Ranks.
-        name: Whose heads they are.
+    Of layers that have different numbers `num_heads` is what divides all of them.
 
     Raises:
         ConfigError: `size` does not divide `num_heads`; says which sizes do.
@@ -201,14 +187,10 @@ def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
 
 
 def own_heads(num_heads: int, part: int, size: int, granules: int | None = None) -> range:
-    """The heads, of so many, of one of the ranks that divide them.
+    """The heads, of so many queries, keys or values, of one of the ranks that divide them.
 
-    Args:
-        num_heads: Of queries, keys or values.
-        part: The rank's number among them.
-        size: Ranks.
-        granules: Runs of equally many heads that are not divided further; None where `size` divides
-            `num_heads`.
+    `granules` runs of equally many heads are not divided further; None where `size` divides
+    `num_heads`.
     """
     runs = num_heads if granules is None else granules
     heads = num_heads // runs
@@ -230,11 +212,8 @@ def key_positions(have: list[range], need: list[range]) -> tuple[list[int], list
     """Which keys pass between two ranks, of sets that divide the same heads otherwise.
 
     Each key/value head that the second rank holds comes from the rank that has the first of the
-    query heads for which it is held; gradients go back the same way.
-
-    Args:
-        have: `held_keys` of the first rank.
-        need: Of the second.
+    query heads for which it is held; gradients go back the same way. What they hold is said by
+    `held_keys`.
 
     Returns:
         Their places among the key/value heads that the first rank holds, and, as many, among those

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import ModelParts, mixers_of
+from sppo_hf.engine.structure import ModelParts, mixers_of, modules_in_place, on_instances
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 # B batch rows, C tokens of a chunk, D model width.
@@ -46,6 +46,9 @@ _AFTER = ("altup_unembed_projections",)
 
 _PER_LAYER_INPUT = "per_layer_input"
 """The argument of a layer for its own input."""
+
+Place = tuple[nn.Module, str, nn.Module | None]
+"""Parent, name and module."""
 
 _MAKES_PER_LAYER_INPUTS = "project_per_layer_inputs"
 """The decoder's method that makes them of embeddings, and of what a table of its own has."""
@@ -152,11 +155,8 @@ class StagedModel:
     def __init__(self, parts: ModelParts, cut: StageCut, *, helps: bool = False) -> None:
         """Cut `parts` in place; what is not kept is let go.
 
-        Args:
-            parts: The whole model.
-            cut: Which stages there are, and which are this rank's.
-            helps: Whether units of all other stages may run here too; see [Note: stages that are
-                helped with].
+        With `helps` units of all other stages may run here too; see [Note: stages that are helped
+        with].
 
         Raises:
             ConfigError: The stages do not cover the model's layers.
@@ -198,34 +198,19 @@ class StagedModel:
     @contextlib.contextmanager
     def running(self, stage: int) -> Iterator[None]:
         """Let the base model run the layers of `stage` alone, at the moment."""
-        decoder: Any = self.parts.decoder
-        modules = decoder._modules
-        whole = modules[self._layers_name]
-        modules[self._layers_name] = self._views[stage]
         # What layers are given was made on the first stage, and is not made again.
-        made_before = stage > 0 and hasattr(decoder, _MAKES_PER_LAYER_INPUTS)
-        if made_before:
-            setattr(decoder, _MAKES_PER_LAYER_INPUTS, lambda _, made: made)
-        try:
-            with self._with_ends(stage):
-                yield
-        finally:
-            modules[self._layers_name] = whole
-            if made_before:
-                delattr(decoder, _MAKES_PER_LAYER_INPUTS)
-
-    @contextlib.contextmanager
-    def _with_ends(self, *stages: int) -> Iterator[None]:
-        """Let what is around the layers of helped stages be in the model, at the moment."""
-        ends = [end for stage in stages for end in self._ends.get(stage, ())]
-        before = [parent._modules[name] for parent, name, _ in ends]
-        for parent, name, module in ends:
-            parent._modules[name] = module
-        try:
+        made_before = stage > 0 and hasattr(self.parts.decoder, _MAKES_PER_LAYER_INPUTS)
+        as_made = {self.parts.decoder: lambda _, made: made} if made_before else {}
+        with (
+            modules_in_place(self._places(self._views[stage], stage)),
+            on_instances(_MAKES_PER_LAYER_INPUTS, as_made),
+        ):
             yield
-        finally:
-            for (parent, name, _), module in zip(ends, before, strict=True):
-                parent._modules[name] = module
+
+    def _places(self, layers: nn.ModuleList, *stages: int) -> list[Place]:
+        """Where layers, and what is around those of helped stages, are in the model."""
+        ends = [end for stage in stages for end in self._ends.get(stage, ())]
+        return [(self.parts.decoder, self._layers_name, layers), *ends]
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -233,14 +218,9 @@ class StagedModel:
         if not self.helps:
             yield
             return
-        modules = self.parts.decoder._modules
-        own = modules[self._layers_name]
-        modules[self._layers_name] = nn.ModuleList(self.parts.layers)
-        try:
-            with self._with_ends(*sorted({0, self.cut.num_stages - 1})):
-                yield
-        finally:
-            modules[self._layers_name] = own
+        ends = {0, self.cut.num_stages - 1}
+        with modules_in_place(self._places(nn.ModuleList(self.parts.layers), *ends)):
+            yield
 
     def helped_modules(self) -> list[nn.Module]:
         """Layers and ends of other stages that are here."""

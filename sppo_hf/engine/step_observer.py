@@ -64,38 +64,23 @@ class StepObserver:
     """Base of all observers; every method does nothing until overridden."""
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
-        """A plan is about to be used for the first time.
-
-        Args:
-            plan: The plan for batches of this shape.
-            model_name: How to name the model to a reader.
-        """
+        """A plan is about to be used for the first time, of a model with this name for readers."""
 
     def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
         """The first steps have been measured, and speeds are no longer those of the profile.
 
-        Args:
-            before: The plan so far.
-            after: The plan from now on; its modes are the same where no others would be faster.
-            measured: A step of the plan so far.
+        Modes of the plan from now on are the same where no others would be faster.
         """
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
-        """The engine enters a unit.
+        """The engine enters a unit; backward walks the chunks in reverse.
 
-        Args:
-            direction: Which way the unit runs; backward walks the chunks in reverse.
-            chunk: Index of the chunk, counted from 0; layer by layer, those of all layers before
-                are counted too.
-            num_chunks: Chunks of this sequence; layer by layer, of all layers.
+        Chunks count from 0. Layer by layer those of all layers before are counted too, and
+        `num_chunks` are those of all layers.
         """
 
     def on_record(self, record: StepRecord) -> None:
-        """A forward (and its backward, in training) has ended.
-
-        Args:
-            record: What it cost.
-        """
+        """A forward (and its backward, in training) has ended."""
 
 
 class ObserverHub(StepObserver):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,56 +33,33 @@ from sppo_hf.planning.prediction import MeasuredStep
 Phase = Literal["forward", "backward", "end"]
 
 
-class Mark(Protocol):
-    """A point in the work."""
+class Mark:
+    """The point in a device's work at which the host is now: a clock reading, or on CUDA an event.
+
+    That is in the device's current stream; the device need not be the current one.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        self._event: torch.cuda.Event | None = None
+        self._at_seconds = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            # Autograd's thread has the model's device as its current one, others have what is set.
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._at_seconds = time.perf_counter()
 
     def passed(self) -> bool:
-        """Whether the work has come to this point; never waits."""
-        ...
+        """Whether the work has come to this point; never waits. The host's always has."""
+        return self._event is None or self._event.query()
 
     def seconds_until(self, later: Mark) -> float:
         """Seconds from here to a later mark of the same kind; both passed."""
-        ...
-
-
-class ClockMark:
-    """A reading of the host's clock."""
-
-    def __init__(self) -> None:
-        self.at_seconds = time.perf_counter()
-
-    def passed(self) -> bool:
-        """Return True: the host runs no work ahead of itself."""
-        return True
-
-    def seconds_until(self, later: Mark) -> float:
-        """Seconds between two readings."""
-        assert isinstance(later, ClockMark), "marks of one timer are of one kind"
-        return later.at_seconds - self.at_seconds
-
-
-class CudaMark:
-    """An event in the current CUDA stream of a device, which need not be the current device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        # Autograd's thread has the model's device as its current one, others have what is set.
-        self.event.record(torch.cuda.current_stream(device))
-
-    def passed(self) -> bool:
-        """Whether the device has passed the event."""
-        return self.event.query()
-
-    def seconds_until(self, later: Mark) -> float:
-        """Seconds of device time between two passed events."""
-        assert isinstance(later, CudaMark), "marks of one timer are of one kind"
-        return self.event.elapsed_time(later.event) / 1e3
-
-
-def mark(device: torch.device | str) -> Mark:
-    """The point in a device's work at which the host is now."""
-    device = torch.device(device)
-    return CudaMark(device) if device.type == "cuda" else ClockMark()
+        if self._event is None or later._event is None:
+            assert self._event is later._event, "marks of one timer are of one kind"
+            return later._at_seconds - self._at_seconds
+        return self._event.elapsed_time(later._event) / 1e3
 
 
 @dataclass(slots=True)
@@ -96,7 +73,7 @@ class ChunkTimer:
 
     def enter(self, phase: Phase, chunk: int = 0) -> None:
         """Mark that a chunk begins, or that a phase ends."""
-        self._marks.append((phase, chunk, mark(self.device)))
+        self._marks.append((phase, chunk, Mark(self.device)))
 
     def ready(self) -> bool:
         """Whether all marks have been passed."""
@@ -153,45 +130,34 @@ class UnitLabel:
             self._open = None
 
 
+@dataclass(eq=False)
 class StepTimer:
     """Marks of one forward call and its backward, for observers and for a profiler's trace."""
 
-    def __init__(
-        self,
-        observer: StepObserver,
-        plan: Plan,
-        shape: ModelShape,
-        *,
-        device: torch.device,
-        took: Callable[[], OffloadStats],
-        began_seconds: float,
-        on_step: Callable[[StepTimer], None],
-        share: tuple[int, int] = (0, 1),
-    ) -> None:
-        """Start watching.
+    observer: StepObserver
+    """Is told."""
+    plan: Plan
+    """What runs."""
+    shape: ModelShape
+    """For counting FLOPs."""
+    _: KW_ONLY
+    device: torch.device
+    """Where the model is."""
+    took: Callable[[], OffloadStats]
+    """Returns what was moved since it was last asked."""
+    began_seconds: float
+    """`time.perf_counter()` when the call came in."""
+    on_step: Callable[[StepTimer], None]
+    """Is told when a training step has been recorded."""
+    share: tuple[int, int] = (0, 1)
+    """This rank's number among the ranks that share the sequence, and how many they are. Sums of
+    tokens and FLOPs over the ranks count each once."""
 
-        Args:
-            observer: Is told.
-            plan: What runs.
-            shape: For counting FLOPs.
-            device: Where the model is.
-            took: Returns what was moved since it was last asked.
-            began_seconds: `time.perf_counter()` when the call came in.
-            on_step: Is told when a training step has been recorded.
-            share: This rank's number among the ranks that share the sequence, and how many they
-                are. Sums of tokens and FLOPs over the ranks count each once.
-        """
-        self._observer = observer
-        self._plan = plan
-        self._began = began_seconds
-        self._shape = shape
-        self._take_stats = took
+    def __post_init__(self) -> None:
         self._forward_seconds = 0.0
         self._backward_began: float | None = None
         self._backward_ended = False
-        self._on_step = on_step
-        self._share = share
-        self._stopwatch = ChunkTimer(device)
+        self._stopwatch = ChunkTimer(self.device)
         self._label = UnitLabel()
         self._stats = OffloadStats()
 
@@ -200,16 +166,11 @@ class StepTimer:
         """Whether backward has begun and not ended: it runs now, or it raised."""
         return self._backward_began is not None and not self._backward_ended
 
-    @property
-    def plan(self) -> Plan:
-        """The plan that ran."""
-        return self._plan
-
     def measured(self) -> MeasuredStep | None:
         """Seconds per chunk and bytes moved; None while the device has not come that far."""
         if not self._stopwatch.ready():
             return None
-        num_chunks = self._plan.num_chunks
+        num_chunks = self.plan.num_chunks
         return MeasuredStep(
             forward_seconds=self._stopwatch.seconds("forward", num_chunks),
             backward_seconds=self._stopwatch.seconds("backward", num_chunks),
@@ -222,34 +183,32 @@ class StepTimer:
 
     def forward_unit(self, chunk: int, layer: int | None = None) -> None:
         """Forward enters `chunk`; by layer, of `layer`."""
-        if self._plan.device.kind == "cpu" and layer is None:
+        if self.plan.device.kind == "cpu" and layer is None:
             return_free_heap()
         self._enter("forward", chunk, layer)
 
     def watch_backward(self, chunk: int, hidden_BCD: Tensor, layer: int | None = None) -> None:
         """Report when backward enters `chunk`; the last report comes when backward has ended.
 
-        Args:
-            chunk: The chunk.
-            hidden_BCD: What the unit has computed.
-            layer: By layer, the layer; None for what comes after all layers.
+        `hidden_BCD` is what the unit has computed. By layer, `layer` is None for what comes after
+        all layers.
         """
         if hidden_BCD.requires_grad:
             hidden_BCD.register_hook(lambda _grad: self._backward_unit(chunk, layer))
 
     def _enter(self, direction: Direction, chunk: int, layer: int | None) -> None:
         self._stopwatch.enter(direction, chunk)
-        if self._plan.order == "by_chunk":
+        if self.plan.order == "by_chunk":
             self._label.enter(f"{direction} chunk {chunk}")
-            self._observer.on_unit(direction, chunk, self._plan.num_chunks)
+            self.observer.on_unit(direction, chunk, self.plan.num_chunks)
         elif layer is not None:
             self._label.enter(f"{direction} layer {layer} chunk {chunk}")
-            units = self._plan.num_layers * self._plan.num_chunks
-            self._observer.on_unit(direction, layer * self._plan.num_chunks + chunk, units)
+            units = self.plan.num_layers * self.plan.num_chunks
+            self.observer.on_unit(direction, layer * self.plan.num_chunks + chunk, units)
 
     def forward_done(self, output: ModelOutput) -> None:
         """Forward has ended; without a gradient to come, so has the step."""
-        self._forward_seconds = time.perf_counter() - self._began
+        self._forward_seconds = time.perf_counter() - self.began_seconds
         self._stopwatch.enter("end")
         self._label.leave()
         tensors = [value for value in output.values() if isinstance(value, Tensor)]
@@ -257,7 +216,7 @@ class StepTimer:
             self._record(training=False, backward_seconds=0.0)
 
     def _backward_unit(self, chunk: int, layer: int | None) -> None:
-        if self._plan.device.kind == "cpu" and layer is None:
+        if self.plan.device.kind == "cpu" and layer is None:
             return_free_heap()
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
@@ -272,24 +231,24 @@ class StepTimer:
         self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
 
     def _record(self, *, training: bool, backward_seconds: float) -> None:
-        rows, tokens = self._plan.batch_rows, self._plan.total_tokens
+        rows, tokens = self.plan.batch_rows, self.plan.total_tokens
         flops = step_flops if training else forward_flops
-        start, end = part_of(0, rows * tokens, *self._share)
-        self._stats = self._take_stats()
-        prediction = self._plan.prediction
-        self._observer.on_record(
+        start, end = part_of(0, rows * tokens, *self.share)
+        self._stats = self.took()
+        prediction = self.plan.prediction
+        self.observer.on_record(
             StepRecord(
                 tokens=end - start,
                 batch_rows=rows,
                 total_tokens=tokens,
-                model_flops=flops(self._shape, rows, tokens) / self._share[1],
+                model_flops=flops(self.shape, rows, tokens) / self.share[1],
                 forward_seconds=self._forward_seconds,
                 backward_seconds=backward_seconds,
                 offload=self._stats,
                 planned_seconds=prediction.forward_backward_seconds if prediction else None,
-                num_chunks=self._plan.num_chunks,
+                num_chunks=self.plan.num_chunks,
                 training=training,
             )
         )
         if training:
-            self._on_step(self)
+            self.on_step(self)

@@ -1,5 +1,7 @@
 """Where things are in a Hugging Face causal language model, and whether we can train it exactly.
 
+And which of Transformers' automatic classes makes one of a configuration.
+
 Finds the parts the engine needs (base model, decoder layers, the configs that attention reads, the
 head) in a bare model or inside a PEFT wrapper, and refuses, with the reason and the remedy, what
 would not be exact chunk by chunk. It looks at modules and configs only; it runs nothing, and
@@ -8,14 +10,25 @@ changes nothing but the model's own activation checkpointing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -44,11 +57,7 @@ _WRITES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules in `module` that carry a state: those whose code writes it into a cache."""
-    return tuple(child for child in module.modules() if _writes_states(type(child)))
-
-
-def _writes_states(kind: type[nn.Module]) -> bool:
-    return bool(_WRITES & names_used(kind))
+    return tuple(child for child in module.modules() if _WRITES & names_used(type(child)))
 
 
 @functools.cache
@@ -130,6 +139,19 @@ class ModelParts:
         own_tables = getattr(self.text_config, "hidden_size_per_layer_input", None)
         return bool(own_tables) or self.is_multimodal
 
+    def embedded_once(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
+        """Embeddings `[B, T, D]` of the whole sequence, where chunks are to be cut from them.
+
+        The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
+        seconds, tokens are embedded once and not chunk by chunk. On a GPU it costs nothing, and
+        embeddings of the whole sequence would stay on the device until its end.
+        """
+        embedding, ids = self.causal_lm.get_input_embeddings(), tokens.get("input_ids")
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
+        if ids is None or ids.device.type != "cpu" or not trained or self.reads_ids:
+            return None
+        return embedding(ids)
+
     def final_norm(self) -> nn.Module | None:
         """The first norm defined behind the decoder layers; None where there is none."""
         layers = set(self.layers)
@@ -174,6 +196,36 @@ class ModelParts:
         for parameter in self.causal_lm.parameters(recurse=False):
             seen.setdefault(id(parameter), parameter)
         return list(seen.values())
+
+
+@contextlib.contextmanager
+def on_instances(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
+    """Let objects have this attribute on the instance (a forward, say); at exit as before."""
+    before = {owner: owner.__dict__.get(name) for owner in values}
+    try:
+        for owner, value in values.items():
+            owner.__dict__[name] = value
+        yield
+    finally:
+        for owner, own in before.items():
+            owner.__dict__.pop(name, None)
+            if own is not None:
+                owner.__dict__[name] = own
+
+
+@contextlib.contextmanager
+def modules_in_place(
+    places: Sequence[tuple[nn.Module, str, nn.Module | None]],
+) -> Iterator[None]:
+    """Let other modules stand in these places, each (parent, name, module); at exit as before."""
+    before = [parent._modules[name] for parent, name, _ in places]
+    for parent, name, module in places:
+        parent._modules[name] = module
+    try:
+        yield
+    finally:
+        for (parent, name, _), own in zip(places, before, strict=True):
+            parent._modules[name] = own
 
 
 def find_causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -322,6 +374,7 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
     mixed = bool(mixers_of(causal_lm)) or any(
         getattr(module, "carries_state", False) for module in causal_lm.modules()
     )
+    recurrent = getattr(causal_lm, "_is_stateful", False)
     reason = None
     if causal_lm.config.is_encoder_decoder:
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
@@ -330,7 +383,7 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
     elif foreign := sorted(layer_types - LAYER_TYPES):
         seen = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
         reason = indexer_reason(config) or seen
-    elif _is_recurrent(causal_lm, layer_types) and not mixed:
+    elif (recurrent or layer_types & STATE_LAYER_TYPES) and not mixed:
         reason = OWN_STATE
     elif not getattr(decoder, "_supports_attention_backend", False) and not mixed:
         reason = "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
@@ -339,10 +392,6 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
             f"{name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, or "
             "choose a family that `sppo check --list` names (`sppo check MODEL` tests one)."
         )
-
-
-def _is_recurrent(causal_lm: PreTrainedModel, layer_types: set[str]) -> bool:
-    return getattr(causal_lm, "_is_stateful", False) or bool(layer_types & STATE_LAYER_TYPES)
 
 
 def _base_of(causal_lm: PreTrainedModel) -> nn.Module:
@@ -373,3 +422,74 @@ def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:
             if all(isinstance(layer, GradientCheckpointingLayer) for layer in child):
                 best = tuple(child)
     return best
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Context for PEFT's `get_peft_model` and `from_pretrained`.
+
+    PEFT asks models for `is_gradient_checkpointing`, a name that newer releases of Transformers
+    call deprecated. Nothing else is silenced.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+BUILD_ERRORS = (
+    *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, ImportError, OSError, StrictDataclassError),
+)
+"""What model and configuration classes raise where settings do not fit together, or where some of
+them are looked up on the hub."""
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a causal language model: `config`, or that of its text decoder alone.
+
+    Returns:
+        `config` itself if Transformers has a language model of it as a whole, encoders of images
+        and sound included, or if its text decoder has none of its own.
+    """
+    text = config.get_text_config(decoder=True)
+    if loader_of(config) is None and loader_of(text) is not None:
+        return text
+    return config
+
+
+def loader_of(config: PreTrainedConfig) -> Any:
+    """The automatic class that makes a language model of this very configuration, or None."""
+    for loader in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) not in loader._model_mapping:
+            continue
+        model_class: Any = loader._model_mapping[type(config)]
+        # Of some types AutoModelForCausalLM loads the text decoder alone, by the configuration
+        # inside; draft models are described by their model's configuration.
+        inner = getattr(config, "sub_configs", {}).get("text_config")
+        if inner is None or model_class.config_class is not inner:
+            return loader
+    return None
+
+
+@contextlib.contextmanager
+def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which backward runs no hook that was set on `parameters` before it."""
+    aside: list[tuple[Any, dict[int, Any]]] = []
+    for parameter in parameters:
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            if hooks:
+                # The mapping itself belongs to autograd and to the handles that remove hooks.
+                aside.append((hooks, dict(hooks)))
+                hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in aside:
+            since = dict(hooks)
+            hooks.clear()
+            hooks.update(before | since)
+
+
+def any_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a hook is set on any of `parameters`."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

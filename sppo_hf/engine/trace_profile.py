@@ -52,20 +52,32 @@ from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import PrefixLength
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
 from sppo_hf.engine.layer_tiles import is_searched, is_worth_tiles
-from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of, quiet_peft
 from sppo_hf.engine.mask import MaskMeaning
-from sppo_hf.engine.matmul_operations import operation, storage_key, tensors_in
 from sppo_hf.engine.recurrent_state import StateCache
-from sppo_hf.engine.selective import NeedlessRecorder, SelectiveRecorder
+from sppo_hf.engine.selective import (
+    NeedlessRecorder,
+    SelectiveRecorder,
+    operation,
+    storage_key,
+    tensors_in,
+)
 from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout
-from sppo_hf.engine.structure import ATTENTION_DROPOUT_FIELDS, ModelParts, find_parts
-from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.engine.structure import (
+    ATTENTION_DROPOUT_FIELDS,
+    BUILD_ERRORS,
+    ModelParts,
+    decoder_config,
+    find_parts,
+    loader_of,
+    modules_in_place,
+    on_instances,
+    quiet_peft,
+)
+from sppo_hf.errors import ConfigError, SPPOError, first_line
 from sppo_hf.planning.config_file import check_sizes, family, rotary_limit_tokens, to_fields
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
 from sppo_hf.rules import refuse, show
-
-__all__ = ["trace_config", "trace_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +108,7 @@ _INDEX = frozenset(("layer_idx", "layer_id", "layer_number"))
 def trace_config(config: object, training: Training) -> ModelProfile:
     """Traces the causal language model that a configuration describes; see `trace_model`.
 
-    Args:
-        config: of Transformers, or an object with the fields of a `config.json`.
-        training: how the model is trained.
+    The configuration is of Transformers, or an object with the fields of a `config.json`.
 
     Raises:
         UnsupportedModelError: the engine cannot run such a model.
@@ -126,12 +136,7 @@ def trace_config(config: object, training: Training) -> ModelProfile:
 
 
 def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> ModelProfile:
-    """Traces a model.
-
-    Args:
-        config: its configuration; it is not changed.
-        training: how it is trained.
-        make: makes the model of a configuration and a `dtype`.
+    """Traces a model, which `make` makes of a configuration, left as it is, and a `dtype`.
 
     Raises:
         UnsupportedModelError: the engine cannot run such a model.
@@ -226,16 +231,13 @@ def _build(config: PreTrainedConfig, training: Training, make: Any) -> nn.Module
         return make(config, dtype=_DTYPES[training.parameter_bytes]).train()
 
 
-@contextlib.contextmanager
-def _only(parts: ModelParts, layers: Sequence[nn.Module]) -> Iterator[None]:
+def _only(
+    parts: ModelParts, layers: Sequence[nn.Module]
+) -> contextlib.AbstractContextManager[None]:
     """Leaves the other decoder layers out of a model for a while."""
     modules = parts.decoder._modules
     name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
-    whole, modules[name] = modules[name], nn.ModuleList(layers)
-    try:
-        yield
-    finally:
-        modules[name] = whole
+    return modules_in_place([(parts.decoder, name, nn.ModuleList(layers))])
 
 
 def _make_fake(module: nn.Module) -> None:
@@ -247,7 +249,6 @@ def _make_fake(module: nn.Module) -> None:
 
 
 def _adapt(parts: ModelParts, lora: LoraShape) -> None:
-    """Freezes a model and adapts it in place."""
     model = parts.causal_lm
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -290,13 +291,16 @@ def _linear_names(base: nn.Module, lora: LoraShape) -> Iterator[str]:
 
 
 class _Call(NamedTuple):
-    """How the model calls one of its layers."""
-
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     stored: dict[int | None, Tensor]
     """Keys that layers have attended to, by memory; one for all layers."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """What the layer is given to work on."""
+        return self.args[0] if self.args else self.kwargs[_HIDDEN]
 
 
 def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
@@ -307,7 +311,7 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     def left_out(layer: nn.Module, returned: Callable[[Any], Any]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.append(_Call(layer, args, kwargs, stored))
-            return returned(args[0] if args else kwargs[_HIDDEN])
+            return returned(calls[-1].hidden)
 
         return forward
 
@@ -333,24 +337,20 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
     failed: Exception | None = None
     for returned in _RETURNED:
         calls.clear()
-        for layer in parts.layers:
-            layer.forward = left_out(layer, returned)
+        forwards = {layer: left_out(layer, returned) for layer in parts.layers}
         try:
-            with attention_taken_over(ChunkContext(model=parts)), _autocast(training):
+            with (
+                on_instances("forward", forwards),
+                attention_taken_over(ChunkContext(model=parts)),
+                _autocast(training),
+            ):
                 parts.base(**inputs)
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             failed = failed or error
             continue
-        finally:
-            for layer in parts.layers:
-                del layer.forward
-        if len({_hidden_of(call).dim() for call in calls}) == 1:
+        if len({call.hidden.dim() for call in calls}) == 1:
             return calls
     raise failed or ValueError("the model does not call its layers as the others do")
-
-
-def _hidden_of(call: _Call) -> Tensor:
-    return call.args[0] if call.args else call.kwargs[_HIDDEN]
 
 
 # What layers return: hidden states, alone or first.
@@ -415,15 +415,7 @@ def _trace_layer(
     training: Training,
     reached: bool,
 ) -> LayerProfile:
-    """Traces one layer.
-
-    Args:
-        parts: the model.
-        calls: how it calls the layer at two lengths.
-        lengths: these, in tokens.
-        training: how it is trained.
-        reached: whether the layer's input needs a gradient.
-    """
+    """Traces one layer by its calls at two lengths; `reached`: its input needs a gradient."""
     runs = [
         _Run(parts, call, tokens, training, reached=reached)
         for call, tokens in zip(calls, lengths, strict=True)
@@ -587,7 +579,6 @@ class _Run:
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
-        """An argument as a leaf of the graph."""
         if name == SHARED_KEYS:
             return value  # layers write into it what later ones read
 
@@ -603,7 +594,6 @@ class _Run:
 
     @property
     def again(self) -> bool:
-        """No layer runs again here."""
         return False
 
     def get(self) -> None:
@@ -611,7 +601,6 @@ class _Run:
         self._recorder.pause()
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
-        """Attention has ended."""
         self._attending_child = self._counter.child
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
@@ -619,7 +608,6 @@ class _Run:
         self._recorder.resume(out_BNCH, lse_BNC)
 
     def forward(self) -> _Counts:
-        """Runs the layer and counts."""
         with _autocast(self._training):
             self._out = self._forward()
         forward = self._counter.products
@@ -696,16 +684,9 @@ class _Run:
             for part in self._layer.modules()
             if part is not self._layer and is_worth_tiles(part) and not is_searched(part)
         ]
-        before = [part.__dict__.get("forward") for part in modules]
-        try:
-            for part in modules:
-                part.__dict__["forward"] = functools.partial(self._in_tile, part, part.forward)
+        in_tiles = {part: functools.partial(self._in_tile, part, part.forward) for part in modules}
+        with on_instances("forward", in_tiles):
             yield
-        finally:
-            for part, own in zip(modules, before, strict=True):
-                del part.__dict__["forward"]
-                if own is not None:
-                    part.__dict__["forward"] = own
 
     def _in_tile(
         self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -790,7 +771,6 @@ class _Run:
 
     @property
     def states(self) -> States:
-        """What the layer's mixers have left."""
         return self._states.after
 
     def graph_nodes(self) -> int:
@@ -823,15 +803,12 @@ class _Size:
         self.nbytes = tensor.nbytes
 
     def handles(self) -> tuple[()]:
-        """Nothing is away."""
         return ()
 
     def take(self) -> Tensor:
-        """Nothing is played back."""
         raise AssertionError("a traced layer is not recomputed")
 
     def borrow(self) -> NoReturn:
-        """Nothing is played back."""
         raise AssertionError("a traced layer is not recomputed")
 
     def drop(self) -> None:
@@ -887,7 +864,6 @@ class _FlopCounter(TorchDispatchMode):
                 handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation."""
         op = operation(func)
         if op.name == "aten::_grouped_mm" and isinstance(args[0], FakeTensor):
             out = _grouped_product(*args, **(kwargs or {}))

@@ -20,8 +20,6 @@ Versions = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A tensor that forward reads."""
-
     name: str
     tensor: Tensor
     owner: dict[str, Any] | None = None
@@ -32,7 +30,6 @@ class ReadTensors:
     """Tensors that a piece of the model reads beside what passes through it."""
 
     def __init__(self, reads: Iterable[_Read]) -> None:
-        """Remember the tensors; `of_module` and `of_named` make these."""
         self._reads = tuple(reads)
         self._own_writes: set[int] = set()
 
@@ -75,14 +72,10 @@ class ReadTensors:
         }
 
     def refuse_changes(self, versions: Versions, where: str) -> None:
-        """Refuse to go on where a tensor is not what it was.
-
-        Args:
-            versions: What `versions` returned in forward.
-            where: What backward is about to do, for the message.
+        """Refuse to go on where a tensor is not what it was when `versions` was asked in forward.
 
         Raises:
-            SPPOError: Naming the first tensor that was written into, or replaced.
+            SPPOError: Naming the first tensor that was written into, or replaced, and `where`.
         """
         for index, (read, version) in enumerate(zip(self._reads, versions, strict=True)):
             if index in self._own_writes:

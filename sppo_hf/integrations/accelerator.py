@@ -4,32 +4,44 @@ An existing instance is turned into an `SPPOAccelerator` by assigning its class,
 global patch nor a Trainer subclass is needed. This file knows nothing of the Trainer except that it
 switches activation checkpointing on in the model, which the engine must own alone.
 
-In `save_state` and `load_state` of a pipeline run,
-models and optimizers are written and read by `sppo_hf.pipeline`; schedulers, samplers, counters and
-registered objects stay Accelerate's business. Of these, Accelerate unpickles the registered objects
+Ranks of one pipeline get the same batches and hold different parameters, which neither DDP's nor
+tensor parallelism's paths of Accelerate expect; so loaders, optimizers, norms and scalers are
+treated here. In `save_state` and `load_state` of a pipeline run, models and optimizers are written
+and read by `sppo_hf.pipeline`; schedulers, samplers, counters and registered objects stay
+Accelerate's business. Of these, Accelerate unpickles the registered objects
 (`register_for_checkpointing`), which may run code; nothing else does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import extract_model_from_parallel, gather_object, is_compiled_module
-from torch import nn
+from accelerate.utils import (
+    extract_model_from_parallel,
+    gather_object,
+    is_compiled_module,
+    recursively_apply,
+)
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
+from sppo_hf.engine.device_facts import bind_to_device
 from sppo_hf.engine.engine import Engine, rests_on_host
 from sppo_hf.engine.structure import own_recomputation
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -41,20 +53,9 @@ from sppo_hf.integrations.limits import (
     use_fused_kernel,
     why_on_device,
 )
-from sppo_hf.integrations.pipeline import (
-    agree_on_infinities,
-    clip_to,
-    engine_of,
-    keep_own_parameters,
-    once_per_pipeline,
-    only_tensors,
-    prepare_loader,
-    total_norm,
-)
-from sppo_hf.pipeline.affinity import bind_to_device
+from sppo_hf.pipeline.agreement import first_rank_says
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
-from sppo_hf.pipeline.checkpoint_files import reading
-from sppo_hf.pipeline.checkpoint_marks import read_mark, refuse_torn
+from sppo_hf.pipeline.checkpoint_files import read_mark, reading, refuse_torn
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,
     load_plain_optimizer,
@@ -63,9 +64,9 @@ from sppo_hf.pipeline.checkpoint_state import (
     save_state,
 )
 from sppo_hf.pipeline.checkpoint_weights import gather_weights, load_weights, save_weights
-from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
+from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.sequence_parallel import convert_to_shared_sequences
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import explaining
 
 if TYPE_CHECKING:
@@ -74,14 +75,201 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Save everything into a folder; every process calls this.
+def prepare_loader(accelerator: Accelerator, mesh: PipelineMesh, loader: Any, place: Any) -> Any:
+    """Prepare a data loader so that ranks that share batches get the same rows, replicas others.
 
-    Args:
-        accelerator: Has one prepared model, cut.
-        save: Accelerate's own `save_state`, which makes the folder and returns it.
-        *args: For `save`.
-        **kw: For `save`.
+    `place` says whether to put batches on the device; None for the Accelerator's own setting.
+
+    Raises:
+        ConfigError: Rank 0 was to hand the data out.
+    """
+    if accelerator.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True hands every process other rows, but ranks that share batches "
+            f"(pp_size={mesh.pp_size}, sp_size={mesh.sp_size}) need the same ones. Allowed: "
+            "dispatch_batches=False or None. Remedy: drop dispatch_batches; every rank then reads "
+            "the dataset itself."
+        )
+    if mesh.dp_size == 1:
+        _shuffle_alike(loader, mesh)
+    rng_types: Any = accelerator.rng_types
+    prepared: Any = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=mesh.dp_size,
+        process_index=mesh.dp_rank,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement if place is None else place,
+        rng_types=None if rng_types is None else list(rng_types),
+        # Every rank reads for itself: dispatching would give each another part.
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+    # Accelerate's loaders ask for the iterator of the one that they wrap by this name.
+    inner = prepared.base_dataloader
+    inner.__iter__ = functools.partial(_tell_reading, inner.__iter__)
+    return prepared
+
+
+def _tell_reading(read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Iterate over what a loader reads, and let other ranks hear that this one is reading."""
+    batches, ended = read(), object()
+    while True:
+        with explaining("reading a batch"):
+            batch = next(batches, ended)
+        if batch is ended:
+            return
+        yield batch
+
+
+def _shuffle_alike(loader: Any, mesh: PipelineMesh) -> None:
+    """Have all ranks of a pipeline shuffle alike, also where the script has set no seed.
+
+    Accelerate does so over the processes that share a dataset; to it, these are one.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        seed = first_rank_says(mesh, int(torch.empty((), dtype=torch.int64).random_().item()))
+        sampler.generator = torch.Generator().manual_seed(seed)
+
+
+def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+    """Take parameters of other stages out of an optimizer that was made before models were cut.
+
+    The groups stay.
+    """
+    own = {id(p) for model in models for p in model.parameters()}
+    for group in optimizer.param_groups:
+        foreign = [p for p in group["params"] if id(p) not in own]
+        group["params"] = [p for p in group["params"] if id(p) in own]
+        for parameter in foreign:
+            optimizer.state.pop(parameter, None)
+
+
+def engine_of(
+    models: Iterable[nn.Module], parameters: Iterable[Tensor] | None = None
+) -> PipelineEngine | None:
+    """The pipeline engine among the prepared models, if there is one.
+
+    A frozen reference model may be among them: `parameters` pick the model that they belong to; the
+    last one where they belong to none.
+    """
+    wanted = None if parameters is None else {id(p) for p in parameters}
+    found = None
+    for model in models:
+        engine = get_engine(model)
+        if isinstance(engine, PipelineEngine):
+            found = engine
+            if wanted is None or any(id(p) in wanted for p in model.parameters()):
+                break
+    return found
+
+
+@torch.no_grad()
+def total_norm(
+    engine: PipelineEngine, parameters: Sequence[nn.Parameter], norm_type: float
+) -> Tensor:
+    """Norm of the gradients of all stages together; tied weights count once, shape `[]`.
+
+    `norm_type` is 2, another p, or infinity.
+    """
+    mesh = engine.mesh
+    # The first rank's copy of a tied weight stands for both.
+    twice = set() if mesh.is_first else {id(p) for p in engine.shared_parameters()}
+    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in twice]
+    double = any(g.dtype == torch.float64 for g in grads)
+    wide = torch.float64 if double else torch.float32
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in grads]
+    kept = torch.stack(norms).to(mesh.device) if norms else torch.zeros(1, device=mesh.device)
+    own = torch.linalg.vector_norm(kept, norm_type).double()
+    infinite = math.isinf(norm_type)
+    # A rank without a gradient cannot know what the others' are: it must hear of the dtype too,
+    # or its norm, which may be the one that is logged, is another one than theirs.
+    both = torch.stack([own if infinite else own**norm_type, own.new_tensor(float(double))])
+    dist.all_reduce(
+        both, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.pipeline
+    )
+    norm = both[0] if infinite else both[0] ** (1.0 / norm_type)
+    return norm if both[1] else norm.float()
+
+
+@torch.no_grad()
+def clip_to(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients down so that their norm, which is `norm`, is at most `max_norm`."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad))
+
+
+class PipelineGradScaler(torch.amp.GradScaler):
+    """A gradient scaler whose ranks agree on whether a gradient was infinite.
+
+    Stages hold different gradients; if each decided by itself, some would step and others not.
+    """
+
+    sppo_group: Any
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)  # type: ignore[misc]
+        if not found:  # a stage without a gradient has a say as well, and must hear the others
+            infinite: Tensor = kwargs["found_inf"] if "found_inf" in kwargs else args[2]
+            found = {infinite.device: infinite}
+        for infinite in found.values():
+            dist.all_reduce(infinite, op=dist.ReduceOp.MAX, group=self.sppo_group)
+        return found
+
+
+def agree_on_infinities(scaler: Any, mesh: PipelineMesh) -> None:
+    """Turn an Accelerator's gradient scaler into one that all stages share; again is fine."""
+    if scaler is None or isinstance(scaler, PipelineGradScaler):
+        return
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(
+            f"The gradient scaler {type(scaler).__name__} cannot be shared by the stages of a "
+            "pipeline. Allowed: torch.amp.GradScaler. Remedy: mixed_precision='bf16', which needs "
+            "none."
+        )
+    shared: Any = scaler
+    shared.__class__ = PipelineGradScaler
+    shared.sppo_group = mesh.pipeline
+
+
+def only_tensors(nest: Any) -> bool:
+    """Whether a nest of lists, tuples and dicts holds tensors alone."""
+    try:
+        recursively_apply(lambda x: x, nest, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:
+    """Of what was gathered from all ranks, keep one's part of those that share batches.
+
+    That is tensors `[ranks * n, ...]`, or a nest of them; or lists of `ranks * n` objects.
+    """
+    if isinstance(gathered, Tensor):
+        parts = gathered.chunk(mesh.dp_size * len(mesh.sharing_ranks))
+        return torch.cat(parts[:: len(mesh.sharing_ranks)])
+    if isinstance(gathered, dict):
+        return type(gathered)({k: once_per_pipeline(mesh, v) for k, v in gathered.items()})
+    if isinstance(gathered, list) and not any(isinstance(x, Tensor) for x in gathered):
+        sharing = len(mesh.sharing_ranks)
+        size = len(gathered) // (mesh.dp_size * sharing)
+        runs = range(0, len(gathered), size * sharing) if size else ()
+        return [x for start in runs for x in gathered[start : start + size]]
+    if isinstance(gathered, list | tuple):
+        return type(gathered)(once_per_pipeline(mesh, x) for x in gathered)
+    return gathered
+
+
+def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Save everything into a folder that Accelerate's own `save` makes; every process calls this.
 
     Raises:
         ConfigError: More than one model was prepared.
@@ -99,12 +287,7 @@ def load_pipeline_state(
 ) -> None:
     """Load what `save_pipeline_state` or Accelerate's own `save_state` wrote.
 
-    Args:
-        accelerator: Has one prepared model, cut.
-        load: Accelerate's own `load_state`.
-        input_dir: The folder; None for the newest of those that are named automatically.
-        *args: For `load`.
-        **kw: For `load`.
+    `input_dir` is the folder; None for the newest of those that are named automatically.
 
     Raises:
         ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
@@ -385,13 +568,9 @@ class SPPOAccelerator(Accelerator):
 
 
 def attach(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
-    """Turn an Accelerator into an `SPPOAccelerator`; attaching the same plugin again is fine.
+    """Turn an Accelerator, of any subclass, into an `SPPOAccelerator`; again is fine.
 
     From here on the process runs on the processors next to its GPU, where what it pins will lie.
-
-    Args:
-        accelerator: An Accelerator, of any subclass.
-        plugin: What it converts its models with.
 
     Raises:
         ConfigError: Another plugin is attached to this Accelerator.
@@ -409,7 +588,7 @@ def attach(accelerator: Accelerator, plugin: SPPOPlugin) -> None:
         logger.info("bound to the processors next to %s", accelerator.device)
 
 
-@cache
+@functools.cache
 def _class_for(kind: type[Accelerator]) -> type[SPPOAccelerator]:
     """Return the class that adds SPPO to `kind` and keeps whatever `kind` overrides."""
     if kind is Accelerator:
@@ -427,13 +606,8 @@ def convert_once(
     """Convert a model unless that was done, and take recomputation over from it.
 
     A module that holds no Transformers model at all (a loss, a value head) is none of our business
-    and is left alone; so is a model that is only evaluated, where it could not be converted.
-
-    Args:
-        model: What is to be prepared, before or after Accelerate wrapped it.
-        plugin: Settings, and the observer of the engine.
-        device: Where a pipeline will run; where the model is, by default.
-        evaluated: Whether the model is not trained here.
+    and is left alone; so is a model that is only evaluated, where it could not be converted. A
+    pipeline runs on `device`; where the model is, by default.
 
     Raises:
         ConfigError: The model is compiled, or was converted with other settings.
@@ -477,13 +651,7 @@ def convert_once(
 
 def _engine_inside(model: nn.Module) -> Engine | None:
     """The engine of what is prepared or was; None where nothing in it is converted."""
-    model = extract_model_from_parallel(model)
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
-        return None
-    try:
-        return get_engine(model)
-    except UnsupportedModelError:
-        return None  # left alone, since it is only evaluated
+    return get_engine(extract_model_from_parallel(model))
 
 
 def _obstacle(model: nn.Module) -> str | None:
@@ -523,11 +691,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 def without_mixed_precision_wrapper(model: nn.Module) -> nn.Module:
     """Take off the autocast wrapper that `Accelerator.prepare_model` put around `forward`.
 
-    Args:
-        model: A model without distributed wrappers.
-
-    Returns:
-        The same model.
+    The model is without distributed wrappers; it is returned.
     """
     # Accelerate leaves the forward that it wrapped in this attribute.
     forward = model.__dict__.pop("_original_forward", None)

@@ -129,11 +129,8 @@ class StepMeter(StepObserver):
     ) -> dict[str, float]:
         """Return the numbers since the last drain, and start anew.
 
-        Args:
-            world_tokens: Tokens of all ranks since the last drain; None where they are not known,
-                and then there is no `sppo/tokens_per_second`.
-            peak_flops_per_second: The device's peak; None where it is not known, and then there
-                is no MFU.
+        Where `world_tokens`, those of all ranks since the last drain, are not known, there is no
+        `sppo/tokens_per_second`; where the device's peak is not, no MFU.
 
         Returns:
             Numbers by name, or nothing if no step has ended. [Note: what the numbers mean]
@@ -381,7 +378,6 @@ class _Shortened:
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Print."""
         ours = {k: v for k, v in (logs or {}).items() if k.startswith("sppo/")}
         if logs is not None and ours:
             logs = {k: v for k, v in logs.items() if k not in ours}

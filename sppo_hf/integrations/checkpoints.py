@@ -35,16 +35,19 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
-from sppo_hf.engine.structure import find_causal_lm
-from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.engine.structure import find_causal_lm, on_instances
+from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.training_step import TrainerMethods
 from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
-from sppo_hf.pipeline.checkpoint_files import read_json, reading, refuse_other_files, writing
-from sppo_hf.pipeline.checkpoint_marks import (
+from sppo_hf.pipeline.checkpoint_files import (
     TRAINER_STATE_NAME,
     newest_complete,
+    read_json,
     read_mark,
+    reading,
+    refuse_other_files,
     refuse_torn,
+    writing,
 )
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,
@@ -80,10 +83,7 @@ machine whose memory holds the whole optimizer (8 bytes per trained parameter fo
 
 def is_cut(model: nn.Module | None) -> bool:
     """Whether `model` is one of a pipeline, of which this rank holds a part."""
-    try:
-        return model is not None and isinstance(get_engine(model), PipelineEngine)
-    except UnsupportedModelError:  # anything may be prepared or saved: a loss, a value head
-        return False
+    return model is not None and isinstance(get_engine(model), PipelineEngine)
 
 
 def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
@@ -163,8 +163,8 @@ class TrainerCheckpoints(TrainerMethods):
             return
         with saving(folder, place_of(trainer.model)):
             save_weights(trainer.model, folder)
-            # Tokenizer, arguments, and whatever a subclass adds.
-            with _weights_written(trainer.model):
+            # Tokenizer, arguments, and whatever a subclass adds, without the weights.
+            with on_instances("save_pretrained", {trainer.model: lambda *_, **__: None}):
                 self._kind.save_model(trainer, folder, _internal_call=True)
         if trainer.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
@@ -197,7 +197,6 @@ class TrainerCheckpoints(TrainerMethods):
             )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save both, and random numbers with them."""
         trainer = self._trainer
         if not self._in_pipeline:
             self._kind._save_optimizer_and_scheduler(trainer, output_dir)
@@ -212,7 +211,6 @@ class TrainerCheckpoints(TrainerMethods):
             Path(output_dir, EXPORT_NOTE_NAME).write_text(_EXPORT_NOTE, encoding="utf-8")
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save random numbers, unless they have been."""
         if not self._in_pipeline:
             self._kind._save_rng_state(self._trainer, output_dir)
 
@@ -234,7 +232,6 @@ class TrainerCheckpoints(TrainerMethods):
         load_weights(model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint's weights at the end of training."""
         trainer = self._trainer
         if not self._in_pipeline:
             self._kind._load_best_model(trainer)
@@ -278,7 +275,6 @@ class TrainerCheckpoints(TrainerMethods):
             load_random_state(checkpoint, self._trainer.model)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load the state of the scaler of float16's losses."""
         with reading(os.path.join(str(checkpoint), SCALER_NAME)):
             self._kind._load_scaler(self._trainer, checkpoint)
 
@@ -344,26 +340,8 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _weights_written(model: Any) -> Iterator[None]:
-    """Let `save_pretrained` do nothing: the ranks have written the weights together."""
-    before = model.__dict__.get("save_pretrained")
-    model.__dict__["save_pretrained"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        if before is None:
-            del model.__dict__["save_pretrained"]
-        else:
-            model.__dict__["save_pretrained"] = before
-
-
-@contextlib.contextmanager
 def _blaming(folder: str | None) -> Iterator[None]:
-    """Where the Trainer fails to read a checkpoint of its own, name the file that is damaged.
-
-    Raises:
-        ConfigError: A file cannot be read. If all can, what the Trainer raised goes on.
-    """
+    """Where the Trainer fails to read a checkpoint of its own, name the file that is damaged."""
     try:
         yield
     except Exception:
@@ -387,11 +365,7 @@ def _read_whole(path: Path) -> None:
 
 
 def _refuse_other_trainer_state(path: Path) -> None:
-    """Refuse a state of the Trainer that it cannot read.
-
-    Raises:
-        ConfigError: It is damaged.
-    """
+    """Refuse a state of the Trainer that it cannot read."""
     from transformers import TrainerState
 
     if path.exists():
@@ -401,11 +375,7 @@ def _refuse_other_trainer_state(path: Path) -> None:
 
 
 def _newest(run_folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None where there is none at all.
-
-    Raises:
-        ConfigError: All are torn.
-    """
+    """The newest complete checkpoint of a run; None where there is none at all."""
     newest, torn = newest_complete(run_folder, torn_for_all)
     if torn:
         lacks = "; ".join(f"{str(folder)!r}: {why}" for folder, why in torn.items())

@@ -55,7 +55,6 @@ class TrainerEvaluation(TrainerMethods):
     replaced = ("evaluation_loop", "prediction_step")
 
     def __init__(self, trainer: Trainer) -> None:
-        """Change nothing yet."""
         super().__init__(trainer)
         self._function: Any = None
         self._request: LogitsRequest | None = None
@@ -246,11 +245,7 @@ class TrainerEvaluation(TrainerMethods):
         return self._in_two_parts(self._function, self._as_the_trainer_sees(logits_1MV), labels_1M)
 
     def _in_two_parts(self, function: Any, logits_1MV: Tensor, labels_1M: Tensor) -> Any:
-        """Call the function on a tile and on two parts of it.
-
-        Raises:
-            NotTokenWise: The results differ.
-        """
+        """Call the function on a tile and on two parts of it."""
         cut = (labels_1M.shape[1] + 1) // 2
         try:
             whole = function(logits_1MV, labels_1M)
@@ -293,9 +288,8 @@ class TrainerEvaluation(TrainerMethods):
     def _with_padding(self, request: LogitsRequest, padded: Tensor) -> Any:
         """What the function makes of the logits of a rank whose rows other ranks' are longer than.
 
-        Args:
-            request: Holds what it made of this rank's tokens.
-            padded: The model's output, `[B, T, ...]`, with T as long as on any rank.
+        It is there for this rank's tokens; the model's output is padded to the T of the longest,
+        `[B, T, ...]`.
         """
         missing = padded.shape[1] - request.logits_tokens
         if request.reduced is None or missing <= 0:

@@ -30,6 +30,7 @@ _ALLOWED_TYPES = (
 )
 _TRL_IN_PIPELINE = ("SFT", "DPO", "KTO")
 """Trainers of TRL whose losses need nothing but log-probabilities of labels."""
+_SEVERAL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _ALLOWED_WORDS = "one process, DDP, or FSDP2"
 COMPILED_PARTS = "SPPOPlugin(compile=True) compiles what holds no attention"
 """What works in place of compiling the model."""
@@ -38,9 +39,8 @@ COMPILED_PARTS = "SPPOPlugin(compile=True) compiles what holds no attention"
 def refuse_sizes(given: Mapping[str, object]) -> None:
     """Refuse parallel sizes that are none, and those that would cut what SPPO needs whole.
 
-    Args:
-        given: Fields of Accelerate's `ParallelismConfig`; where one is missing or None, Accelerate
-            takes the environment's.
+    Of fields of Accelerate's `ParallelismConfig` that are missing or None, Accelerate takes the
+    environment's.
 
     Raises:
         ConfigError: A size is no whole number of at least 1, or a tensor or context parallel size
@@ -246,6 +246,38 @@ def refuse_arguments(args: TrainingArguments) -> None:
         _refuse(
             f"One process sees {args.n_gpu} GPUs, for which the Trainer would use nn.DataParallel",
             "start with `accelerate launch` or `torchrun`, or export CUDA_VISIBLE_DEVICES=0",
+        )
+
+
+def refuse_for_pipeline(accelerator: Accelerator, pp_size: int) -> None:
+    """Refuse launches in which a pipeline cannot run.
+
+    Raises:
+        ConfigError: One process, or FSDP.
+    """
+    kind = accelerator.distributed_type
+    if kind not in _SEVERAL:
+        raise ConfigError(
+            f"pp_size={pp_size} and the Accelerator runs {kind.value}. Allowed: several processes "
+            "without FSDP (data-parallel replicas of the pipeline replicate). Remedy: accelerate "
+            f"launch --multi_gpu --num_processes {pp_size} (or a multiple), without --use_fsdp; on "
+            f"CPUs torchrun --nproc_per_node {pp_size} and use_cpu=True in TrainingArguments."
+        )
+
+
+def refuse_for_shared_sequences(accelerator: Accelerator, sp_size: int) -> None:
+    """Refuse launches in which no ranks can share a sequence.
+
+    Raises:
+        ConfigError: One process.
+    """
+    kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        raise ConfigError(
+            f"sp_size={sp_size} and the Accelerator runs a single process. Allowed: sp_size "
+            "processes or a multiple, with DDP or FSDP2. Remedy: accelerate launch --multi_gpu "
+            f"--num_processes {sp_size}; on CPUs torchrun --nproc_per_node {sp_size} and "
+            "use_cpu=True in TrainingArguments."
         )
 
 

@@ -33,10 +33,11 @@ from sppo_hf.integrations.limits import (
     environment_sp_size,
     move_if_it_fits,
     refuse_accelerator,
+    refuse_for_pipeline,
+    refuse_for_shared_sequences,
     refuse_host_weights,
     refuse_sizes,
 )
-from sppo_hf.integrations.pipeline import refuse_for_pipeline, refuse_for_shared_sequences
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
@@ -237,11 +238,7 @@ class SPPOPlugin(ParallelismConfig):
         self.observer.subscribe(self.progress)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Attach to an Accelerator; Accelerate calls this from the Accelerator's constructor.
-
-        Raises:
-            ConfigError: The Accelerator cannot work with this plugin, or has another one.
-        """
+        """Attach to an Accelerator; Accelerate calls this from the Accelerator's constructor."""
         asked_for = _requested_by_caller(default=self)
         if not isinstance(asked_for, SPPOPlugin):
             # [Note: Accelerators share their state]
@@ -305,11 +302,7 @@ class SPPOPlugin(ParallelismConfig):
         return False
 
     def _check_shared_sequences(self, accelerator: Accelerator) -> None:
-        """Refuse launches that do not fit `sp_size`.
-
-        Raises:
-            ConfigError: See above.
-        """
+        """Refuse launches that do not fit `sp_size`."""
         sp_size = self.config.sp_size
         refuse_for_shared_sequences(accelerator, sp_size)
         check_world(1, accelerator.num_processes, sp_size)
@@ -323,9 +316,6 @@ class SPPOPlugin(ParallelismConfig):
         The Trainer divides batch sizes, label counts and losses by `tp_size`, the one size of ranks
         that see the same rows. So that is what a pipeline's ranks are reported as, while
         `tp_enabled` stays False and Accelerate leaves the tensors alone.
-
-        Raises:
-            ConfigError: The launch does not fit `pp_size`, or other sizes were given.
         """
         pp_size, sharing = self.config.pp_size, self.config.sharing_ranks
         refuse_for_pipeline(accelerator, pp_size)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.engine import Engine, RandomState
-from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.engine.engine import Engine
+from sppo_hf.engine.recompute import RandomState
+from sppo_hf.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +43,6 @@ class TrainerMethods:
     """Their names."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Change nothing yet."""
         self._kind: Any = type(trainer)
         # A cycle, and no weak reference: in Trainer(...).train() nothing else holds the Trainer.
         self._trainer: Any = trainer
@@ -54,25 +54,17 @@ class TrainerMethods:
 
     def _engine(self) -> Engine | None:
         """The engine of the Trainer's model; None where it is not converted, or was reverted."""
-        try:
-            engine = get_engine(self._trainer.model)
-        except UnsupportedModelError:
-            return None
+        engine = get_engine(self._trainer.model)
         return engine if engine is not None and engine.enabled else None
 
     def _overrides(self, name: str) -> bool:
-        """Whether the Trainer's class has a method of its own of this name."""
         from transformers import Trainer
 
         return getattr(self._kind, name) is not getattr(Trainer, name)
 
     @contextlib.contextmanager
     def _explaining_missing_logits(self, engine: Engine | None) -> Iterator[None]:
-        """Say what to do about logits that a `compute_loss` of a subclass seems to have missed.
-
-        Raises:
-            ConfigError: From the error that it explains.
-        """
+        """Say what to do about logits that a `compute_loss` of a subclass seems to have missed."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError) as error:

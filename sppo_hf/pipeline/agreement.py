@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.mesh import PipelineMesh
 
@@ -23,6 +24,22 @@ _SHARED_SETTINGS = (
     *("pp_size", "pp_schedule", "pp_virtual_stages", "pp_layers", "pp_msp", "sp_size"),
     "correct_plan",
 )
+
+
+def facts_of(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
+    """Numbers of a call that all ranks that share its batch must have alike, for `agree`.
+
+    With the layout, the only read from the device before the first chunk.
+    """
+    ids, labels = call.tokens.get("input_ids"), call.shift_labels
+    return {
+        "rows": call.batch_rows,
+        "tokens": call.total_tokens,
+        "sum of input_ids": 0 if ids is None else int(ids.sum()),
+        "sum of labels": 0 if labels is None else int(labels.sum()),
+        "training": int(torch.is_grad_enabled()),
+        "settings": settings_number(config),
+    }
 
 
 def settings_number(config: SPPOConfig) -> int:
@@ -35,9 +52,7 @@ def settings_number(config: SPPOConfig) -> int:
 def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
     """Compare numbers over the ranks that share a batch; each calls this before every step.
 
-    Args:
-        mesh: The ranks.
-        facts: Numbers by name, the same names on all ranks.
+    `facts` have the same names on all ranks.
 
     Raises:
         PipelineError: They differ; names the facts, the ranks and their numbers.
@@ -60,13 +75,20 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
             )
 
 
+def all_true(value: bool, *groups: Any) -> bool:
+    """Whether all ranks of some groups (None is none) say so; all ask at the same moments."""
+    answer = torch.tensor(int(value))
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+    return bool(answer)
+
+
 def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:
     """Whether any rank cannot run the step that all are about to run; every rank calls this.
 
-    Args:
-        mesh: The ranks.
-        refusal: Why this rank cannot; None if it can.
-        with_replicas: Ask the other replicas too, because they will wait for this one's gradients.
+    `refusal` is why this rank cannot; None if it can. The other replicas are asked too where they
+    will wait for this one's gradients.
 
     Returns:
         The reasons of the ranks that cannot, by rank.
@@ -94,11 +116,7 @@ def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
     """What the first rank that shares a batch has for a value that all ranks must have alike.
 
     Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
-    some stages only, say, would balance chunks differently.
-
-    Args:
-        mesh: The ranks.
-        value: Can be pickled; that of the first rank counts.
+    some stages only, say, would balance chunks differently. The value can be pickled.
     """
     box: list[ValueT] = [value]
     dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control)
@@ -108,9 +126,7 @@ def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
 def all_say(mesh: PipelineMesh, value: ValueT) -> list[ValueT]:
     """What each rank of the pipeline has, first to last; all of them call this at once.
 
-    Args:
-        mesh: The ranks.
-        value: This rank's; can be pickled.
+    The value can be pickled.
     """
     said: list[Any] = [None] * len(mesh.sharing_ranks)
     dist.all_gather_object(said, value, group=mesh.control)

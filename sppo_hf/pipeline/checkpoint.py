@@ -18,8 +18,14 @@ from torch import distributed as dist
 
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError, PipelineError
-from sppo_hf.pipeline.checkpoint_files import Digest, write_tensors, writing
-from sppo_hf.pipeline.checkpoint_marks import mark_complete, mark_incomplete, what_is_torn
+from sppo_hf.pipeline.checkpoint_files import (
+    Digest,
+    mark_complete,
+    mark_incomplete,
+    what_is_torn,
+    write_tensors,
+    writing,
+)
 from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import explaining
@@ -127,11 +133,8 @@ def torn_for_all(folder: Path) -> str | None:
 def saving(folder: str | Path, place: RankCoords) -> Iterator[Path]:
     """Mark `folder` as incomplete, and as complete when all ranks have come to the end.
 
-    Every process enters this. Inside itself, for the same folder, it does nothing.
-
-    Args:
-        folder: On a file system that all ranks see.
-        place: This process.
+    Every process enters this. Inside itself, for the same folder, it does nothing. The folder is on
+    a file system that all ranks see.
 
     Raises:
         PipelineError: The ranks do not see the same folder, or the disk refused to write.

@@ -34,6 +34,8 @@ from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.checkpoint import RankCoords, place_of, write_file
 from sppo_hf.pipeline.checkpoint_files import (
+    MARK_NAME,
+    STATE_FOLDER,
     TensorFiles,
     decode,
     encode,
@@ -41,7 +43,6 @@ from sppo_hf.pipeline.checkpoint_files import (
     reading,
     write_json,
 )
-from sppo_hf.pipeline.checkpoint_marks import MARK_NAME, STATE_FOLDER
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 
 _INDEX = "index.json"
@@ -59,13 +60,8 @@ def save_state(
 ) -> None:
     """Write optimizers, schedulers and random numbers into a checkpoint folder.
 
-    Every process calls this, within `checkpoint.saving`.
-
-    Args:
-        folder: The checkpoint's.
-        model: Whose parameters the optimizers step.
-        optimizers: As the ranks have them, all in the same order and with the same groups.
-        schedulers: The same on all ranks.
+    Every process calls this, within `checkpoint.saving`. Ranks have the optimizers, which step
+    parameters of `model`, in the same order and with the same groups, and the same schedulers.
 
     Raises:
         ConfigError: An optimizer steps a tensor that is no parameter of the model, or there is
@@ -167,11 +163,8 @@ def load_plain_optimizer(
 ) -> None:
     """Give an optimizer of a cut model what one of the whole model had; all ranks call this.
 
-    Args:
-        state: `state_dict()` of an optimizer of the whole model, in groups of the same kind whose
-            parameters come in the model's order, as the Trainer makes them.
-        model: Cut.
-        optimizer: Of this rank's parameters.
+    `state` is the `state_dict()` of an optimizer of the whole model, in groups of the same kind
+    whose parameters come in the model's order, as the Trainer makes them.
 
     Raises:
         ConfigError: The groups are other ones.
@@ -197,20 +190,20 @@ def load_plain_optimizer(
     _give(optimizer, by_name, groups, ordered, "optimizer.pt")
 
 
-def read_plain_state(folder: str | Path, number: int = 0) -> tuple[dict[str, Any], list[Any]]:
+def read_plain_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
     """What one process without SPPO would have saved; needs memory for all of it.
 
     Returns:
-        `state_dict()` of optimizer `number` of the whole model, and those of the schedulers.
+        `state_dict()` of the first optimizer, of the whole model, and those of the schedulers.
 
     Raises:
         ConfigError: A file is damaged.
     """
     stored = _Stored(Path(folder))
     with reading(stored.index):
-        groups = stored.groups(number)
+        groups = stored.groups(0)
         order = [name for group in groups for name in group["names"]]
-        state = stored.state(number, set(order))
+        state = stored.state(0, set(order))
     index = {name: position for position, name in enumerate(order)}
     plain = [
         {**{k: v for k, v in g.items() if k != "names"}, "params": [index[n] for n in g["names"]]}
@@ -270,7 +263,6 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Names of the parameters held here, by their ids."""
     return {id(p): name for name, p in find_causal_lm(model).named_parameters()}
 
 
@@ -355,11 +347,7 @@ def _give(
 
 
 def _refuse_other_kinds(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse settings that are no numbers where the run has numbers, and so on.
-
-    Raises:
-        ValueError: Naming the first of them; whoever reads the file says which it is.
-    """
+    """Refuse settings that are no numbers where the run has numbers, and so on."""
     alike: list[Any] = [(bool, int, float, Tensor), (list, tuple)]
     for name, value in saved.items():
         mine = own.get(name)
@@ -404,7 +392,6 @@ class _Stored:
         return len(self._about[kind])
 
     def groups(self, number: int) -> Groups:
-        """The parameter groups of an optimizer."""
         with reading(self.index):
             stored = self._about["optimizers"][number]["groups"]
             groups: Groups = decode(stored, f"groups/{number}", self._files.read)
@@ -427,7 +414,6 @@ class _Stored:
             return found
 
     def schedulers(self) -> list[dict[str, Any]]:
-        """States of the schedulers."""
         with reading(self.index):
             states: list[dict[str, Any]] = decode(
                 self._about["schedulers"], "schedulers", self._files.read

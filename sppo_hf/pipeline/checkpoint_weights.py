@@ -64,12 +64,8 @@ def wraps_adapters(model: nn.Module) -> bool:
 def save_adapters(model: Any, folder: Path, place: RankCoords) -> None:
     """Write all adapters so that `PeftModel.from_pretrained` loads them.
 
-    Every rank of the pipeline calls this.
-
-    Args:
-        model: A PEFT model, cut.
-        folder: Exists; an adapter that is not named "default" gets a folder in it, as PEFT does.
-        place: This process.
+    Every rank of the pipeline calls this. The folder exists; an adapter that is not named "default"
+    gets a folder in it, as PEFT does.
     """
     from peft import get_peft_model_state_dict
 
@@ -132,13 +128,9 @@ def save_weights(
 ) -> None:
     """Write a cut model, or its adapters, so that plain `from_pretrained` loads the folder.
 
-    Every process of the launch calls this.
-
-    Args:
-        model: What `convert_to_stages` returned, bare or in PEFT.
-        folder: On a file system that all ranks see. Former weights in it are replaced.
-        max_shard_size: Bytes of a file at most, as a number or with a unit ("5GB"); a larger tensor
-            has a file of its own.
+    Every process of the launch calls this. The folder is on a file system that all ranks see;
+    former weights in it are replaced. A file has `max_shard_size` bytes at most, as a number or
+    with a unit ("5GB"); a larger tensor has a file of its own.
 
     Raises:
         PipelineError: The ranks do not see the same folder.
@@ -163,11 +155,9 @@ def save_weights(
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Read the tensors that this process holds, in place.
+    """Read the tensors that this process holds, in place, of a model whole or cut, bare or in PEFT.
 
-    Args:
-        model: Whole or cut, bare or in PEFT.
-        folder: As `save_weights` or `save_pretrained` wrote it, safetensors.
+    The folder is as `save_weights` or `save_pretrained` wrote it, safetensors.
 
     Raises:
         ConfigError: The folder lacks weights, they have other shapes, or a file is damaged.
@@ -358,11 +348,7 @@ def _to_first(
 
 
 def _files_by_name(folder: Path) -> dict[str, str]:
-    """The file that each tensor of a folder is in.
-
-    Raises:
-        ConfigError: There are no weights, or their index is damaged.
-    """
+    """The file that each tensor of a folder is in."""
     index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.is_file():
         weight_map = read_json(index).get("weight_map")

@@ -40,7 +40,8 @@ from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.pipeline.exchange import refuse_unshareable
+from sppo_hf.pipeline.agreement import all_true
+from sppo_hf.pipeline.checkpoint_files import DTYPE_NAMES
 from sppo_hf.pipeline.mesh import (
     PipelineMesh,
     check_nodes,
@@ -50,23 +51,15 @@ from sppo_hf.pipeline.mesh import (
 )
 from sppo_hf.pipeline.multiplex import refuse_unsharable_units
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, refuse_unshareable
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
 from sppo_hf.planning.flops import layer_costs
-from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.stages import split_layers
 
 logger = logging.getLogger(__name__)
 
 ChooseCut = Callable[[ModelParts], StageCut]
 """Chooses the stages of a whole model whose parameters have shapes and dtypes, but no memory."""
-
-_STORED = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
-"""What safetensors calls dtypes."""
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -264,7 +257,7 @@ def _read_slices(
         file = open_files.enter_context(safe_open(path, "pt", device="cpu", backend="pread"))
         slices |= {name: file.get_slice(name) for name in file.offset_keys()}
     made_anew = load_config.hf_quantizer is not None or _joins_tensors(load_config)
-    wanted = _STORED.get(load_config.dtype)
+    wanted = DTYPE_NAMES.get(load_config.dtype)
     if made_anew or any(part.get_dtype() != wanted for part in slices.values()):
         return slices
     return None
@@ -357,11 +350,7 @@ def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
     Raises:
         ConfigError: There are more stages than layers.
     """
-    return cut_of_shape(model_shape(parts), config, pp_rank)
-
-
-def cut_of_shape(shape: ModelShape, config: SPPOConfig, pp_rank: int) -> StageCut:
-    """See `choose_cut`."""
+    shape = model_shape(parts)
     stages = config.pp_size * config.pp_virtual_stages
     if stages > len(shape.layers):
         raise ConfigError(
@@ -392,16 +381,12 @@ def convert_to_stages(
     device: torch.device | None = None,
     observer: StepObserver | None = None,
 ) -> ModelT:
-    """Cut `model` to this rank's stages, in place, and let it run in the pipeline.
+    """Cut a causal language model to this rank's stages, in place, and let it run in the pipeline.
 
-    Every process of the launch calls this with the same model and settings. What other ranks hold
-    is freed. `model(**batch)` then runs the whole pipeline and returns the loss on every rank.
-
-    Args:
-        model: A Transformers causal language model, bare or in PEFT, whole or cut already.
-        config: The settings, with `pp_size` above 1.
-        device: Where it will run; where it is, by default.
-        observer: Is told about plans, units and records.
+    Every process of the launch calls this with the same model, bare or in PEFT, whole or cut
+    already, and the same settings, with `pp_size` above 1. What other ranks hold is freed.
+    `model(**batch)` then runs the whole pipeline, on `device` (where the model is, by default), and
+    returns the loss on every rank; `observer` is told about plans, units and records.
 
     Raises:
         ConfigError: The launch or the settings do not fit.
@@ -456,23 +441,47 @@ def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> 
         refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
     except (ConfigError, UnsupportedModelError):
         possible = False
-    answer = torch.tensor(int(possible))
-    for group in (mesh.control, mesh.replicas_control):
-        if group is not None:
-            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-    return bool(answer)
+    return all_true(possible, mesh.control, mesh.replicas_control)
+
+
+def convert_to_shared_sequences(
+    model: ModelT,
+    config: SPPOConfig,
+    *,
+    device: torch.device | None = None,
+    observer: StepObserver | None = None,
+) -> ModelT:
+    """Let `model` train on sequences that `config.sp_size` ranks share, in place.
+
+    Every process of the launch calls this; see `convert_to_stages`. `model(**batch)` then returns
+    the loss of the whole batch on every rank; gradients are to be averaged over all ranks, as DDP
+    and FSDP2 do.
+
+    Raises:
+        ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
+            one sequence are on several machines.
+        UnsupportedModelError: The model cannot be trained exactly.
+    """
+    engine = get_engine(model)
+    if engine is not None and engine.enabled:
+        return convert(model, config, observer=observer)  # says so if settings differ
+    parts = find_parts(model)
+    refuse_unshareable(parts, config.sp_size)
+    check_nodes(config)
+    device = next(parts.causal_lm.parameters()).device if device is None else device
+    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
+    make_engine = functools.partial(
+        SequenceParallelEngine,
+        mesh=mesh,
+        watchdog=launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size),
+    )
+    return convert(model, config, observer=observer, make_engine=make_engine)
 
 
 def staged_model(
     parts: ModelParts, config: SPPOConfig, pp_rank: int, *, helps: bool = False
 ) -> StagedModel:
     """The stages of a rank: as they were loaded, or cut out of `parts` in place now.
-
-    Args:
-        parts: The model.
-        config: The settings.
-        pp_rank: The rank's place in its pipeline.
-        helps: See `StagedModel`.
 
     Raises:
         ConfigError: There are more stages than layers, or the model was cut for another rank or
@@ -499,13 +508,8 @@ def load_model_stages(
 ) -> PreTrainedModel:
     """Load this rank's stages of a model, reading nothing else of it; see `load_stages`.
 
-    With pp_msp="on" all of it, for ranks run units of all stages.
-
-    Args:
-        model_class: `AutoModelForCausalLM` or a model class.
-        name_or_path: A hub id or a folder.
-        config: The settings, with `pp_size` above 1.
-        **kwargs: Of `from_pretrained`.
+    With pp_msp="on" all of it, for ranks run units of all stages. The settings have `pp_size` above
+    1.
 
     Raises:
         ConfigError: There is no launch, or its size, the settings, an argument or the checkpoint

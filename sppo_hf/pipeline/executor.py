@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sppo_hf.engine.step_timer import Mark, mark
+from sppo_hf.engine.step_timer import Mark
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.stage_runner import StageRunner
@@ -40,53 +41,36 @@ class UnitMarks(NamedTuple):
     end: Mark
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs the actions of one rank for one step."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        units: StageRunner,
-        transport: Transport,
-        *,
-        shapes: Callable[[int, int], tuple[int, ...]],
-        dtype: torch.dtype,
-        scale: Tensor,
-        reduce: Callable[[int], None],
-        on_action: Callable[[Action, str], None],
-        shared: SharedUnits | None = None,
-    ) -> None:
-        """Prepare; runs nothing.
+    schedule: Schedule
+    """Lowered: with sends and receives, and with the copies of this rank."""
+    rank: int
+    """This rank in the pipeline."""
+    runner: StageRunner
+    transport: Transport
+    _: KW_ONLY
+    shapes: Callable[[int, int], tuple[int, ...]]
+    """Returns the shape of a unit's message to a stage, `[B, C, W]`; its gradient has the same."""
+    dtype: torch.dtype
+    """Of the messages."""
+    scale: Tensor
+    """Gradient of the loss's sum, `[]`."""
+    reduce: Callable[[int], None]
+    """Starts reducing a stage's gradients over replicas."""
+    on_action: Callable[[Action, str], None]
+    """Is told before each action, which it is and in words."""
+    shared: SharedUnits | None = None
+    """What goes in and out where ranks share units; None where none do."""
 
-        Args:
-            schedule: Lowered: with sends and receives, and with the copies of this rank.
-            rank: This rank in the pipeline.
-            units: Computes.
-            transport: Carries messages.
-            shapes: Returns the shape of a unit's message to a stage, `[B, C, W]`; its gradient has
-                the same.
-            dtype: Of the messages.
-            scale: Gradient of the loss's sum, `[]`.
-            reduce: Starts reducing a stage's gradients over replicas.
-            on_action: Is told before each action, which it is and in words.
-            shared: What goes in and out where ranks share units; None where none do.
-        """
-        self._schedule = schedule
-        self._rank = rank
-        self._units = units
-        self._transport = transport
-        self._shapes = shapes
-        self._dtype = dtype
-        self._scale = scale
-        self._reduce = reduce
-        self._on_action = on_action
-        self._shared = shared
+    def __post_init__(self) -> None:
         self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
-        self._last_stage = schedule.num_stages - 1
+        self._last_stage = self.schedule.num_stages - 1
         self._ready_seconds = 0.0
-        self._device = scale.device
-        self._ready: Mark = mark(self._device)
+        self._device = self.scale.device
+        self._ready = Mark(self._device)
         self.units: list[UnitMarks] = []
         """When each unit ran by the device's clock, known once the device has passed the last."""
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -94,23 +78,23 @@ class Executor:
             "B": self._backward,
             "I": self._backward,
             "W": self._weights,
-            "D": lambda action: self._units.settle(*self._place(action)),
-            "H": lambda action: self._units.prefetch(*self._place(action)),
+            "D": lambda action: self.runner.settle(*self._place(action)),
+            "H": lambda action: self.runner.prefetch(*self._place(action)),
             "S": self._store,
             "L": self._load,
-            "K": lambda action: self._units.begin_stream(
+            "K": lambda action: self.runner.begin_stream(
                 *self._place(action), backward=stream_way(action) == 1
             ),
-            "O": lambda action: self._units.end_stream(*self._place(action)),
+            "O": lambda action: self.runner.end_stream(*self._place(action)),
             "SEND_F": lambda action: self._send(action, action.stage + 1),
             "SEND_B": lambda action: self._send(action, action.stage - 1),
             "RECV_F": lambda action: self._receive(action, action.stage - 1),
             "RECV_B": lambda action: self._receive(action, action.stage + 1),
-            "REDUCE_GRAD": lambda action: self._reduce(action.stage),
+            "REDUCE_GRAD": lambda action: self.reduce(action.stage),
         }
-        if shared is not None:
-            self._handlers |= dict.fromkeys(SENDS, shared.send)
-            self._handlers |= dict.fromkeys(SENDS.values(), shared.receive)
+        if self.shared is not None:
+            self._handlers |= dict.fromkeys(SENDS, self.shared.send)
+            self._handlers |= dict.fromkeys(SENDS.values(), self.shared.receive)
 
     def run(self) -> list[ActionRecord]:
         """Carry out all actions.
@@ -123,115 +107,115 @@ class Executor:
                 `on_action` was told which one it is.
         """
         done: list[ActionRecord] = []
-        for step, action in enumerate(self._schedule.ranks[self._rank]):
+        for step, action in enumerate(self.schedule.ranks[self.rank]):
             start = self._ready_seconds = time.perf_counter()
             computes = action.kind in COMPUTE_KINDS
             if computes:
-                self._ready = mark(self._device)
-            self._on_action(action, f"action {step} ({self._say(action)})")
+                self._ready = Mark(self._device)
+            self.on_action(action, f"action {step} ({self._say(action)})")
             with record_function(f"sppo/{action}"):
                 self._handlers[action.kind](action)
             if computes:
-                self.units.append(UnitMarks(action, self._ready, mark(self._device)))
+                self.units.append(UnitMarks(action, self._ready, Mark(self._device)))
             done.append(ActionRecord(action, start, time.perf_counter(), self._ready_seconds))
-        self._transport.finish()
-        taken = not self._outbox and (self._shared is None or self._shared.finished())
-        if not taken or not self._units.finished():
+        self.transport.finish()
+        taken = not self._outbox and (self.shared is None or self.shared.finished())
+        if not taken or not self.runner.finished():
             raise PipelineError(
-                f"rank {self._rank} of the pipeline has work left after its last action. The "
+                f"rank {self.rank} of the pipeline has work left after its last action. The "
                 "schedule is wrong."
             )
         return done
 
     def _say(self, action: Action) -> str:
-        chunk, micro_batch = self._schedule.chunk(action), self._schedule.micro_batch(action)
+        chunk, micro_batch = self.schedule.chunk(action), self.schedule.micro_batch(action)
         return (
             f"{action}: {KIND_NAMES[action.kind]} of stage {action.stage}, micro-batch "
             f"{micro_batch}, chunk {chunk}"
         )
 
     def _place(self, action: Action) -> tuple[int, int, int]:
-        return action.stage, self._schedule.micro_batch(action), self._schedule.chunk(action)
+        return action.stage, self.schedule.micro_batch(action), self.schedule.chunk(action)
 
     def _forward(self, action: Action) -> None:
         self._start(action)
         received = self._take("RECV_F", action) if action.stage > 0 else None
         self._begin(action)
-        given = self._units.forward(*self._place(action), received)
+        given = self.runner.forward(*self._place(action), received)
         if given is not None:
-            if given.dtype != self._dtype:
+            if given.dtype != self.dtype:
                 raise PipelineError(
                     f"stage {action.stage} gives on hidden states in {given.dtype}, the next one "
-                    f"expects {self._dtype}, the model's own. Train this model with pp_size=1."
+                    f"expects {self.dtype}, the model's own. Train this model with pp_size=1."
                 )
             self._put("SEND_F", action, given)
-        if self._shared is not None:
-            self._shared.end(action)
+        if self.shared is not None:
+            self.shared.end(action)
 
     def _backward(self, action: Action) -> None:
         self._start(action)
-        self._units.before_backward()
+        self.runner.before_backward()
         grad = self._take("RECV_B", action) if action.stage < self._last_stage else None
         self._begin(action)
-        given = self._units.backward(*self._place(action), grad, scale=self._scale)
+        given = self.runner.backward(*self._place(action), grad, scale=self.scale)
         if given is not None:
             self._put("SEND_B", action, given)
-        if self._shared is not None:
-            self._shared.end(action)
+        if self.shared is not None:
+            self.shared.end(action)
 
     def _weights(self, action: Action) -> None:
-        self._units.weights(*self._place(action))
+        self.runner.weights(*self._place(action))
 
     def _start(self, action: Action) -> None:
         """A unit comes next, whatever it still waits for."""
-        if self._shared is not None:
-            self._shared.start(action)
+        if self.shared is not None:
+            self.shared.start(action)
 
     def _begin(self, action: Action) -> None:
         """What a unit needs besides what neighbours give it is here, where units are shared."""
-        if self._shared is not None:
-            self._shared.begin(action)
+        if self.shared is not None:
+            self.shared.begin(action)
             self._note_ready()
 
     def _store(self, action: Action) -> None:
         if is_stream(action):
-            self._units.end_stream(*self._place(action))
+            self.runner.end_stream(*self._place(action))
         else:
-            self._units.store(*self._place(action))
+            self.runner.store(*self._place(action))
 
     def _load(self, action: Action) -> None:
         if is_stream(action):
-            self._units.begin_stream(*self._place(action), backward=stream_way(action) == 2)
+            self.runner.begin_stream(*self._place(action), backward=stream_way(action) == 2)
         else:
-            self._units.load(*self._place(action))
+            self.runner.load(*self._place(action))
 
     def _take(self, kind: Kind, action: Action) -> Tensor:
-        if self._shared is not None:
+        if self.shared is not None:
             stage = action.stage + (-1 if kind == "RECV_F" else 1)
-            return self._shared.take(action, stage)
-        tensor = self._transport.take(Action(kind, action.stage, action.unit))
+            return self.shared.take(action, stage)
+        tensor = self.transport.take(Action(kind, action.stage, action.unit))
         self._note_ready()
         return tensor
 
     def _note_ready(self) -> None:
         # What was waited is no part of the unit's own seconds.
         self._ready_seconds = time.perf_counter()
-        self._ready = mark(self._device)
+        self._ready = Mark(self._device)
 
     def _put(self, kind: Kind, action: Action, given: Tensor) -> None:
-        if self._shared is not None:
-            self._shared.put(action, given)
+        if self.shared is not None:
+            self.shared.put(action, given)
         else:
             self._outbox[kind, action.stage, action.unit] = given
 
     def _send(self, action: Action, stage: int) -> None:
         tensor = self._outbox.pop((action.kind, action.stage, action.unit))
-        self._transport.send(tensor, self._schedule.stage_ranks[stage])
+        self.transport.send(tensor, self.schedule.stage_ranks[stage])
 
     def _receive(self, action: Action, stage: int) -> None:
-        self._transport.receive(
+        self.transport.receive(
             action,
-            self._shapes(action.unit, max(stage, action.stage)),
-            self._dtype,
-            self._schedule.stage_ranks[stage],
+            self.shapes(action.unit, max(stage, action.stage)),
+            self.dtype,
+            self.schedule.stage_ranks[stage],
         )

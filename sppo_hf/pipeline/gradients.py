@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd import Variable
 
-from sppo_hf.engine.parameter_hooks import any_hooks
+from sppo_hf.engine.structure import any_hooks
 from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.pipeline.agreement import all_true
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes that are reduced at a time: large enough for a link's full speed."""
@@ -70,12 +71,7 @@ class StepGradients:
         self._taken = True
 
     def start_reducing(self, parameters: Sequence[nn.Parameter], replicas: Replicas) -> None:
-        """Start averaging over replicas the gradients of `parameters`, whose backward is done.
-
-        Args:
-            parameters: Some of those trained here.
-            replicas: Ranks with the same parameters.
-        """
+        """Start averaging over replicas the gradients of `parameters`, whose backward is done."""
         self._replicas = replicas
         earlier = {id(p): g for p, g in zip(self._parameters, self._earlier, strict=True)}
         for bucket in buckets_of([p for p in parameters if id(p) in earlier]):
@@ -107,10 +103,8 @@ class StepGradients:
     def hand_out(self, factor: float) -> list[Tensor | None]:
         """Gradients of `parameters()`, once, for the backward that runs now.
 
-        None where `.grad` was set here; see [Note: what is reduced].
-
-        Args:
-            factor: Gradient of the loss now, over the one that the schedule ran with.
+        None where `.grad` was set here; see [Note: what is reduced]. `factor` is the gradient of
+        the loss now, over the one that the schedule ran with.
         """
         given, reduced, replicas = self.parameters(), self._reduced, self._replicas
         averaged = [p for p in self._parameters if id(p) in reduced]
@@ -155,7 +149,6 @@ class Replicas:
     """The ranks that hold the same stages of other pipelines."""
 
     def __init__(self, group: Any, control: Any) -> None:
-        """Wrap the groups for gradients, and for a few numbers on the CPU."""
         self._group = group
         self._control = control
 
@@ -166,9 +159,7 @@ class Replicas:
 
     def all_true(self, value: bool) -> bool:
         """Whether all ranks say so; every rank asks at the same moments."""
-        answer = torch.tensor(int(value))
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._control)
-        return bool(answer.item())
+        return all_true(value, self._control)
 
 
 class PipelineLoss(torch.autograd.Function):
@@ -182,15 +173,11 @@ class PipelineLoss(torch.autograd.Function):
         hand_out: Callable[[float], list[Tensor | None]],
         *parameters: Tensor,
     ) -> Tensor:
-        """Return `value`.
+        """Return `value`, the loss, `[]`.
 
-        Args:
-            ctx: Of autograd.
-            value: The loss, `[]`.
-            _anchor: Requires a gradient, also where no parameter does.
-            hand_out: Called with the gradient that arrives in backward; returns those of
-                `parameters`.
-            parameters: Whatever got a gradient in the step.
+        In backward `hand_out` is called with the gradient that arrives, and returns those of
+        `parameters`, whatever got one in the step. The anchor requires a gradient, also where no
+        parameter does.
         """
         ctx.hand_out = hand_out
         return value.clone()
@@ -252,7 +239,7 @@ def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     room: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
+        size = parameter.nbytes
         used, bucket = room.get(parameter.dtype, (BUCKET_BYTES, []))
         if used + size > BUCKET_BYTES:
             used, bucket = 0, []

@@ -168,12 +168,8 @@ def make_mesh(
 ) -> PipelineMesh:
     """Form the groups; every process of the launch calls this, in the same order.
 
-    Args:
-        pp_size: Ranks of a pipeline.
-        device: Of this rank.
-        timeout_seconds: After which an operation without an answer fails. The watchdog's should be
-            shorter: it knows which rank does not answer.
-        sp_size: Ranks that share a sequence.
+    An operation without an answer fails after `timeout_seconds`. The watchdog's should be shorter:
+    it knows which rank does not answer.
 
     Raises:
         ConfigError: The number of processes is no multiple of `pp_size * sp_size`.
@@ -217,12 +213,7 @@ def make_mesh(
 
 
 def with_sets(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMesh:
-    """The same with groups for units that ranks share; every process of the launch calls this.
-
-    Args:
-        mesh: One whose `sp_size` is 1.
-        timeout_seconds: As for `make_mesh`.
-    """
+    """The same mesh (`sp_size` 1) with groups for units that ranks share; all processes ask."""
     timeout, size = timedelta(seconds=timeout_seconds), mesh.pp_size
     backend = "nccl" if mesh.device.type == "cuda" else "gloo"
     first = {tuple(range(stage + 1)) for stage in range(1, size)}
@@ -254,7 +245,6 @@ def _neighbours(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _group(mesh: DeviceMesh, backend: str, *dims: str) -> Any:
-    """The group of this rank along some dims of a mesh."""
     long = [dim for dim in dims if mesh[dim].size() > 1]
     if len(long) < 2:
         return mesh[long[0] if long else dims[0]].get_group()

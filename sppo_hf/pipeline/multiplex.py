@@ -51,8 +51,9 @@ and batches of fewer chunks than stages run without shared units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -185,9 +186,7 @@ class HelpedWeights:
         modules = self._staged.helped_modules()
         found = {id(p): p for module in modules for p in module.parameters()}
         return sum(
-            p.numel() * p.element_size()
-            for p in found.values()
-            if not p.requires_grad and id(p) not in self._own
+            p.nbytes for p in found.values() if not p.requires_grad and id(p) not in self._own
         )
 
     @property
@@ -197,7 +196,7 @@ class HelpedWeights:
         While one is in use, weights of the next are on their way, or gradients of the last.
         """
         sizes = sorted(
-            sum(p.numel() * p.element_size() for p in self._foreign(parameters))
+            sum(p.nbytes for p in self._foreign(parameters))
             for parameters in self._trained.values()
         )
         return sum(sizes[-2:])
@@ -235,7 +234,7 @@ class HelpedWeights:
         for bucket in buckets_of(self._trained[stage]):
             for parameter in self._foreign(bucket):
                 storage = parameter.untyped_storage()
-                storage.resize_(parameter.numel() * parameter.element_size())
+                storage.resize_(parameter.nbytes)
             # Not a change that backward should see: the same values as in forward.
             flats = [parameter.data.reshape(-1) for parameter in bucket]
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
@@ -347,70 +346,56 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> Tensor:
     return moved
 
 
+_Given = Tensor | list[tuple[Tensor, Tensor]]
+"""Keys and values of all layers: one dim, as they travel, or by layer."""
+
 Stores = Callable[[int, int, Run], ChunkRunner]
 """The sequence of (stage, micro-batch, run), made when it is first asked for."""
 
 
+@dataclass(eq=False)
 class SharedUnits:
     """What goes in and out of the units of one rank in one step, where units are shared."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        transport: Transport,
-        *,
-        runs: Mapping[tuple[int, int], Run],
-        bounds: Bounds,
-        rows: list[tuple[int, int]],
-        widths: Callable[[int], int],
-        layers: Callable[[int], Mapping[int, LayerProfile]],
-        granules: int | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        stores: Stores,
-        weights: HelpedWeights,
-    ) -> None:
-        """Prepare a step.
+    schedule: Schedule
+    rank: int
+    """This rank in the pipeline."""
+    transport: Transport
+    _: KW_ONLY
+    runs: Mapping[tuple[int, int], Run]
+    """`runs_of` the schedule."""
+    bounds: Bounds
+    """Of the chunks."""
+    rows: list[tuple[int, int]]
+    """Half-open rows of each micro-batch."""
+    widths: Callable[[int], int]
+    """W of the messages to a stage."""
+    layers: Callable[[int], Mapping[int, LayerProfile]]
+    """The layers of a stage that hold keys and values, by number."""
+    granules: int | None
+    """How sets divide heads, see `head_granules`."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of hidden states between stages, and of keys and values."""
+    stores: Stores
+    """Gives a run's keys and values."""
+    weights: HelpedWeights
+    """Of other ranks' stages."""
 
-        Args:
-            schedule: Lowered.
-            rank: This rank in the pipeline.
-            transport: Carries messages.
-            runs: `runs_of` the schedule.
-            bounds: Of the chunks.
-            rows: Half-open rows of each micro-batch.
-            widths: W of the messages to a stage.
-            layers: The layers of a stage that hold keys and values, by number.
-            granules: How sets divide heads, see `head_granules`.
-            dtypes: Of hidden states between stages, and of keys and values.
-            stores: Gives a run's keys and values.
-            weights: Of other ranks' stages.
-        """
-        self._schedule = schedule
-        self._rank = rank
-        self._transport = transport
-        self._runs = runs
-        self._bounds = bounds
-        self._rows = rows
-        self._widths = widths
-        self._layers = layers
-        self._granules = granules
-        self._dtype, self._key_dtype = dtypes
-        self._stores = stores
-        self._weights = weights
+    def __post_init__(self) -> None:
+        self._dtype, self._key_dtype = self.dtypes
         self._messages: dict[Action, Message] = {}
         """By send, and by receive, those of this rank."""
         self._used: dict[Action, list[Message]] = {}
         """What comes for each compute."""
         self._left: dict[tuple[Any, ...], int] = {}
         """How often the result of a unit, or the sums of one, are still to be taken."""
-        for send, message in messages(_compute_of(schedule)).items():
-            if message.source == rank:
+        for send, message in messages(_compute_of(self.schedule)).items():
+            if message.source == self.rank:
                 self._messages[send] = message
                 if send.kind in ("SEND_F", "SEND_B"):
                     key = (send.kind, send.stage, send.unit)
                     self._left[key] = self._left.get(key, 0) + 1
-            if message.target == rank:
+            if message.target == self.rank:
                 self._messages[message.receive] = message
                 self._used.setdefault(message.used, []).append(message)
         self._made: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
@@ -419,7 +404,7 @@ class SharedUnits:
         """Stores of runs that have ended, with sums of a chunk's dK and dV that are to go back."""
         self._ending: list[KVStore] = []
         """Keys of the run whose last backward runs."""
-        visits = visits_of(schedule, rank, runs)
+        visits = visits_of(self.schedule, self.rank, self.runs)
         self._fetched_in = {visit.ahead: visit for visit in visits}
         self._first = {visit.first: visit for visit in visits}
         self._last = {visit.last: visit for visit in visits}
@@ -428,8 +413,8 @@ class SharedUnits:
 
     def tokens(self, action: Action) -> tuple[int, int]:
         """The tokens, counted in the chunk, that are of a compute's part."""
-        start, end = self._bounds[self._schedule.chunk(action)]
-        size = len(self._schedule.unit_ranks(action.stage, action.unit))
+        start, end = self.bounds[self.schedule.chunk(action)]
+        size = len(self.schedule.unit_ranks(action.stage, action.unit))
         return part_of(0, end - start, action.part or 0, size)
 
     def take(self, action: Action, stage: int) -> Tensor:
@@ -441,7 +426,7 @@ class SharedUnits:
             if message.send.kind == kind:
                 low, high = self._overlap(message)
                 if low < high:
-                    pieces.append((low, self._transport.take(message.receive)))
+                    pieces.append((low, self.transport.take(message.receive)))
         key = (kind, stage, action.unit)
         if key in self._made:
             first, made = self._made[key]
@@ -452,7 +437,7 @@ class SharedUnits:
         if not pieces:  # see [Note: a rank without tokens] in sequence_group
             # Layers that divide by what they are given (Gemma 3n) cannot be given zeros.
             number = 1.0 if kind == "SEND_F" else 0.0
-            shape, device = self._shape(action, stage, 1), self._transport.device
+            shape, device = self._shape(action, stage, 1), self.transport.device
             return torch.full(shape, number, dtype=self._dtype, device=device)
         pieces.sort(key=lambda piece: piece[0])
         found = [piece for _, piece in pieces]
@@ -463,7 +448,7 @@ class SharedUnits:
         kind: Kind = "SEND_F" if action.kind == "F" else "SEND_B"
         stage = action.stage + (1 if kind == "SEND_F" else -1)
         key = (kind, action.stage, action.unit)
-        if self._rank in self._schedule.unit_ranks(stage, action.unit):
+        if self.rank in self.schedule.unit_ranks(stage, action.unit):
             self._left[key] = self._left.get(key, 0) + 1
         start, end = self.tokens(action)
         if self._left.get(key):
@@ -485,13 +470,13 @@ class SharedUnits:
         return max(mine[0], yours[0]), min(mine[1], yours[1])
 
     def _shape(self, action: Action, other: int, tokens: int) -> tuple[int, ...]:
-        row, row_end = self._rows[self._schedule.micro_batch(action)]
-        return row_end - row, tokens, self._widths(max(action.stage, other))
+        row, row_end = self.rows[self.schedule.micro_batch(action)]
+        return row_end - row, tokens, self.widths(max(action.stage, other))
 
     # -- keys and values -----------------------------------------------------------------------
 
     def _run(self, action: Action) -> Run:
-        return self._runs[action.stage, self._schedule.chunk(action)]
+        return self.runs[action.stage, self.schedule.chunk(action)]
 
     def _keys_of(
         self, forward: Action, late: Action
@@ -499,21 +484,21 @@ class SharedUnits:
         """By layer, the heads that pass from the ranks of one unit to those of a later one."""
         return [
             (layer, *key_positions(self._held(layer, forward), self._held(layer, late)))
-            for layer in self._layers(forward.stage).values()
+            for layer in self.layers(forward.stage).values()
         ]
 
     def _held(self, layer: LayerProfile, action: Action) -> list[range]:
         """What a rank holds of a layer's keys for one of its computes; see `held_keys`."""
-        size = len(self._schedule.unit_ranks(action.stage, action.unit))
+        size = len(self.schedule.unit_ranks(action.stage, action.unit))
         heads = layer.num_heads, layer.num_kv_heads
-        return held_keys(*heads, action.part or 0, size, self._granules)
+        return held_keys(*heads, action.part or 0, size, self.granules)
 
     def _key_numbers(self, message: Message) -> int:
         """Numbers in a message of keys and values, or of their gradients."""
         forward = message.send.kind == "SEND_KV"
         ends = (message.made, message.used) if forward else (message.used, message.made)
-        start, end = self._bounds[self._schedule.chunk(message.send)]
-        row, row_end = self._rows[self._schedule.micro_batch(message.send)]
+        start, end = self.bounds[self.schedule.chunk(message.send)]
+        row, row_end = self.rows[self.schedule.micro_batch(message.send)]
         widths = (
             len(heads) * (layer.qk_head_size + layer.v_head_size)
             for layer, heads, _ in self._keys_of(*ends)
@@ -523,7 +508,7 @@ class SharedUnits:
     def _packed_keys(self, message: Message) -> Tensor:
         """Keys and values of one chunk, for a rank of the set after: all layers, one dim."""
         stores = self._key_stores(message.made)
-        chunk = self._schedule.chunk(message.send)
+        chunk = self.schedule.chunk(message.send)
         flat: list[Tensor] = []
         places = self._keys_of(message.made, message.used)
         for (layer, source, _), keys in zip(places, stores, strict=True):
@@ -546,8 +531,8 @@ class SharedUnits:
     def _key_stores(self, action: Action) -> list[KVStore]:
         """Keys and values of the run of a compute, by layer."""
         stage = action.stage
-        runner = self._stores(stage, self._schedule.micro_batch(action), self._run(action))
-        return runner.key_stores(list(self._layers(stage)))
+        runner = self.stores(stage, self.schedule.micro_batch(action), self._run(action))
+        return runner.key_stores(list(self.layers(stage)))
 
     def _import_keys(self, action: Action) -> None:
         """Before the first unit of a run: keys and values of all chunks before it."""
@@ -555,7 +540,7 @@ class SharedUnits:
         first = run.chunks.start
         if first == 0:
             return
-        before = self._runs[action.stage, first - 1]
+        before = self.runs[action.stage, first - 1]
         unit = action.unit - first
         coming: dict[int, list[Message]] = {}
         for message in self._used.get(action, ()):
@@ -566,9 +551,9 @@ class SharedUnits:
             made: list[list[Tensor] | None] = [None] * len(stores)
             for message in coming.get(chunk, ()):
                 if self._key_numbers(message):
-                    flat = self._transport.take(message.receive)
+                    flat = self.transport.take(message.receive)
                     self._place_keys(made, message.made, action, chunk, flat)
-            if self._rank in before.ranks:
+            if self.rank in before.ranks:
                 there = self._ahead(action, before, max(chunk, before.chunks.start))
                 own = self._key_stores(there)
                 kept = [keys.keys_and_values(chunk) for keys in own]
@@ -579,8 +564,8 @@ class SharedUnits:
 
     def _ahead(self, action: Action, before: Run, chunk: int) -> Action:
         """This rank's forward of an earlier chunk of the same stage and micro-batch."""
-        unit = action.unit - self._schedule.chunk(action) + chunk
-        part = before.ranks.index(self._rank) if before.is_shared else None
+        unit = action.unit - self.schedule.chunk(action) + chunk
+        part = before.ranks.index(self.rank) if before.is_shared else None
         return Action("F", action.stage, unit, None, part)
 
     def _place_keys(
@@ -589,50 +574,64 @@ class SharedUnits:
         forward: Action,
         late: Action,
         chunk: int,
-        given: Tensor | list[tuple[Tensor, Tensor]],
+        given: _Given,
     ) -> None:
         """Put heads that another set had, or this rank in it, where this run wants them."""
-        start, end = self._bounds[chunk]
-        row, row_end = self._rows[self._schedule.micro_batch(late)]
-        offset = 0
-        for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
-            held = len(self._held(layer, late))
-            shapes = [
-                (row_end - row, held, end - start, size)
-                for size in (layer.qk_head_size, layer.v_head_size)
-            ]
+        parts = self._taken_apart(forward, late, chunk, given, of_late=False)
+        for index, (layer, _, target, passed) in enumerate(parts):
             tensors = made[index]
             if tensors is None:
+                held = len(self._held(layer, late))
                 tensors = made[index] = [
-                    torch.empty(s, dtype=self._key_dtype, device=self._transport.device)
-                    for s in shapes
+                    torch.empty(
+                        *(x.shape[0], held, *x.shape[2:]),
+                        dtype=self._key_dtype,
+                        device=self.transport.device,
+                    )
+                    for x in passed
                 ]
-            for which, (rows, _, tokens, size) in enumerate(shapes):
+            for tensor, x_BKCH in zip(tensors, passed, strict=True):
+                for place, head in enumerate(target):
+                    tensor[:, head] = x_BKCH[:, place]
+
+    def _taken_apart(
+        self, forward: Action, late: Action, chunk: int, given: _Given, *, of_late: bool
+    ) -> Iterator[tuple[LayerProfile, list[int], list[int], list[Tensor]]]:
+        """By layer: it, places of heads that pass between two units in both, and the heads, BKCH.
+
+        Where nothing came they are a rank's own, of the later unit with `of_late`.
+        """
+        start, end = self.bounds[chunk]
+        row, row_end = self.rows[self.schedule.micro_batch(late)]
+        offset = 0
+        for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
+            passed: list[Tensor] = []
+            for which, size in enumerate((layer.qk_head_size, layer.v_head_size)):
                 if isinstance(given, Tensor):
-                    numbers = rows * len(target) * tokens * size
-                    x_BKCH = given[offset : offset + numbers].view(rows, len(target), tokens, size)
+                    shape = (row_end - row, len(target), end - start, size)
+                    numbers = math.prod(shape)
+                    passed.append(given[offset : offset + numbers].view(shape))
                     offset += numbers
                 else:
-                    x_BKCH = _heads(given[index][which], source)
-                for place, head in enumerate(target):
-                    tensors[which][:, head] = x_BKCH[:, place]
+                    passed.append(_heads(given[index][which], target if of_late else source))
+            yield layer, source, target, passed
 
     # -- their gradients -----------------------------------------------------------------------
 
     def _import_sums(self, action: Action) -> None:
         """Before a unit's backward: what later sets add to the gradients of keys."""
-        run, chunk = self._run(action), self._schedule.chunk(action)
-        if run.chunks.stop == len(self._bounds):
+        run, chunk = self._run(action), self.schedule.chunk(action)
+        if run.chunks.stop == len(self.bounds):
             return
         stores = self._key_stores(action)
         forward = action._replace(kind="F")
         for message in self._used.get(action, ()):
             if message.send.kind == "SEND_DKV" and self._key_numbers(message):
-                flat = self._transport.take(message.receive)
+                flat = self.transport.take(message.receive)
                 late = message.made._replace(kind="F")
-                self._add_sums(stores, forward, late, self._schedule.chunk(message.send), flat)
-        after = self._runs[action.stage, run.chunks.stop]
-        if self._rank not in after.ranks:
+                self._add_sums(stores, forward, late, self.schedule.chunk(message.send), flat)
+        after = self.runs[action.stage, run.chunks.stop]
+        if self.rank not in after.ranks:
             return
         late = self._ahead(action, after, after.chunks.start)
         for earlier in range(chunk + 1) if chunk == run.chunks.start else (chunk,):
@@ -648,29 +647,12 @@ class SharedUnits:
         return (*key, run.chunks.start)
 
     def _add_sums(
-        self,
-        stores: list[KVStore],
-        forward: Action,
-        late: Action,
-        chunk: int,
-        given: Tensor | list[tuple[Tensor, Tensor]],
+        self, stores: list[KVStore], forward: Action, late: Action, chunk: int, given: _Given
     ) -> None:
-        start, end = self._bounds[chunk]
-        row, row_end = self._rows[self._schedule.micro_batch(late)]
-        offset = 0
-        for index, (layer, source, target) in enumerate(self._keys_of(forward, late)):
-            if not target:
-                continue
-            if isinstance(given, Tensor):
-                both: list[Tensor] = []
-                for size in (layer.qk_head_size, layer.v_head_size):
-                    shape = (row_end - row, len(target), end - start, size)
-                    numbers = shape[0] * shape[1] * shape[2] * shape[3]
-                    both.append(given[offset : offset + numbers].view(shape))
-                    offset += numbers
-            else:
-                both = [_heads(x_BKCH, target) for x_BKCH in given[index]]
-            stores[index].add_sums(chunk, both[0], both[1], source)
+        parts = self._taken_apart(forward, late, chunk, given, of_late=True)
+        for store, (_, source, target, (dk_BKCH, dv_BKCH)) in zip(stores, parts, strict=True):
+            if target:
+                store.add_sums(chunk, dk_BKCH, dv_BKCH, source)
 
     def _packed_sums(self, message: Message) -> Tensor:
         key = self._sums_key(
@@ -689,17 +671,17 @@ class SharedUnits:
         """A compute comes next: what the one after it needs is on its way from now on."""
         first = self._first.get(action)
         if first is not None and first.ahead == action:
-            self._weights.start_fetch(first.stage, first.run)
+            self.weights.start_fetch(first.stage, first.run)
         ahead = self._fetched_in.get(action)
         if ahead is not None and ahead is not first:
-            self._weights.start_fetch(ahead.stage, ahead.run)
+            self.weights.start_fetch(ahead.stage, ahead.run)
 
     def begin(self, action: Action) -> None:
         """A compute is about to run: weights, keys and gradients of keys are there from now on."""
         visit = self._first.get(action)
         if visit is not None:
-            self._weights.wait_for_fetch(visit.stage)
-        run, chunk = self._run(action), self._schedule.chunk(action)
+            self.weights.wait_for_fetch(visit.stage)
+        run, chunk = self._run(action), self.schedule.chunk(action)
         if action.kind == "F":
             if chunk == run.chunks.start:
                 self._import_keys(action)
@@ -710,28 +692,28 @@ class SharedUnits:
 
     def end(self, action: Action) -> None:
         """A compute has run."""
-        run, chunk = self._run(action), self._schedule.chunk(action)
-        self._weights.wait_for_reduce()
+        run, chunk = self._run(action), self.schedule.chunk(action)
+        self.weights.wait_for_reduce()
         if action.kind != "F" and chunk == run.chunks.start:
             self._keep_sums(action, run)
             if run.is_shared:
-                self._weights.start_reduce(action.stage, run)
+                self.weights.start_reduce(action.stage, run)
         visit = self._last.get(action)
         if visit is not None:
-            self._weights.drop(visit.stage)
+            self.weights.drop(visit.stage)
 
     def _keep_sums(self, action: Action, run: Run) -> None:
         first = run.chunks.start
         if first == 0:
             return
         stores, self._ending = self._ending, []
-        before = self._runs[action.stage, first - 1]
+        before = self.runs[action.stage, first - 1]
         for chunk in range(first):
             unit = action.unit - first + chunk
             key = self._sums_key(("SEND_DKV", action.stage, unit), run)
             for keys in stores:
                 keys.drop_keys(chunk)
-            takers = self._sum_sends(action, unit) + (self._rank in before.ranks)
+            takers = self._sum_sends(action, unit) + (self.rank in before.ranks)
             assert takers, "each rank of a run has heads that ranks of the one before had"
             self._left[key] = takers
             self._sums[key] = stores, chunk
@@ -752,7 +734,7 @@ class SharedUnits:
             if self._key_numbers(message):
                 forward = action.kind == "SEND_KV"
                 flat = self._packed_keys(message) if forward else self._packed_sums(message)
-                self._transport.send(flat, message.target)
+                self.transport.send(flat, message.target)
             if action.kind == "SEND_DKV":
                 key = (action.kind, action.stage, action.unit)
                 self._release(self._sums_key(key, self._run(message.made)))
@@ -761,7 +743,7 @@ class SharedUnits:
         key = (action.kind, action.stage, action.unit)
         if low < high:
             first, made = self._made[key]
-            self._transport.send(made[:, low - first : high - first], message.target)
+            self.transport.send(made[:, low - first : high - first], message.target)
         self._release(key)
 
     def receive(self, action: Action) -> None:
@@ -773,12 +755,12 @@ class SharedUnits:
             if action.kind == "RECV_DKV":
                 dtype = torch.promote_types(dtype, torch.float32)
             if numbers:
-                self._transport.receive(action, (numbers,), dtype, message.source)
+                self.transport.receive(action, (numbers,), dtype, message.source)
             return
         low, high = self._overlap(message)
         if low < high:
             shape = self._shape(message.used, message.made.stage, high - low)
-            self._transport.receive(action, shape, self._dtype, message.source)
+            self.transport.receive(action, shape, self._dtype, message.source)
 
     def finished(self) -> bool:
         """Whether nothing waits to be taken any more."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,18 @@ from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, labelled_chunks, labels_of
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
-from sppo_hf.engine.fused import fused_tile
+from sppo_hf.engine.head import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.parameter_hooks import hooks_set_aside
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
 from sppo_hf.engine.stage_message import MessageLayout
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
+from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable, hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, refused, settings_number
-from sppo_hf.pipeline.exchange import SequenceRanks
+from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -57,8 +56,14 @@ from sppo_hf.pipeline.multiplex import (
     head_granules,
     runs_of,
 )
-from sppo_hf.pipeline.schedules import StepSchedule, check_size, step_schedule
-from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
+from sppo_hf.pipeline.sequence_parallel import SequenceRanks
+from sppo_hf.pipeline.stage_plans import (
+    BatchPlans,
+    StagePlanCache,
+    StepSchedule,
+    check_size,
+    step_schedule,
+)
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
 from sppo_hf.pipeline.token_outputs import TokenCall
 from sppo_hf.pipeline.transport import Transport
@@ -71,20 +76,9 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP, Size
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sppo_hf.offload.stats import OffloadStats
-    from sppo_hf.pipeline.executor import ActionRecord
-
 
 def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> None:
     """Refuse calls of a cut model that ask for more than the standard loss.
-
-    Args:
-        parts: The model.
-        config: The settings.
-        call: The call.
 
     Raises:
         ConfigError: No labels, logits of whole sequences, or inputs that need a gradient.
@@ -129,40 +123,26 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
 _BACKWARDS = ("B", "I")
 
 
+@dataclass(eq=False)
 class PipelineStepTimer:
     """Watches one step of one rank."""
 
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        call: ForwardCall,
-        step: StepSchedule,
-        *,
-        began: float,
-        name: str,
-    ) -> None:
-        """Start watching.
-
-        Args:
-            engine: Whose observer and watchdog are told.
-            call: What is run.
-            step: How it is run.
-            began: `time.perf_counter()` when the call came in.
-            name: Of the call, for the words of others when this rank is lost.
-        """
-        self._engine = engine
-        self._call = call
-        self._step = step
-        self._began = began
-        self._name = name
+    engine: PipelineEngine
+    call: ForwardCall
+    step: StepSchedule
+    _: KW_ONLY
+    began: float
+    """By `time.perf_counter()`, when the call came in."""
+    name: str
+    """For the words of others when this rank is lost."""
 
     def action(self, action: Action, words: str) -> None:
         """The rank is about to carry out `action`."""
-        self._engine.watchdog.doing(f"{self._name}, {words}")
+        self.engine.watchdog.doing(f"{self.name}, {words}")
         if action.kind == "F" or action.kind in _BACKWARDS:
             direction = "forward" if action.kind == "F" else "backward"
-            units = self._step.schedule.num_units
-            self._engine.observer.on_unit(direction, action.unit, units)
+            units = self.step.schedule.num_units
+            self.engine.observer.on_unit(direction, action.unit, units)
 
     def done(
         self, executed: Sequence[ActionRecord], *, training: bool, planned_seconds: float | None
@@ -176,7 +156,7 @@ class PipelineStepTimer:
         Returns:
             What was copied and waited for.
         """
-        engine, call = self._engine, self._call
+        engine, call = self.engine, self.call
         mesh = engine.mesh
         sharing = len(mesh.sharing_ranks)
         start, end = part_of(
@@ -193,10 +173,10 @@ class PipelineStepTimer:
                 total_tokens=call.total_tokens,
                 model_flops=flops(engine.shape(), call.batch_rows, call.total_tokens) / sharing,
                 forward_seconds=forward,
-                backward_seconds=time.perf_counter() - self._began - forward,
+                backward_seconds=time.perf_counter() - self.began - forward,
                 offload=stats,
                 planned_seconds=planned_seconds,
-                num_chunks=self._step.schedule.num_chunks,
+                num_chunks=self.step.schedule.num_chunks,
                 training=training,
             )
         )
@@ -266,14 +246,7 @@ class PipelineEngine(Engine):
     ) -> None:
         """Prepare to run; see `Engine` for the first arguments.
 
-        Args:
-            parts: The cut model.
-            config: The settings.
-            observer: Is told about plans, units and records.
-            original_forward: The model's own.
-            staged: The stages of this rank.
-            mesh: Its place among the ranks.
-            watchdog: Is told what this rank does.
+        `watchdog` is told what this rank does.
         """
         group = SequenceRanks.of_mesh(mesh) if mesh.sp_size > 1 else None
         super().__init__(parts, config, observer, original_forward, group=group)
@@ -360,9 +333,7 @@ class PipelineEngine(Engine):
     def guarded(self, kind: str, run: Callable[[], ValueT]) -> ValueT:
         """Run a part of a step; other ranks hear where this one is, and errors name what failed.
 
-        Args:
-            kind: Of the part: "forward", "evaluation" or "backward".
-            run: The part. What it refuses on all ranks alike (see `_prepare`) is nobody's failure.
+        What it refuses on all ranks alike (see `_prepare`) is nobody's failure.
 
         Raises:
             PipelineError: This rank failed.
@@ -544,18 +515,8 @@ class PipelineEngine(Engine):
     # -- one step ----------------------------------------------------------------------------
 
     def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
-        ids = call.tokens.get("input_ids")
-        facts = {
-            "rows": call.batch_rows,
-            "tokens": call.total_tokens,
-            "used tokens": layout.used_tokens,
-            # With the layout, the only read from the device before the first chunk.
-            "sum of input_ids": 0 if ids is None else int(ids.sum()),
-            "sum of labels": 0 if call.shift_labels is None else int(call.shift_labels.sum()),
-            "training": int(torch.is_grad_enabled()),
-            "settings": settings_number(self.config),
-        }
-        agree(self.mesh, facts)
+        facts = facts_of(call, self.config)
+        agree(self.mesh, {**facts, "used tokens": layout.used_tokens})
 
     def _make_units(
         self,
@@ -594,7 +555,7 @@ class PipelineEngine(Engine):
             assert router_loss is not None, "asked for where routers have a loss"
             router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
             # Over the ranks of a sequence gradients are averaged.
-            return self.mesh.sp_size * self._expected_gradient() * router_loss.gradient()
+            return self.mesh.sp_size * self.expected_gradient() * router_loss.gradient()
 
         units = StageRunner(
             self.staged,
@@ -609,7 +570,7 @@ class PipelineEngine(Engine):
             labelled=frozenset(labelled_chunks(layout, prepared.bounds)),
             split=prepared.step.splits,
             router_loss=router_loss,
-            router_gradient=None if router_loss is None else router_gradient,
+            make_router_gradient=None if router_loss is None else router_gradient,
             run_of=run_of,
         )
         self._units = units
@@ -765,26 +726,19 @@ class PipelineEngine(Engine):
         Times the ranks that share the sequence, over which gradients are averaged.
         """
         count, divisor = self._count_and_divisor(call)
-        scale = self.mesh.sp_size * self._expected_gradient().to(divisor.device) / divisor
+        scale = self.mesh.sp_size * self.expected_gradient().to(divisor.device) / divisor
         return torch.where(count > 0, scale, torch.zeros_like(scale))
 
-    def _expected_gradient(self) -> Tensor:
-        """What gradient of the loss is expected, `[]`: the last one, at the scaler's scale now."""
+    def expected_gradient(self) -> Tensor:
+        """What gradient of the mean loss is expected, `[]`: the last, at the scaler's scale now."""
         wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
         return torch.as_tensor(self._scale * self._scaler_scale(), dtype=wide)
 
-    def expected_gradient(self) -> float:
-        """What gradient of the mean loss is expected."""
-        return float(self._expected_gradient())
-
-    def note_gradient(self, grad: float) -> None:
-        """The gradient of the mean loss was `grad`, at the scaler's scale now."""
-        self._note_gradient(grad, self._scaler_scale())
-
-    def _note_gradient(self, grad: float, scaled_by: Tensor | float) -> None:
+    def note_gradient(self, grad: float, scaled_by: Tensor | float | None = None) -> None:
+        """The gradient of the mean loss was `grad`, at a scale of the scaler's: that of now."""
         # A scale of zero, or one that overflowed, is nothing to go on with.
         if grad != 0.0 and math.isfinite(grad):
-            self._scale = grad / float(scaled_by)
+            self._scale = grad / float(self._scaler_scale() if scaled_by is None else scaled_by)
 
     def reduces_replicas(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
@@ -792,11 +746,7 @@ class PipelineEngine(Engine):
 
     def agreed(self, value: bool) -> bool:
         """Whether all ranks of all replicas say so; all of them ask at the same moments."""
-        answer = torch.tensor(int(value))
-        for group in (self.mesh.control, self.mesh.replicas_control):
-            if group is not None:
-                dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-        return bool(answer.item())
+        return all_true(value, self.mesh.control, self.mesh.replicas_control)
 
     def _scaler_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
@@ -806,7 +756,6 @@ class PipelineEngine(Engine):
         return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _sum_over_pipeline(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks that share the batch."""
         for group in (self.mesh.pipeline, self.mesh.sequence):
             if group is not None:
                 dist.all_reduce(x, group=group)
@@ -831,14 +780,14 @@ class PipelineEngine(Engine):
             output = units.router_loss.added_to(output)
         if gradients is None:
             return output
-        ran_with, scaled_by = self._expected_gradient(), self._scaler_scale()
+        ran_with, scaled_by = self.expected_gradient(), self._scaler_scale()
         reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
         versions = reads.versions()
 
         def hand_out(grad: float) -> list[Tensor | None]:
             reads.refuse_changes(versions, "the backward of a pipeline's loss")
             given = gradients.hand_out(grad / float(ran_with))
-            self._note_gradient(grad, scaled_by)
+            self.note_gradient(grad, scaled_by)
             return given
 
         anchor = torch.zeros((), device=total.device, requires_grad=True)

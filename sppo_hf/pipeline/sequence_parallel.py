@@ -1,36 +1,328 @@
-"""Sequence parallelism in one stage: the engine of a rank that shares its sequences.
+"""Ranks that share sequences: their collectives, and the engine of one of them.
 
-What is shared and why gradients come out right: `sppo_hf.engine.sequence_group`. The model is whole
-on every rank (or sharded by FSDP2), and DDP or FSDP2 averages gradients over all ranks. In a
-pipeline `PipelineEngine` does both.
+What is shared and why gradients come out right: `sppo_hf.engine.sequence_group`. With one stage the
+model is whole on every rank (or sharded by FSDP2), and DDP or FSDP2 averages gradients over all
+ranks. In a pipeline `PipelineEngine` does both.
+
+[Note: an exchange is two nodes]
+Autograd sees an exchange as two nodes, of which the first starts it and the second waits for it. In
+backward the second starts the exchange of the gradient, and the first waits for that. So of several
+exchanges that were started one after the other (queries, keys, values) gradients are on their way
+together, too: autograd runs all second nodes, which are younger, before any first. PyTorch's own
+differentiable collective waits within its backward. What a second node has started reaches the
+first beside autograd, since gradients must have the shape of what was received in forward; zeros
+without memory take their place in the graph.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed import _functional_collectives as functional
+from torch.nn import functional as F
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.sequence_group import own_random_numbers
+from sppo_hf.engine.recurrent_state import mixers_of
+from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_numbers, part_lengths
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import ModelParts, find_parts
+from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, settings_number
-from sppo_hf.pipeline.convert import launch_watchdog, shared_mesh
-from sppo_hf.pipeline.exchange import SequenceRanks, refuse_unshareable
-from sppo_hf.pipeline.mesh import PipelineMesh, check_nodes
+from sppo_hf.pipeline.agreement import agree, facts_of
+from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
+# B batch rows, N heads, c tokens of this rank's part, C tokens of the chunk, H head size, D width.
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(eq=False)
+class SequenceRanks:
+    """Ranks that share a sequence, or some of its chunks; see `SequenceGroup` for what they do."""
+
+    group: Any
+    rank: int
+    """Of this one, in the group."""
+    size: int
+    _: KW_ONLY
+    granules: int | None = None
+    """By which they divide heads, see `own_heads`."""
+    control: Any = None
+    """A group for decisions, on processors."""
+
+    @classmethod
+    def of_mesh(cls, mesh: PipelineMesh) -> SequenceRanks:
+        """The ranks of this process's sequence, in a mesh whose `sp_size` is above 1."""
+        assert mesh.sequence is not None, "ranks share a sequence only where sp_size is above 1"
+        return cls(mesh.sequence, mesh.sp_rank, mesh.sp_size, control=mesh.sequence_control)
+
+    def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
+        """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
+        lengths = part_lengths(chunk_tokens, self.size)
+        assert x_BNcH.shape[2] == lengths[self.rank], "every rank has its part of the chunk"
+        return self._exchange(x_BNcH, lengths, x_BNcH.shape[1], to_heads=True)
+
+    def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
+        """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`."""
+        _, own, chunk_tokens, _ = x_BNCH.shape
+        runs = self.size if self.granules is None else self.granules
+        heads = own // len(own_heads(runs, self.rank, self.size, self.granules)) * runs
+        return self._exchange(x_BNCH, part_lengths(chunk_tokens, self.size), heads, to_heads=False)
+
+    def _exchange(
+        self, x: Tensor, lengths: list[int], num_heads: int, *, to_heads: bool
+    ) -> Exchange:
+        every = range(self.size)
+        counts = [len(own_heads(num_heads, r, self.size, self.granules)) for r in every]
+        heads, tokens = _ToHeads(self, lengths, counts), _ToTokens(self, lengths, counts)
+        return Exchange(x, heads, tokens) if to_heads else Exchange(x, tokens, heads)
+
+    def wait_for(self, x: Tensor) -> Tensor:
+        """`x`, once what an exchange brings is in it; at once where nothing is missing."""
+        return functional.wait_tensor(x)
+
+    def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
+        """`[B, c, D]` to `[B, C, D]`."""
+        return _GatheredTokens.apply(x_BcD, self, part_lengths(chunk_tokens, self.size))
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        return _SummedOverRanks.apply(x, self)
+
+    def decide(self, make: Callable[[], ValueT], better: Callable[[ValueT], float]) -> ValueT:
+        """What the rank has made for whose `better` is smallest.
+
+        Raises:
+            Exception: What `make` raised here.
+            PipelineError: It raised on another rank.
+        """
+        refusal: Exception | None = None
+        made: Any = None
+        try:
+            made = make()
+            said = better(made), ""
+        except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
+            refusal = error
+            said = math.inf, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, said, group=self.control)
+        if refusal is not None:
+            raise refusal
+        refusals = [words for _, words in answers if words]
+        if refusals:
+            raise PipelineError(f"This batch is run by no rank, because {'; '.join(refusals)}")
+        best = min(range(self.size), key=lambda rank: answers[rank][0])
+        box = [made]
+        first = dist.get_global_rank(self.control, best)
+        dist.broadcast_object_list(box, first, group=self.control)
+        return box[0]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, without a gradient."""
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def gathered(self, x_BcD: Tensor, lengths: list[int]) -> Tensor:
+        """All tokens, without a gradient."""
+        tokens = lengths[self.rank]
+        x_cBD = x_BcD.detach()[:, :tokens].transpose(0, 1)
+        sent = x_cBD.expand(self.size, *x_cBD.shape).flatten(0, 1).contiguous()
+        got_CBD = self.start(sent, [tokens] * self.size, lengths)
+        return functional.wait_tensor(got_CBD).transpose(0, 1)
+
+    def start(self, sent: Tensor, sent_lengths: list[int], lengths: list[int]) -> Tensor:
+        """Send runs of the first dim to the ranks in order; what they send will be joined.
+
+        Returns:
+            Where it will be; `wait_for` it.
+        """
+        # The functional collective: modes that follow what depends on what
+        # (`sppo_hf.engine.selective`) see through it.
+        name = self.group.group_name
+        sent = sent.contiguous()  # before PyTorch 2.13 it must be
+        return torch.ops._c10d_functional.all_to_all_single(sent, lengths, sent_lengths, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToHeads:
+    """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads; in memory `[C, n, B, H]`."""
+
+    ranks: SequenceRanks
+    lengths: list[int]
+    """Tokens of each rank."""
+    counts: list[int]
+    """Heads of each rank."""
+
+    def start(self, x_BNcH: Tensor) -> Tensor:
+        rows, _, tokens, head_size = x_BNcH.shape
+        x_cNBH = x_BNcH.permute(2, 1, 0, 3)
+        if len(set(self.counts)) == 1:  # one copy
+            split = x_cNBH.unflatten(1, (len(self.counts), self.counts[0])).transpose(0, 1)
+            sent = split.reshape(-1, rows, head_size)
+        else:
+            parts = x_cNBH.split(self.counts, dim=1)
+            sent = torch.cat([part.reshape(-1, rows, head_size) for part in parts])
+        own = self.counts[self.ranks.rank]
+        gone = [tokens * count for count in self.counts]
+        return self.ranks.start(sent, gone, [own * c for c in self.lengths])
+
+    def unpack(self, got: Tensor) -> Tensor:
+        own = self.counts[self.ranks.rank]
+        return got.view(sum(self.lengths), own, *got.shape[1:]).permute(2, 1, 0, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToTokens:
+    """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`, in memory `[B, c, N, H]`."""
+
+    ranks: SequenceRanks
+    lengths: list[int]
+    counts: list[int]
+
+    def start(self, x_BNCH: Tensor) -> Tensor:
+        rows, own, _, head_size = x_BNCH.shape
+        sent = x_BNCH.permute(2, 1, 0, 3).reshape(-1, rows, head_size)
+        tokens = self.lengths[self.ranks.rank]
+        came = [tokens * count for count in self.counts]
+        return self.ranks.start(sent, [own * c for c in self.lengths], came)
+
+    def unpack(self, got: Tensor) -> Tensor:
+        rows, head_size = got.shape[1:]
+        tokens = self.lengths[self.ranks.rank]
+        if len(set(self.counts)) == 1:  # one copy
+            x_ncNBH = got.view(len(self.counts), tokens, self.counts[0], rows, head_size)
+            x_BcNH = x_ncNBH.permute(3, 1, 0, 2, 4).reshape(
+                rows, tokens, sum(self.counts), head_size
+            )
+        else:
+            parts = got.split([tokens * count for count in self.counts])
+            x_BcNH = torch.cat(
+                [
+                    part.view(tokens, count, rows, head_size).permute(2, 0, 1, 3)
+                    for part, count in zip(parts, self.counts, strict=True)
+                ],
+                dim=2,
+            )
+        return x_BcNH.transpose(1, 2)
+
+
+@dataclass(slots=True)
+class _Ways:
+    """How a tensor goes to the other ranks, and how its gradient comes back."""
+
+    there: _ToHeads | _ToTokens
+    back: _ToHeads | _ToTokens
+    gradient: Tensor | None = None
+    """On its way back, where it has been started."""
+
+
+class Exchange:
+    """A tensor on its way to the other ranks, for what they send; see `engine.sequence_group`."""
+
+    def __init__(self, x: Tensor, there: _ToHeads | _ToTokens, back: _ToHeads | _ToTokens) -> None:
+        self._ways = _Ways(there, back)
+        self._coming = _Started.apply(x, self._ways)
+
+    def wait(self) -> Tensor:
+        """What the others have sent."""
+        return _Waited.apply(self._coming, self._ways)
+
+    def pending(self) -> Tensor:
+        """Where it will be: `SequenceRanks.wait_for` it before it is read; without a gradient."""
+        return self._ways.there.unpack(self._coming.detach())
+
+
+class _Started(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ways: _Ways) -> Tensor:  # type: ignore[override]
+        ctx.ways = ways
+        return ways.there.start(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        coming, ctx.ways.gradient = ctx.ways.gradient, None
+        return ctx.ways.back.unpack(functional.wait_tensor(coming)), None
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, ways: _Ways) -> Tensor:  # type: ignore[override]
+        ctx.ways, ctx.shape = ways, coming.shape
+        return ways.there.unpack(functional.wait_tensor(coming))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.ways.gradient = ctx.ways.back.start(grad)
+        return grad.new_zeros(()).expand(ctx.shape), None
+
+
+class _GatheredTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BcD: Tensor, ranks: SequenceRanks, lengths: list[int]) -> Tensor:  # type: ignore[override]
+        ctx.ranks, ctx.lengths, ctx.own_tokens = ranks, lengths, x_BcD.shape[1]
+        return ranks.gathered(x_BcD, lengths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BCD: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        # See [Note: gradients of a shared sequence].
+        own_BcD = grad_BCD.split(ctx.lengths, dim=1)[ctx.ranks.rank] * ctx.ranks.size
+        missing = ctx.own_tokens - own_BcD.shape[1]
+        return F.pad(own_BcD, (0, 0, 0, missing)), None, None
+
+
+class _SummedOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: SequenceRanks) -> Tensor:  # type: ignore[override]
+        ctx.size = ranks.size
+        return ranks.summed(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        # See [Note: gradients of a shared sequence].
+        return grad * ctx.size, None
+
+
+def refuse_unshareable(parts: ModelParts, sp_size: int) -> None:
+    """Refuse models whose sequences cannot be shared.
+
+    A recurrent or convolutional mixer computes along all tokens, inside each family's own code.
+    Gathering the tokens for it would let all ranks compute the same, and save as much as without
+    sharing; its heads could be shared only by taking that code apart, between projections and
+    convolution.
+
+    Raises:
+        ConfigError: Heads cannot be divided among the ranks; says among how many they can.
+        UnsupportedModelError: Layers carry a state along the tokens.
+    """
+    mixers = [mixers_of(layer) for layer in parts.layers]
+    stateful = [type(found[0]).__name__ for found in mixers if found]
+    if stateful:
+        raise UnsupportedModelError(
+            f"{parts.name}: {len(stateful)} of its {len(mixers)} layers are recurrent or "
+            f"convolutional ({', '.join(sorted({*stateful}))}), and sp_size={sp_size} cuts every "
+            "chunk along its tokens, which only attention puts together again. Allowed: sp_size=1. "
+            f"Remedy: drop sp_size; with pp_size={sp_size} the ranks share the layers instead, and "
+            "without either they shard the model (FSDP2) and have sequences of their own."
+        )
+    heads = [layer.num_heads for layer in model_shape(parts).layers if layer.num_heads]
+    check_heads(math.gcd(*heads), sp_size, parts.name)
 
 
 class SequenceParallelEngine(Engine):
@@ -48,16 +340,6 @@ class SequenceParallelEngine(Engine):
         mesh: PipelineMesh,
         watchdog: Watchdog,
     ) -> None:
-        """Prepare to run; see `Engine` for the first arguments.
-
-        Args:
-            parts: The model.
-            config: The settings.
-            observer: Is told about plans, units and records.
-            original_forward: The model's own.
-            mesh: This rank's place among the ranks.
-            watchdog: Is told what this rank does.
-        """
         group = SequenceRanks.of_mesh(mesh)
         super().__init__(parts, config, observer, original_forward, group=group)
         self.mesh = mesh
@@ -75,7 +357,9 @@ class SequenceParallelEngine(Engine):
         self._calls += 1
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._guarded(f"in {kind} pass {self._calls}"):
-            agree(self.mesh, self._facts(call))
+            mask = call.attention_mask
+            read = {"sum of attention_mask": -1 if mask is None else int(mask.sum())}
+            agree(self.mesh, facts_of(call, self.config) | read)
             with own_random_numbers(self.group, call.device):
                 output = super()._run(call)
         activity = f"in backward pass {self._calls}"
@@ -84,68 +368,10 @@ class SequenceParallelEngine(Engine):
                 value.register_hook(lambda _grad: self.watchdog.doing(activity))
         return output
 
-    def _facts(self, call: ForwardCall) -> dict[str, int]:
-        """Numbers of a call that all ranks must have alike."""
-        ids, mask = call.tokens.get("input_ids"), call.attention_mask
-        return {
-            "rows": call.batch_rows,
-            "tokens": call.total_tokens,
-            "sum of input_ids": 0 if ids is None else int(ids.sum()),
-            "sum of labels": 0 if call.shift_labels is None else int(call.shift_labels.sum()),
-            "sum of attention_mask": -1 if mask is None else int(mask.sum()),
-            "training": int(torch.is_grad_enabled()),
-            "settings": settings_number(self.config),
-        }
-
     @contextmanager
     def _guarded(self, activity: str) -> Iterator[None]:
-        """A part of a step: others hear where this rank is, and errors name what failed.
-
-        Raises:
-            PipelineError: This rank failed, or ranks do not agree.
-            RankLostError: Another one did.
-        """
+        """A part of a step: others hear where this rank is, and errors name what failed."""
         alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
         with self.watchdog.explaining(activity), self.watchdog.ending_all(but=alike):
             yield
         self.watchdog.doing(activity.replace("in ", "after ", 1))
-
-
-def convert_to_shared_sequences(
-    model: ModelT,
-    config: SPPOConfig,
-    *,
-    device: torch.device | None = None,
-    observer: StepObserver | None = None,
-) -> ModelT:
-    """Let `model` train on sequences that `config.sp_size` ranks share, in place.
-
-    Every process of the launch calls this with the same model and settings. `model(**batch)` then
-    returns the loss of the whole batch on every rank; gradients are to be averaged over all ranks,
-    as DDP and FSDP2 do.
-
-    Args:
-        model: A Transformers causal language model, bare or in PEFT.
-        config: The settings, with `sp_size` above 1.
-        device: Where it will run; where it is, by default.
-        observer: Is told about plans, units and records.
-
-    Raises:
-        ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
-            one sequence are on several machines.
-        UnsupportedModelError: The model cannot be trained exactly.
-    """
-    engine = get_engine(model)
-    if engine is not None and engine.enabled:
-        return convert(model, config, observer=observer)  # says so if settings differ
-    parts = find_parts(model)
-    refuse_unshareable(parts, config.sp_size)
-    check_nodes(config)
-    device = next(parts.causal_lm.parameters()).device if device is None else device
-    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
-    make_engine = functools.partial(
-        SequenceParallelEngine,
-        mesh=mesh,
-        watchdog=launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size),
-    )
-    return convert(model, config, observer=observer, make_engine=make_engine)

@@ -1,4 +1,4 @@
-"""Plans of a rank's stages, by batch shape; made when the shape first comes."""
+"""Plans of a rank's stages, and the schedule of a step; made when a batch's shape first comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan
 from sppo_hf.errors import BudgetError, PipelineError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import all_say, first_rank_says
-from sppo_hf.pipeline.schedules import step_schedule
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
@@ -47,6 +46,14 @@ from sppo_hf.schedule.schedule import Schedule
 if TYPE_CHECKING:
     from sppo_hf.pipeline.executor import UnitMarks
     from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+
+
+from functools import lru_cache
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import ConfigError
+from sppo_hf.schedule.lower import add_streams, add_transfers, lower
+from sppo_hf.schedule.validate import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +117,6 @@ class BatchPlans:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A step that was measured."""
-
     shape: tuple[Any, ...]
     plans: BatchPlans
     schedule: Schedule
@@ -150,7 +155,6 @@ class StagePlanCache:
     """Plans of the stages of one engine."""
 
     def __init__(self, engine: PipelineEngine) -> None:
-        """Hold none yet."""
         self._engine = engine
         self._made: dict[tuple[Any, ...], BatchPlans] = {}
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
@@ -302,7 +306,9 @@ class StagePlanCache:
         shape = waiting.shape
         # Of the ranks that share a stage's sequences, the slowest one's, which the others wait for.
         self._learned[shape] = {
-            stage: max((x[stage] for x in everyone if stage in x), key=_compute_factors)
+            stage: max(
+                (x[stage] for x in everyone if stage in x), key=lambda x: x.forward + x.backward
+            )
             for stage in learned or {}
         }
         self._corrected[shape] = waiting
@@ -513,5 +519,89 @@ class StagePlanCache:
         return max(1.0, units / chunks / config.pp_virtual_stages)
 
 
-def _compute_factors(correction: Correction) -> float:
-    return correction.forward + correction.backward
+@dataclass(frozen=True, slots=True)
+class StepSchedule:
+    """A schedule, ready to be carried out."""
+
+    name: str
+    schedule: Schedule
+    """With sends and receives."""
+    splits: bool
+    """Whether backward comes in two halves."""
+    virtual: int
+    """Stages of each rank."""
+    sent: frozenset[tuple[int, int]] = frozenset()
+    """The (stage, unit) that an action sends away."""
+
+
+def step_schedule(
+    config: SPPOConfig,
+    name: str,
+    micro_batches: int,
+    chunks: int,
+    *,
+    forward_only: bool,
+    reduce: bool,
+    leaves: frozenset[tuple[int, int]] = frozenset(),
+    stores: frozenset[tuple[int, int]] = frozenset(),
+    streams: frozenset[Stream] = frozenset(),
+) -> StepSchedule:
+    """Make (or find) the schedule of a step.
+
+    A rank may leave the others out of `leaves`, the (stage, chunk) of which anything leaves the
+    device, of `stores`, those of which anything goes on to a tier behind the host, and of
+    `streams`, what keys and values do beside units (see `add_streams`): it does not run their
+    lists.
+    """
+    size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
+    return _make(name, size, forward_only, reduce, leaves, stores, streams)
+
+
+def check_size(name: str, size: Size) -> None:
+    """Refuse schedules over fewer units than they need to be what they are.
+
+    Raises:
+        ConfigError: Naming the numbers and the remedy.
+    """
+    if size.num_virtual > 1 and size.num_units < size.num_ranks:
+        raise ConfigError(
+            f"pp_schedule={name!r} with pp_virtual_stages={size.num_virtual} passes groups of at "
+            f"least pp_size={size.num_ranks} units through a rank's stages, but this batch has "
+            f"{size.num_micro_batches} micro-batches of {size.num_chunks} chunks, "
+            f"{size.num_units} units. Allowed: micro-batches x chunks >= pp_size. Remedy: a larger "
+            "per-device batch, more chunks (num_chunks, chunk_tokens), or pp_virtual_stages=1."
+        )
+
+
+@lru_cache(maxsize=64)
+def _make(
+    name: str,
+    size: Size,
+    forward_only: bool,
+    reduce: bool,
+    leaves: frozenset[tuple[int, int]],
+    stores: frozenset[tuple[int, int]],
+    streams: frozenset[Stream],
+) -> StepSchedule:
+    made = generate(name, size)
+    if forward_only:
+        forwards = made.keep(lambda action: action.kind == "F")
+        lowered = add_transfers(add_streams(forwards, streams))
+    else:
+        chunks = size.num_chunks
+        lowered = lower(
+            made,
+            leaves=lambda stage, unit: (stage, unit % chunks) in leaves,
+            stores=lambda stage, unit: (stage, unit % chunks) in stores,
+            streams=streams,
+            reduce=reduce,
+        )
+    validate(lowered)  # once for each size; nothing wrong is ever run
+    splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
+    return StepSchedule(
+        name,
+        lowered,
+        splits=splits,
+        virtual=size.num_virtual,
+        sent=frozenset((a.stage, a.unit) for rank in lowered.ranks for a in rank if a.kind == "D"),
+    )

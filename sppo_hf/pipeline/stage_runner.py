@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,15 @@ from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
-from sppo_hf.engine.stage_input import StageInput, StateEnd, UnitGraph, enter
-from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout, Received
+from sppo_hf.engine.stage_message import (
+    SHARED_KEYS,
+    MessageLayout,
+    Received,
+    StageInput,
+    StateEnd,
+    UnitGraph,
+    enter,
+)
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -44,7 +51,6 @@ class WeightGradients:
     """Weight gradients that are due, in order; one object per unit of backward."""
 
     def __init__(self) -> None:
-        """Owe nothing yet."""
         self._due: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     def add(self, x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -159,62 +165,40 @@ class _MicroBatch:
     units: dict[int, UnitGraph] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class StageRunner:
     """All units of the stages of this rank in one step."""
 
-    def __init__(
-        self,
-        staged: StagedModel,
-        call: ForwardCall,
-        layout: BatchLayout,
-        *,
-        messages: MessageLayout,
-        bounds: Bounds,
-        rows: list[tuple[int, int]],
-        make_sequence: MakeSequence,
-        head: ModelHead,
-        add_loss: AddLoss | None,
-        labelled: frozenset[int],
-        run_of: RunOf,
-        split: bool = False,
-        router_loss: RouterLoss | None = None,
-        router_gradient: Callable[[], Tensor] | None = None,
-    ) -> None:
-        """Prepare a step; runs nothing.
+    staged: StagedModel
+    call: ForwardCall
+    layout: BatchLayout
+    _: KW_ONLY
+    messages: MessageLayout
+    """How stages pack what they give on."""
+    bounds: Bounds
+    """The chunks that run."""
+    rows: list[tuple[int, int]]
+    """Half-open rows of each micro-batch."""
+    make_sequence: MakeSequence
+    """Makes the state of one micro-batch on one stage."""
+    head: ModelHead
+    """Is told the class of the base model's outputs."""
+    add_loss: AddLoss | None
+    """Ends the forward of a chunk; None where the last stage is not here."""
+    labelled: frozenset[int]
+    """Chunks whose loss is computed."""
+    run_of: RunOf
+    """See `RunOf`."""
+    split: bool = False
+    """Whether backward comes in two halves."""
+    router_loss: RouterLoss | None = None
+    """Is given the routers' logits of every unit; None where they have no loss."""
+    make_router_gradient: Callable[[], Tensor] | None = None
+    """Returns the gradient of a unit's sums of router probabilities, `[E]`; called once, by all
+    ranks together, see `before_backward`."""
 
-        Args:
-            staged: The stages.
-            call: The batch.
-            layout: Its layout.
-            messages: How stages pack what they give on.
-            bounds: The chunks that run.
-            rows: Half-open rows of each micro-batch.
-            make_sequence: Makes the state of one micro-batch on one stage.
-            head: Is told the class of the base model's outputs.
-            add_loss: Ends the forward of a chunk; None where the last stage is not here.
-            labelled: Chunks whose loss is computed.
-            run_of: See `RunOf`.
-            split: Whether backward comes in two halves.
-            router_loss: Is given the routers' logits of every unit; None where they have no loss.
-            router_gradient: Returns the gradient of a unit's sums of router probabilities, `[E]`;
-                called once, by all ranks together, see `before_backward`.
-        """
-        self._staged = staged
-        self._call = call
-        self._layout = layout
-        self._messages = messages
-        self._bounds = bounds
-        self._rows = rows
-        self._make_sequence = make_sequence
-        self._head = head
-        self._add_loss = add_loss
-        self._labelled = labelled
-        self._split = split
-        self.router_loss = router_loss
-        """Of this step; None where routers have none."""
-        self._make_router_gradient = router_gradient
+    def __post_init__(self) -> None:
         self._router_gradient: Tensor | None = None
-        self._run_of = run_of
         self._running: dict[tuple[int, int, int], _MicroBatch] = {}
         """By stage, micro-batch and first chunk of a run."""
         self._due: dict[tuple[int, int, int], WeightGradients] = {}
@@ -229,13 +213,9 @@ class StageRunner:
     def forward(
         self, stage: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """Run a unit forward.
+        """Run a unit forward, whose chunk comes after the chunk before it.
 
-        Args:
-            stage: A stage of this rank.
-            micro_batch: Index of the rows.
-            chunk: Index of the chunk; comes after the chunk before it.
-            received: `[B, C, W]` from the stage before; None on the first stage.
+        `received` is `[B, C, W]` from the stage before; None on the first stage.
 
         Returns:
             `[B, C, W]`, detached, for the stage after; None on the last stage.
@@ -248,15 +228,15 @@ class StageRunner:
             raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
         running.due_chunk += 1
         hidden, inlet, router = self._run_layers(
-            stage, running, chunk, received, rows=self._rows[micro_batch]
+            stage, running, chunk, received, rows=self.rows[micro_batch]
         )
         unit = UnitGraph.of(hidden, inlet, received)
         unit.router = router
         given: Tensor | None = None
-        if stage < self._staged.cut.num_stages - 1:
+        if stage < self.staged.cut.num_stages - 1:
             given = hidden.detach()
         else:
-            with self._staged.running(stage):
+            with self.staged.running(stage):
                 unit.loss = self._end_chunk(micro_batch, chunk, hidden, running.group)
         if torch.is_grad_enabled():
             running.units[chunk] = unit
@@ -271,50 +251,39 @@ class StageRunner:
         return self._open(stage, micro_batch, chunk).sequence
 
     def _key(self, stage: int, micro_batch: int, chunk: int) -> tuple[int, int, int]:
-        return stage, micro_batch, self._run_of(stage, chunk)[0].start
+        return stage, micro_batch, self.run_of(stage, chunk)[0].start
 
     def _open(self, stage: int, micro_batch: int, chunk: int) -> _MicroBatch:
         key = self._key(stage, micro_batch, chunk)
         if key not in self._running:
-            self._running[key] = self._begin(stage, micro_batch, *self._run_of(stage, chunk))
+            self._running[key] = self._begin(stage, micro_batch, *self.run_of(stage, chunk))
         return self._running[key]
 
     def _begin(
         self, stage: int, micro_batch: int, chunks: range, group: SequenceGroup | None
     ) -> _MicroBatch:
-        start, end = self._rows[micro_batch]
-        positions = self._call.positions()
-        spans = self._layout.rows
-        sequence = self._make_sequence(
+        start, end = self.rows[micro_batch]
+        positions = self.call.positions()
+        spans = self.layout.rows
+        sequence = self.make_sequence(
             stage,
             micro_batch,
             rows=None if spans is None else spans[start:end],
             last_position=positions.max().view(1, 1),
-            around_layers=self._around_layers if self._split else contextlib.nullcontext,
+            around_layers=self._around_layers if self.split else contextlib.nullcontext,
             group=group,
         )
-        constants = dict(self._call.constants)
+        constants = dict(self.call.constants)
         if self.router_loss is not None:
             constants["output_router_logits"] = True
-        slices = ChunkInputs(self._call.tokens, positions, constants).rows(start, end)
-        with self._staged.running(stage):
-            embedded = self._embed(slices) if stage == 0 else None
+        slices = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
+        with self.staged.running(stage):
+            parts = self.staged.parts
+            embedded = parts.embedded_once(slices.tokens) if stage == 0 else None
         if embedded is not None:
             others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
             slices = replace(slices, tokens={"inputs_embeds": embedded.detach(), **others})
         return _MicroBatch(sequence, slices, chunks, group, embedded, due_chunk=chunks.start)
-
-    def _embed(self, slices: ChunkInputs) -> Tensor | None:
-        """Embeddings of the whole sequence where one backward of the embedding is much cheaper.
-
-        See `Engine._inputs`: on a CPU the embedding's gradient costs seconds, and once is enough.
-        """
-        embedding = self._staged.parts.causal_lm.get_input_embeddings()
-        ids = slices.tokens.get("input_ids")
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
-        if ids is None or ids.device.type != "cpu" or not trained or self._staged.parts.reads_ids:
-            return None
-        return embedding(ids)
 
     def _around_layers(self) -> contextlib.AbstractContextManager[object]:
         return DeferWeights(lambda: self._now)
@@ -341,7 +310,7 @@ class StageRunner:
             for name in ("input_ids", "inputs_embeds"):
                 inputs.pop(name, None)
             message, inlet = enter(received)
-            parts = self._messages.unpack(self._staged.cut.layers[stage].start, message)
+            parts = self.messages.unpack(self.staged.cut.layers[stage].start, message)
             # Only for its shape and dtype: layers get another one, see `first_layer_input`.
             one_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
             inputs["inputs_embeds"] = one_BCD.detach()
@@ -350,27 +319,27 @@ class StageRunner:
         elif running.embedded is not None:
             inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
         try:
-            with self._staged.running(stage):
+            with self.staged.running(stage):
                 output = running.sequence.run_chunk(chunk, inputs)
             given = self._given
         finally:
             self._received = self._given = None
-            own_inputs = self._staged.take_given(stage)
-        self._head.output_class = type(output)
+            own_inputs = self.staged.take_given(stage)
+        self.head.output_class = type(output)
         router = None
         if self.router_loss is not None:
             router = self.router_loss.add(
                 output.router_logits,
-                self._call.attention_mask,
+                self.call.attention_mask,
                 rows,
                 running.sequence.part(chunk),
             )
-        if stage == self._staged.cut.num_stages - 1:
+        if stage == self.staged.cut.num_stages - 1:
             return output.last_hidden_state, inlet, router
         assert given is not None, "the last layer of a stage ran"
-        end = self._staged.cut.layers[stage].stop
+        end = self.staged.cut.layers[stage].stop
         hidden, shared = given
-        return self._messages.pack(end, hidden, own_inputs, shared), inlet, router
+        return self.messages.pack(end, hidden, own_inputs, shared), inlet, router
 
     def first_layer_input(self) -> Received | None:
         """What the first layer of the running stage must be given instead; None: what it gets.
@@ -387,10 +356,10 @@ class StageRunner:
     def _end_chunk(
         self, micro_batch: int, chunk: int, hidden_BCD: Tensor, group: SequenceGroup | None
     ) -> Tensor | None:
-        if self._add_loss is None or chunk not in self._labelled:
+        if self.add_loss is None or chunk not in self.labelled:
             return None
-        loss = self._add_loss(
-            hidden_BCD, slice(*self._rows[micro_batch]), slice(*self._bounds[chunk]), group
+        loss = self.add_loss(
+            hidden_BCD, slice(*self.rows[micro_batch]), slice(*self.bounds[chunk]), group
         )
         self.losses.append(loss.detach())
         return loss
@@ -445,7 +414,6 @@ class StageRunner:
             running.sequence.settle()
 
     def _waiting(self, what: str, stage: int, micro_batch: int, chunk: int) -> _MicroBatch:
-        """The micro-batch of a unit that waits for its backward."""
         running = self._running.get(self._key(stage, micro_batch, chunk))
         if running is None or chunk not in running.units:
             due = None if running is None else max(running.units, default=None)
@@ -459,21 +427,17 @@ class StageRunner:
 
         Called before a rank waits for its first gradient, which comes of another rank's backward.
         """
-        if self._make_router_gradient is not None:
-            self._router_gradient = self._make_router_gradient()
-            self._make_router_gradient = None
+        if self.make_router_gradient is not None:
+            self._router_gradient = self.make_router_gradient()
+            self.make_router_gradient = None
 
     def backward(
         self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
     ) -> Tensor | None:
-        """Run a unit's backward; with `split`, all of it but the weights of linear layers.
+        """Run a unit's backward, whose chunk comes after the one after it.
 
-        Args:
-            stage: A stage of this rank.
-            micro_batch: Index of the rows.
-            chunk: Index of the chunk; comes after the backward of the chunk after it.
-            grad: `[B, C, W]` from the stage after; None on the last stage.
-            scale: Gradient of the loss's sum, `[]`; used on the last stage.
+        With `split`, all of it but the weights of linear layers. `grad` is `[B, C, W]` from the
+        stage after; None on the last stage, where `scale`, `[]`, is the gradient of the loss's sum.
 
         Returns:
             `[B, C, W]` for the stage before; None on the first stage.
@@ -488,10 +452,10 @@ class StageRunner:
         if running is None or chunk != due:
             raise _out_of_order("backward", stage, micro_batch, chunk, due)
         unit = running.units.pop(chunk)
-        if self._split:
+        if self.split:
             self._now = self._due[stage, micro_batch, chunk] = WeightGradients()
         states = [end for end in running.sequence.state_ends(chunk) if end.grad is not None]
-        with self._staged.running(stage):  # the head may run again
+        with self.staged.running(stage):  # the head may run again
             self._run_backward(unit, grad, scale, states)
         given = self._gradient_of_input(stage, running, chunk, unit)
         if chunk == running.chunks.start:

@@ -56,12 +56,9 @@ class HeadOutputs:
     def __init__(
         self, engine: PipelineEngine, call: ForwardCall, gradients: dict[str, Tensor] | None = None
     ) -> None:
-        """Gather nothing yet.
+        """Gather nothing yet of what the head is to be asked for.
 
-        Args:
-            engine: Runs the model's own head.
-            call: The batch, and what the head is to be asked for.
-            gradients: `[B, T]` by name, for the outputs' backward; None where there is none.
+        `gradients`, `[B, T]` by name, are for the outputs' backward; None where there is none.
         """
         self._head, self._group = engine.head, engine.group
         self._call = call
@@ -122,7 +119,8 @@ class TokenCall:
         gradients = None
         if training and engine.uniform:
             self._ran_with = self._guess()
-            gradients = {_LOG_PROBS: self._full(self._ran_with)}
+            shape, device = self._counts().shape, self._call.device
+            gradients = {_LOG_PROBS: torch.full(shape, self._ran_with, device=device)}
         outputs = HeadOutputs(engine, self._call, gradients)
         with torch.set_grad_enabled(gradients is not None):
             self._gradients, _ = engine.run_schedule(
@@ -244,12 +242,8 @@ class TokenCall:
 
     def _guess(self) -> float:
         """The gradient to run with: a power of two, so that scaling by it loses nothing."""
-        guess = self._engine.expected_gradient() / max(1, int(self._counts().sum()))
+        guess = float(self._engine.expected_gradient()) / max(1, int(self._counts().sum()))
         return -math.ldexp(1.0, round(math.log2(guess))) if 0.0 < guess < math.inf else -1.0
-
-    def _full(self, value: float) -> Tensor:
-        assert self._call.shift_labels is not None, "a pipeline runs with labels"
-        return torch.full(self._call.shift_labels.shape, value, device=self._call.device)
 
 
 class _Held(torch.autograd.Function):

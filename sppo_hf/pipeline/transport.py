@@ -22,7 +22,6 @@ class Transport:
     """The messages of one step, of one rank."""
 
     def __init__(self, mesh: PipelineMesh) -> None:
-        """Nothing is under way yet."""
         self._mesh = mesh
         self._sending: list[tuple[Any, Tensor]] = []
         self._coming: dict[Hashable, tuple[Any, Tensor]] = {}
@@ -34,7 +33,8 @@ class Transport:
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Start sending to a rank of the pipeline; the tensor must not be written to any more."""
-        self._forget_sent()
+        # Gloo says so only when it is waited for; there, sent tensors stay until the step's end.
+        self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
         tensor = tensor.detach().contiguous()
         group = self._mesh.links[self._mesh.pp_rank, target]
         work = dist.isend(tensor, self._mesh.world_rank(target), group=group)
@@ -72,7 +72,3 @@ class Transport:
         self._sending.clear()
         if self._coming:
             raise PipelineError(f"received and never used: {sorted(map(str, self._coming))}.")
-
-    def _forget_sent(self) -> None:
-        # Gloo says so only when it is waited for; there, sent tensors stay until the step's end.
-        self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]

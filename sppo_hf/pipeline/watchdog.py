@@ -147,8 +147,6 @@ class Note:
 
 @dataclass(slots=True)
 class _Other:
-    """What is known of another rank."""
-
     note: Note
     changed: float
     """When its note was last seen to be another one; `time.monotonic()`."""
@@ -244,8 +242,7 @@ class Watchdog:
     def explaining(self, detail: str | None = None) -> Iterator[None]:
         """Where this rank needs the others: broken connections are explained.
 
-        Args:
-            detail: What is done; of an error that passes through, this stays the place.
+        `detail` says what is done; of an error that passes through, this stays the place.
 
         Raises:
             RankLostError: In the place of any error of a connection; names the rank that was lost.
@@ -273,8 +270,7 @@ class Watchdog:
     def ending_all(self, *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
         """Context of work that the other ranks wait for: what is raised in it ends all of them.
 
-        Args:
-            but: What all ranks raise alike, after which a script may go on; it passes unchanged.
+        What all ranks raise alike (`but`), after which a script may go on, passes unchanged.
 
         Raises:
             PipelineError: In place of an exception, with what this rank was doing.
@@ -496,8 +492,7 @@ class Watchdog:
     def _judge(self, *, urgent: bool = False) -> Failure | None:
         """Who is lost, by what is known now.
 
-        Args:
-            urgent: A connection broke, so somebody is: weaker signs count as well.
+        `urgent`: a connection broke, so somebody is, and weaker signs count as well.
         """
         if self._failure is not None:
             return self._failure
@@ -617,11 +612,7 @@ _lock = threading.Lock()
 
 
 def watch_launch(timeout_seconds: float) -> Watchdog:
-    """The watchdog of this process and its process group, started unless it is.
-
-    Args:
-        timeout_seconds: See `Watchdog`; counts when it is started.
-    """
+    """The watchdog of this process and its process group, started unless it is."""
     global _current
     with _lock:
         world = dist.group.WORLD

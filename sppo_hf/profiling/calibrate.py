@@ -18,9 +18,8 @@ from typing import TypeVar
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.device_facts import device_facts, device_numa_node, device_versions
+from sppo_hf.engine.device_facts import device_facts, device_numa_node, device_versions, near_device
 from sppo_hf.errors import ConfigError
-from sppo_hf.pipeline.affinity import near_device
 from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
 from sppo_hf.profiling.measure import (

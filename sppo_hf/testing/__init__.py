@@ -1,8 +1,7 @@
 """The exactness harness: tiny models of any family, compared with and without chunks."""
 
 from sppo_hf.testing.check import CheckResult, check_config, check_model
-from sppo_hf.testing.exactness import compare, compare_drift
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import compare, compare_drift, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 __all__ = [

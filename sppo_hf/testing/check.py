@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of
-from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
+from sppo_hf.engine.structure import BUILD_ERRORS, decoder_config, loader_of
+from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError, first_line
 from sppo_hf.planning.config_file import check_sizes, read_fields
 from sppo_hf.rules import format_bytes, refuse, show
 from sppo_hf.testing.exactness import compare, compare_drift, run_reference
@@ -35,7 +35,6 @@ from sppo_hf.testing.tiny_models import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CheckResult", "check_config", "check_model", "small_model"]
 
 LARGEST_PARAMETERS = 20_000_000
 """A local model with more parameters than this is checked as a tiny random one of its config."""
@@ -184,11 +183,7 @@ def _check(
 
 
 def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
-    """Refuse a length whose attention scores or logits would not be small.
-
-    Raises:
-        ConfigError: naming the length.
-    """
+    """Refuse a length whose attention scores or logits would not be small."""
     most = next(
         length
         for length in (2**power for power in range(24, -1, -1))
@@ -205,11 +200,7 @@ def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
 
 
 def _check_runs(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
-    """Refuse a model that cannot run `batch` without sppo_hf either.
-
-    Raises:
-        ConfigError: with the model's own error.
-    """
+    """Refuse a model that cannot run `batch` without sppo_hf either."""
     try:
         run_reference(model, batch)
     except BUILD_ERRORS as error:
@@ -270,11 +261,7 @@ def _part_of(config: PreTrainedConfig, model: PreTrainedModel) -> str:
 
 
 def _tiny_text_decoder(name: str, dtype: torch.dtype, whole: ConfigError) -> PreTrainedModel:
-    """The text decoder of a multimodal type, of which no tiny model can be built as a whole.
-
-    Raises:
-        ConfigError: `whole`, why that cannot be built: there is no such decoder either.
-    """
+    """The text decoder of a multimodal type, of which no tiny model can be built as a whole."""
     try:
         text = AutoConfig.for_model(name).get_text_config(decoder=True)
     except BUILD_ERRORS:

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FAMILIES", "MULTIMODAL", "UNLISTED", "TinyFamily"]
-
 _WINDOW_TOKENS = 8
 _MIXED_3 = ["sliding_attention", "full_attention", "sliding_attention"]
 _ORIGINAL_TOKENS = 16

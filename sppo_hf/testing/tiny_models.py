@@ -24,25 +24,11 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from sppo_hf.engine.loaders import BUILD_ERRORS, decoder_config, first_line, loader_of, quiet_peft
-from sppo_hf.errors import ConfigError
+from sppo_hf.engine.structure import BUILD_ERRORS, decoder_config, loader_of, quiet_peft
+from sppo_hf.errors import ConfigError, first_line
 from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
 from sppo_hf.rules import format_bytes
 from sppo_hf.testing.tiny_families import FAMILIES, UNLISTED, TinyFamily
-
-__all__ = [
-    "LARGEST_BYTES",
-    "VOCAB_SIZE",
-    "add_lora",
-    "build_tiny_model",
-    "make_batch",
-    "model_from_config",
-    "randomise",
-    "shrink",
-    "shrunk_config",
-    "tiny_config",
-    "weights_bytes",
-]
 
 VOCAB_SIZE = 97
 """Tokens a tiny model knows; odd, so that nothing divides it by luck."""

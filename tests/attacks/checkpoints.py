@@ -30,7 +30,7 @@ from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.checkpoints import export_optimizer
 from sppo_hf.pipeline.checkpoint import RankCoords, saving
-from sppo_hf.pipeline.checkpoint_marks import (
+from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
     mark_complete,

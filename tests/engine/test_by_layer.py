@@ -27,8 +27,7 @@ from sppo_hf.planning.activation_modes import FrameMode, mode_of
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
-from sppo_hf.testing.exactness import compare
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 BOUNDS = ((0, 3), (3, 7), (7, 8))

@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from sppo_hf import BudgetError, ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, revert
-from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.testing.exactness import compare
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 
 T = 23

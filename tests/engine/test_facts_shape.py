@@ -8,8 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.engine.device_facts import model_shape
-from sppo_hf.engine.loaders import quiet_peft
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import find_parts, quiet_peft
 from sppo_hf.planning.lora import LoraShape
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 

@@ -5,8 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from sppo_hf.testing.exactness import run_batch
-from sppo_hf.testing.float64 import Float64Everywhere, float64_everywhere
+from sppo_hf.testing.exactness import Float64Everywhere, float64_everywhere, run_batch
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 

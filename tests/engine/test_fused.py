@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sppo_hf.engine import fused
-from sppo_hf.engine.fused import fused_tile
-from sppo_hf.engine.head import ModelHead
+from sppo_hf.engine import head as head_module
+from sppo_hf.engine.head import ModelHead, fused_tile
 from sppo_hf.engine.loss import ChunkedLoss
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.testing.tiny_models import build_tiny_model
@@ -104,13 +103,13 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     _Kernel.calls.clear()
     _Kernel.counts_by.clear()
     seen: list[None] = []
-    probe = fused.is_plain_head
+    probe = head_module.is_plain_head
 
     def noted(linear: nn.Linear, head: ModelHead) -> bool:
         seen.append(None)
         return probe(linear, head)
 
-    monkeypatch.setattr(fused, "is_plain_head", noted)
+    monkeypatch.setattr(head_module, "is_plain_head", noted)
     return seen
 
 
@@ -249,11 +248,11 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
 _IN_THE_INTERPRETER = """
 import torch
 from torch.nn import functional as F
-from sppo_hf.engine.fused import _LigerTile
+from sppo_hf.engine.head import LigerTile
 
 torch.manual_seed(0)
 linear = torch.nn.Linear(32, 97, bias=False)
-tile = _LigerTile(linear)
+tile = LigerTile(linear)
 assert tile.sums_wide and tile.counts_nothing()
 hidden, labels = torch.randn(20, 32), torch.randint(0, 97, (20,))
 labels[3:7] = -100

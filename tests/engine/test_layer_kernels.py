@@ -23,7 +23,7 @@ from sppo_hf.engine.convert import convert, revert
 from sppo_hf.engine.layer_kernels import liger_runs_on
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.planning.choices import DeviceFacts, read_choices
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 
 CPU = torch.device("cpu")

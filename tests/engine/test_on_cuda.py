@@ -14,7 +14,7 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.base import AttentionSpec
-from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.testing.exactness import compare_drift
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.attention.backends.usable import usable_backend

@@ -11,9 +11,7 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.loaders import quiet_peft
-from sppo_hf.engine.parameter_hooks import any_hooks, hooks_set_aside
-from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.engine.structure import any_hooks, find_causal_lm, hooks_set_aside, quiet_peft
 from sppo_hf.testing.exactness import GradientHooks, compare, run_batch
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 

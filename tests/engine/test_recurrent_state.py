@@ -24,8 +24,13 @@ from sppo_hf.engine.recurrent_state import documents_in
 from sppo_hf.engine.structure import mixers_of
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.activation_modes import FrameMode, Saved
-from sppo_hf.testing.exactness import Gradients, compare, parameter_errors, run_batch
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import (
+    Gradients,
+    compare,
+    float64_everywhere,
+    parameter_errors,
+    run_batch,
+)
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
 from tests.sweeps import examples

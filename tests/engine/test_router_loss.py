@@ -12,8 +12,7 @@ from sppo_hf.engine.convert import convert
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.pipeline.pipeline_engine import refuse_call
-from sppo_hf.testing.exactness import compare
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 TOKENS = 23

@@ -14,8 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.loaders import BUILD_ERRORS, loader_of
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import BUILD_ERRORS, find_parts, loader_of
 from sppo_hf.planning import refusals
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config

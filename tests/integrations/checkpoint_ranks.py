@@ -21,7 +21,7 @@ from torch import distributed as dist
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.errors import ConfigError
 from tests.integrations.training import make_arguments, make_model, make_rows
 

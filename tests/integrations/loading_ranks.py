@@ -26,8 +26,7 @@ from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import convert_to_stages
-from sppo_hf.testing.exactness import run_reference
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import float64_everywhere, run_reference
 from sppo_hf.testing.tiny_models import add_lora, make_batch
 
 INTERLEAVED = {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}

@@ -13,8 +13,7 @@ from transformers import LlamaForSequenceClassification
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import get_engine, is_converted
-from sppo_hf.engine.loaders import quiet_peft
-from sppo_hf.engine.structure import own_recomputation
+from sppo_hf.engine.structure import own_recomputation, quiet_peft
 from sppo_hf.integrations import accelerator as accelerator_module
 from tests.integrations.training import (
     is_checkpointing,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.checkpoints import EXPORT_NOTE_NAME
-from sppo_hf.pipeline.checkpoint_marks import MARK_NAME, mark_incomplete, what_is_torn
+from sppo_hf.pipeline.checkpoint_files import MARK_NAME, mark_incomplete, what_is_torn
 from tests.integrations.checkpoint_ranks import make_trainer
 from tests.integrations.launch import run_ranks
 from tests.integrations.training import make_model

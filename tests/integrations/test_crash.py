@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
-from sppo_hf.pipeline.checkpoint_marks import what_is_torn
+from sppo_hf.pipeline.checkpoint_files import what_is_torn
 from tests.integrations.launch import run_job
 from tests.integrations.training import FSDP2
 from tests.pipeline.nursery import Ended, shared_nursery

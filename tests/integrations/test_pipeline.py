@@ -8,7 +8,7 @@ import torch
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.pipeline import engine_of, keep_own_parameters, once_per_pipeline
+from sppo_hf.integrations.accelerator import engine_of, keep_own_parameters, once_per_pipeline
 from sppo_hf.pipeline.mesh import PipelineMesh
 from tests.integrations.launch import run_job
 from tests.integrations.training import FSDP2, make_model

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.training import VOCABULARY, make_arguments, make_model, make_rows
 

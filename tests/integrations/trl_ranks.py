@@ -26,7 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from tests.fakes.tokenizer import byte_tokenizer

@@ -31,7 +31,7 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from tests.integrations.training import let_fsdp_run_on_cpus, make_arguments, make_model, make_rows

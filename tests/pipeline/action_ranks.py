@@ -115,7 +115,7 @@ class Held:
             sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in like.items()}
             keys += sum(sizes[c] * like[c].dtype.itemsize for c in store._keys)
             sums += sum(sizes[c] * like[c].sum_dtype.itemsize for c in store._sums)
-        coming = shared._transport._coming.items()
+        coming = shared.transport._coming.items()
         came = sum(buffer.nbytes for key, (_, buffer) in coming if "RECV_KV" in str(key))
         found = {"device kv": came, "device dkv": 0}
         for cause, size in (("kv", keys), ("dkv", sums)):

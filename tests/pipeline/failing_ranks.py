@@ -23,9 +23,8 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import BudgetError, PipelineError
 from sppo_hf.pipeline import convert as pipeline
-from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.sequence_parallel import convert_to_shared_sequences
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 

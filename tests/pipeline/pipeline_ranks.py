@@ -28,14 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import mixer_kernels, trace_profile
+from sppo_hf.engine import layer_kernels, trace_profile
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.family_guard import unchecked
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import SPPOError
-from sppo_hf.integrations.pipeline import total_norm
+from sppo_hf.integrations.accelerator import total_norm
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
@@ -44,10 +44,10 @@ from sppo_hf.schedule.lower import lower
 from sppo_hf.testing.exactness import (
     GradientHooks,
     Gradients,
+    float64_everywhere,
     parameter_errors,
     reference_attention,
 )
-from sppo_hf.testing.float64 import float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.pipeline.pipeline_cases import TOKENS, Case
@@ -310,7 +310,7 @@ def kernel_of(case: Case) -> Iterator[None]:
         return
     installed = Installed(case["family"], case["kernel"], not_here)
     try:
-        with mock.patch.object(mixer_kernels, "PACKAGES", ("torch",)):
+        with mock.patch.object(layer_kernels, "PACKAGES", ("torch",)):
             yield
     finally:
         setattr(installed.module, installed.name, installed.own)

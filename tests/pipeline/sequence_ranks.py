@@ -29,7 +29,8 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import SPPOError
-from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, convert_to_shared_sequences
+from sppo_hf.pipeline.convert import convert_to_shared_sequences
+from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.pipeline.checkpoint import RankCoords, saving
-from sppo_hf.pipeline.checkpoint_marks import (
+from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
     newest_complete,

@@ -8,7 +8,7 @@ import pytest
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import checkpoint
-from sppo_hf.pipeline.checkpoint_marks import (
+from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     mark_complete,
     mark_incomplete,

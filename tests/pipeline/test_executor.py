@@ -189,7 +189,7 @@ def test_an_action_that_fails_was_told_in_words() -> None:
     schedule = lower(generate("seq1f1b", Size(2, 2, CHUNKS)))
     executor, _ = make(schedule, 1, units=Broken([], 2), transport=FakeTransport([]))
     said: list[str] = []
-    executor._on_action = lambda _, words: said.append(words)
+    executor.on_action = lambda _, words: said.append(words)
     with pytest.raises(ValueError, match="a bad number"):
         executor.run()
     step = len(said) - 1

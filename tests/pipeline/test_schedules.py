@@ -6,7 +6,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, ScheduleError
-from sppo_hf.pipeline.schedules import StepSchedule, check_size, step_schedule
+from sppo_hf.pipeline.stage_plans import StepSchedule, check_size, step_schedule
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
@@ -32,7 +32,7 @@ def test_a_step_is_the_lowered_schedule(name: str, reduce: bool) -> None:
     virtual = 2 if name == "interleaved_seq1f1b" else 1
     step = made(name, reduce=reduce, pp_virtual_stages=virtual)
     assert step.schedule == lower(generate(name, Size(2, 3, 4, virtual)), reduce=reduce)
-    assert (step.name, step.splits, step.reduces) == (name, name == "zb_seq1f1b", reduce)
+    assert (step.name, step.splits) == (name, name == "zb_seq1f1b")
     validate(step.schedule)
     reductions = {a.stage for rank in step.schedule.ranks for a in rank if a.kind == "REDUCE_GRAD"}
     assert reductions == (set(range(2 * virtual)) if reduce else set())
@@ -44,7 +44,6 @@ def test_evaluation_runs_forwards_alone(name: str) -> None:
     kinds = {action.kind for rank in step.schedule.ranks for action in rank}
     assert kinds == {"F", "SEND_F", "RECV_F"}
     assert not step.splits
-    assert not step.reduces
     forwards = generate(name, Size(2, 3, 4)).keep(lambda action: action.kind == "F")
     assert step.schedule == add_transfers(forwards)
 

@@ -27,8 +27,7 @@ from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.pipeline.convert import choose_cut
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine, Prepared
 from sppo_hf.pipeline.stage_runner import StageRunner
-from sppo_hf.testing.exactness import Gradients, parameter_errors, run_reference
-from sppo_hf.testing.float64 import float64_everywhere
+from sppo_hf.testing.exactness import Gradients, float64_everywhere, parameter_errors, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 TOKENS = 23

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.engine.loaders import quiet_peft
+from sppo_hf.engine.structure import quiet_peft
 from tests.deprecations import assert_no_deprecation
 from tests.pipeline.nursery import shared_nursery
 from tests.recipes.tiny import save_jsonl, save_text_folder, save_tiny_model

@@ -18,6 +18,7 @@ from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionSpec,
     Backend,
+    BackwardInputs,
     missing_kernel,
     register_backend,
 )
@@ -77,26 +78,14 @@ class AtenFlash(BottomRightBackend):
         return out_BCNH, lse_BNC
 
     def kernel_backward(
-        self,
-        dout_BCNH: Tensor,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        out_BCNH: Tensor,
-        lse_BNC: Tensor,
-        call: KernelCall,
+        self, given: BackwardInputs, call: KernelCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BottomRightBackend.kernel_backward`."""
         # The state of the random generator is read only under dropout, so nothing need be in it.
-        random_state = torch.empty(2, dtype=torch.uint64, device=q_BCNH.device)
+        random_state = torch.empty(2, dtype=torch.uint64, device=given.q.device)
         return self._aten._flash_attention_backward(
-            dout_BCNH,
-            q_BCNH,
-            k_BTKH,
-            v_BTKH,
-            out_BCNH,
-            lse_BNC,
-            *_lengths(q_BCNH, k_BTKH, call.offsets),
+            *given,
+            *_lengths(given.q, given.k, call.offsets),
             0.0,
             call.reach.causal,
             random_state,

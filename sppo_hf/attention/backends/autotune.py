@@ -65,11 +65,7 @@ def device_seconds(
 ) -> float:
     """Seconds that `calls` calls of `work` take together.
 
-    Args:
-        work: on CUDA, work on the current stream; timed between two events there.
-        device: where it runs.
-        calls: how often.
-        clock: seconds that pass on the host; read for other devices than CUDA.
+    On CUDA between two events on the current stream, on other devices by `clock`.
     """
     if device.type != "cuda":
         start_seconds = clock()
@@ -192,10 +188,9 @@ class Workload:
         return rows + self.kv_heads * self.num_keys * sizes * (itemsize + max(4, itemsize))
 
     def shortened(self, most_bytes: int) -> Workload:
-        """The same with a shorter prefix, and then a shorter chunk, so that it fits.
+        """The same with a shorter prefix, and then a shorter chunk, so that `num_bytes` fits.
 
-        Args:
-            most_bytes: what `num_bytes` may be; but nothing becomes shorter than `_LEAST_TOKENS`.
+        Nothing becomes shorter than `_LEAST_TOKENS`.
         """
         load = self
         while load.num_bytes > most_bytes and load.prefix_tokens > _LEAST_TOKENS:
@@ -213,7 +208,6 @@ class MadeWorkload:
     """The tensors of a workload, laid out as models do: views of [B, tokens, heads, H]."""
 
     def __init__(self, load: Workload, device: torch.device, seed: int) -> None:
-        """See `Workload.make`."""
         needs = load.requirement
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -281,11 +275,6 @@ def autotune_key(
 ) -> tuple[str, dict[str, object]]:
     """What the result of a race hangs on, as `autotune_path` takes it.
 
-    Args:
-        names: of the backends that take part, in order.
-        requirement: what they have to do.
-        device: where.
-
     Returns:
         The device's name as its driver gives it, and the rest: versions, requirement, names.
     """
@@ -315,12 +304,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def representative(requirement: AttentionSpec, free_bytes: int | None) -> Workload:
-    """The chunk that backends race over.
-
-    Args:
-        requirement: what a layer asks.
-        free_bytes: of the device; the race takes a quarter of it at most. None for no limit.
-    """
+    """The chunk that backends race over; of `free_bytes`, if given, it takes a quarter at most."""
     groups = requirement.gqa_ratio
     load = Workload(
         requirement=requirement,
@@ -343,7 +327,7 @@ def autotune(
     clock: Clock = time.perf_counter,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> AutotuneResult:
-    """Time forward and backward of each backend; call it through `timing.run_apart`.
+    """Time forward and backward of each backend; call it through `run_apart`.
 
     Args:
         backends: in the order that decides where none is clearly faster.

@@ -44,15 +44,10 @@ class CausalBand:
     """Number of keys a row sees, its own included, in tokens; None sees all earlier ones."""
 
     def __post_init__(self) -> None:
-        """Refuse a window that would see nothing at all."""
         assert self.window is None or self.window >= 1, f"a window of {self.window} tokens"
 
     def trim(self, num_rows: int, num_keys: int) -> TrimmedBand:
-        """Cut away rows that see no key and keys that no row sees.
-
-        Args:
-            num_rows: query rows, C.
-            num_keys: keys at hand, T.
+        """Cut away rows that see no key and keys that no row sees, of so many query rows and keys.
 
         Returns:
             The ranges that are left, and the band in their own coordinates. Its `q_start` is never
@@ -77,29 +72,36 @@ class CausalBand:
         )
 
 
-class TrimmedBand(NamedTuple):
-    """Half-open ranges of rows and keys that take part, and the band between them."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Half-open ranges of rows (queries) and keys, in tokens."""
 
     row_start: int
     row_stop: int
     key_start: int
     key_stop: int
-    band: CausalBand
 
     @property
     def rows(self) -> slice:
-        """Rows that see at least one key."""
+        """Those rows."""
         return slice(self.row_start, self.row_stop)
 
     @property
     def keys(self) -> slice:
-        """Keys that at least one row sees."""
+        """Those keys."""
         return slice(self.key_start, self.key_stop)
 
     @property
     def empty(self) -> bool:
-        """True if no row sees any key."""
-        return self.row_stop == self.row_start
+        """True if there are no rows, or no keys."""
+        return self.row_stop <= self.row_start or self.key_stop <= self.key_start
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedBand(Extent):
+    """The rows that see a key, the keys that a row sees, and the band between them."""
+
+    band: CausalBand
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,17 @@ class Gradients(NamedTuple):
     dq_BNCH: Tensor
     dk_BKTH: Tensor
     dv_BKTH: Tensor
+
+
+class BackwardInputs(NamedTuple):
+    """What a kernel's backward is given; output and log-sum-exp are merged over all keys."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class Backend(ABC):
@@ -325,10 +338,6 @@ def empty_forward(q_BNCH: Tensor, v_head_size: int) -> AttentionOutput:
 def merge_partials(first: AttentionOutput, second: AttentionOutput) -> AttentionOutput:
     """Attention over the union of two disjoint sets of keys.
 
-    Args:
-        first: output and log-sum-exp over the one set.
-        second: the same over the other set.
-
     Returns:
         Output (dtype of the first output) and log-sum-exp over both. Rows that saw no key in
         either have output 0 and log-sum-exp -inf. The sum runs in float32 (float64 for float64);
@@ -341,12 +350,9 @@ def merge_partials(first: AttentionOutput, second: AttentionOutput) -> Attention
 
 
 def merge_into(out_BNCH: Tensor, lse_BNC: Tensor, other: AttentionOutput) -> None:
-    """Merge `other` into `(out_BNCH, lse_BNC)` in place.
+    """Merge `other`, over keys that were not counted yet, into `(out_BNCH, lse_BNC)` in place.
 
-    Args:
-        out_BNCH: output so far, in the accumulation dtype; overwritten. May be a strided view.
-        lse_BNC: log-sum-exp so far; overwritten. May be a strided view.
-        other: output and log-sum-exp over keys that were not counted yet.
+    The output is in the accumulation dtype; both may be strided views.
     """
     other_lse_BNC = other.lse_BNC.to(lse_BNC.dtype)
     merged_BNC = torch.logaddexp(lse_BNC, other_lse_BNC)
@@ -372,12 +378,7 @@ def missing_kernel(
 ) -> str | None:
     """Why a kernel cannot do what is asked, for `Backend.reason_unsupported`; None if it can.
 
-    Args:
-        requirement: What is asked.
-        device_type: Where the kernel runs, "cpu" or "cuda".
-        dtypes: Of queries, keys and values.
-        largest_head_size: None for any.
-        softcap: Whether it caps scores.
+    It runs on one device type ("cpu" or "cuda"); a `largest_head_size` of None is any.
     """
     dtype = str(requirement.dtype).removeprefix("torch.")
     head_size = max(requirement.qk_head_size, requirement.v_head_size)

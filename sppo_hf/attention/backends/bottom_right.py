@@ -24,8 +24,10 @@ from torch import Tensor
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     Backend,
+    BackwardInputs,
     CausalBand,
     Documents,
+    Extent,
     Gradients,
     Mask,
     accumulation_dtype,
@@ -56,38 +58,19 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class AlignedCall:
-    """One kernel call: half-open ranges of rows and keys in tokens, and the reach between them."""
+class AlignedCall(Extent):
+    """One kernel call: its rows and keys, and the reach between them."""
 
-    row_start: int
-    row_stop: int
-    key_start: int
-    key_stop: int
     reach: Reach
     offsets: Offsets | None = None
     """Where documents begin in these rows and keys, if they are several."""
 
-    @property
-    def rows(self) -> slice:
-        """Query tokens of the call."""
-        return slice(self.row_start, self.row_stop)
-
-    @property
-    def keys(self) -> slice:
-        """Key tokens of the call."""
-        return slice(self.key_start, self.key_stop)
-
 
 def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCall]:
-    """Say a band as at most two bottom-right-aligned calls with disjoint rows.
-
-    Args:
-        band: the band.
-        num_rows: query rows, C.
-        num_keys: keys, T.
+    """Say a band over so many rows and keys as at most two bottom-right-aligned calls.
 
     Returns:
-        The calls; none if no row sees a key. Rows in no call see nothing.
+        The calls, with disjoint rows; none if no row sees a key. Rows in no call see nothing.
     """
     seen = band.trim(num_rows, num_keys)
     if seen.empty:
@@ -178,14 +161,7 @@ class BottomRightBackend(Backend):
 
     @abstractmethod
     def kernel_backward(
-        self,
-        dout_BCNH: Tensor,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        out_BCNH: Tensor,
-        lse_BNC: Tensor,
-        call: KernelCall,
+        self, given: BackwardInputs, call: KernelCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of `kernel_forward` given merged values; same layout as the inputs."""
 
@@ -242,11 +218,14 @@ class BottomRightBackend(Backend):
             told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
             part = adapted_backward(
                 functools.partial(self._dense_backward, told),
-                dout_BNCH[:, :, call.rows],
-                q_BNCH[:, :, call.rows],
-                k_BKTH[:, :, call.keys],
-                v_BKTH[:, :, call.keys],
-                AttentionOutput(out_BNCH[:, :, call.rows], lse_BNC[:, :, call.rows]),
+                BackwardInputs(
+                    dout_BNCH[:, :, call.rows],
+                    q_BNCH[:, :, call.rows],
+                    k_BKTH[:, :, call.keys],
+                    v_BKTH[:, :, call.keys],
+                    out_BNCH[:, :, call.rows],
+                    lse_BNC[:, :, call.rows],
+                ),
                 needs=self.needs,
                 unmasked=call.reach.unmasked,
             )
@@ -266,31 +245,18 @@ class BottomRightBackend(Backend):
     def _dense_forward(
         self, call: KernelCall, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor
     ) -> AttentionOutput:
-        """`kernel_forward` on tensors with heads before tokens."""
         tensors = (_by_token(x, call) for x in (q_BNCH, k_BKTH, v_BKTH))
         out_BCNH, lse_BNC = self.kernel_forward(*tensors, call=call)
         if call.offsets is not None:
             out_BCNH, lse_BNC = out_BCNH.unsqueeze(0), lse_BNC.unsqueeze(0)
         return AttentionOutput(out_BCNH.transpose(1, 2), lse_BNC)
 
-    def _dense_backward(
-        self,
-        call: KernelCall,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-    ) -> Gradients:
-        """`kernel_backward` on tensors with heads before tokens."""
-        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)
+    def _dense_backward(self, call: KernelCall, given: BackwardInputs) -> Gradients:
         # Kernels step through the log-sum-exp by its shape, whatever its strides are.
-        lse = attended.lse_BNC.contiguous()
-        grads = self.kernel_backward(
-            *(_by_token(x, call) for x in tensors),
-            lse_BNC=lse if call.offsets is None else lse.squeeze(0),
-            call=call,
-        )
+        lse = given.lse.contiguous()
+        lse = lse if call.offsets is None else lse.squeeze(0)
+        by_token = (_by_token(x, call) for x in given[:5])
+        grads = self.kernel_backward(BackwardInputs(*by_token, lse), call)
         batched = grads if call.offsets is None else (grad.unsqueeze(0) for grad in grads)
         return Gradients(*(grad.transpose(1, 2) for grad in batched))
 

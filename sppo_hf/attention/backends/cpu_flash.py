@@ -16,8 +16,6 @@ Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens,
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionOutput,
     AttentionSpec,
+    BackwardInputs,
     Gradients,
     accumulation_dtype,
     missing_kernel,
@@ -43,16 +42,8 @@ class CPUFlash(TopLeftBackend):
 
     widens = True
 
-    def __init__(self, *, grouped_heads: bool | None = None, tile_rows: int = 512) -> None:
-        """Make one.
-
-        Args:
-            grouped_heads: let the kernel handle fewer key heads than query heads; None asks the
-                kernel, once per process.
-            tile_rows: rows per tile under a window, see `top_left.cut_band`.
-        """
-        if grouped_heads is None:
-            grouped_heads = _takes_grouped_heads()
+    def __init__(self, *, grouped_heads: bool = True, tile_rows: int = 512) -> None:
+        """Make one; `tile_rows` is that of `top_left.cut_band`, others are as in `AtenFlash`."""
         super().__init__(KernelNeeds(grouped_heads=grouped_heads), tile_rows=tile_rows)
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
@@ -71,43 +62,17 @@ class CPUFlash(TopLeftBackend):
             )
         )
 
-    def kernel_backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """See `TopLeftBackend.kernel_backward`."""
-        dtype = accumulation_dtype(q_BNCH.dtype)
-        dout, q, k, v, out = (
-            x.to(dtype) for x in (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended.out_BNCH)
-        )
+        dtype = accumulation_dtype(given.q.dtype)
+        dout, q, k, v, out = (x.to(dtype) for x in given[:5])
         rows, num_heads, num_kv_heads = *q.shape[:2], k.shape[1]
         heads = parallel_heads(rows, num_heads, num_kv_heads, torch.get_num_threads())
         copied = rows * heads * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
         if heads > num_kv_heads and copied <= MOST_COPIED_BYTES:
             k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, attended.lse_BNC, 0.0, causal, scale=scale
+            dout, q, k, v, out, given.lse, 0.0, causal, scale=scale
         )
         dk, dv = (sum_repeated_heads(x, num_kv_heads) for x in (dk, dv))
         return Gradients(dq, dk, dv)
-
-
-@functools.cache
-def _takes_grouped_heads() -> bool:
-    """True if this PyTorch's kernel accepts fewer key heads than query heads, both ways."""
-    q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 1, 8)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    try:
-        out, lse = flash(q, k, k, 0.0, False)
-        _, dk, _ = flash_backward(q, q, k, k, out, lse, 0.0, False)
-    except RuntimeError:
-        return False
-    return dk.shape == k.shape

@@ -33,6 +33,7 @@ from sppo_hf.attention.backends.base import (
     AttentionOutput,
     AttentionSpec,
     Backend,
+    BackwardInputs,
     CausalBand,
     Gradients,
     accumulation_dtype,
@@ -105,77 +106,43 @@ class CuDNN(TopLeftBackend):
         self._lse_rank = lse.dim()
         return AttentionOutput(out_BNCH, lse.squeeze(-1) if lse.dim() == 4 else lse)
 
-    def kernel_backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """See `TopLeftBackend.kernel_backward`."""
-        if _is_single(q_BNCH, k_BKTH):
-            band = _band(k_BKTH, causal=causal)
-            return self._reference.backward(
-                dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended, band=band, scale=scale
-            )
-        num_keys = k_BKTH.shape[2]
+        if _is_single(given.q, given.k):
+            band = _band(given.k, causal=causal)
+            return self._reference.backward(*given, band=band, scale=scale)
+        num_keys = given.k.shape[2]
         rest = 0 if causal else num_keys % self._key_tile
         if not rest:
-            args = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, attended)
-            return self._tiled_backward(*args, causal=causal, scale=scale)
+            return self._tiled_backward(given, causal=causal, scale=scale)
         # See [Note: what cuDNN's backward is given].
         whole = num_keys - rest
+        k, v = given.k.split([whole, rest], dim=2), given.v.split([whole, rest], dim=2)
+        # Every row stands behind all of these keys.
         last = self._flash.backward(
-            dout_BNCH,
-            q_BNCH,
-            k_BKTH[:, :, whole:],
-            v_BKTH[:, :, whole:],
-            *attended,
-            band=CausalBand(rest),  # every row stands behind all of these keys
-            scale=scale,
+            *given._replace(k=k[1], v=v[1]), band=CausalBand(rest), scale=scale
         )
         if not whole:
             return last
-        first = self._tiled_backward(
-            dout_BNCH,
-            q_BNCH,
-            k_BKTH[:, :, :whole],
-            v_BKTH[:, :, :whole],
-            attended,
-            causal=False,
-            scale=scale,
-        )
+        tiled = given._replace(k=k[0], v=v[0])
+        first = self._tiled_backward(tiled, causal=False, scale=scale)
         dk_BKTH, dv_BKTH = (torch.cat(x, dim=2) for x in zip(first[1:], last[1:], strict=True))
-        sums_dtype = accumulation_dtype(q_BNCH.dtype)
+        sums_dtype = accumulation_dtype(given.q.dtype)
         return Gradients(first.dq_BNCH.to(sums_dtype) + last.dq_BNCH, dk_BKTH, dv_BKTH)
 
-    def _tiled_backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def _tiled_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """The kernel's backward; unmasked only over whole tiles of keys."""
-        q_BNCH, k_BKTH, v_BKTH = (_one_row(x) for x in (q_BNCH, k_BKTH, v_BKTH))
-        lse = attended.lse_BNC.contiguous()
+        q_BNCH, k_BKTH, v_BKTH = (_one_row(x) for x in given[1:4])
+        lse = given.lse.contiguous()
         # The seed is read only under dropout, so nothing need be in it.
         seed = torch.empty((), dtype=torch.int64, device=q_BNCH.device)
         return Gradients(
             *self._aten._scaled_dot_product_cudnn_attention_backward(
-                _by_token(dout_BNCH),
+                _by_token(given.dout),
                 q_BNCH,
                 k_BKTH,
                 v_BKTH,
-                _by_token(attended.out_BNCH),
+                _by_token(given.out),
                 lse.unsqueeze(-1) if self._lse_rank == 4 else lse,
                 seed,
                 seed,

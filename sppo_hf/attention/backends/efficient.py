@@ -18,6 +18,7 @@ from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionOutput,
     AttentionSpec,
+    BackwardInputs,
     Gradients,
     missing_kernel,
     register_backend,
@@ -34,11 +35,7 @@ class Efficient(TopLeftBackend):
     """`aten::_scaled_dot_product_efficient_attention` and its backward."""
 
     def __init__(self, *, aten: Any = None) -> None:
-        """Make one.
-
-        Args:
-            aten: namespace of the two operators; None for PyTorch's own.
-        """
+        """Make one; `aten` has the two operators, None for PyTorch's own."""
         super().__init__(KernelNeeds(grouped_heads=False, head_multiple=8, equal_head_sizes=False))
         self._aten = torch.ops.aten if aten is None else aten
 
@@ -55,31 +52,18 @@ class Efficient(TopLeftBackend):
         )
         return AttentionOutput(out_BNCH, lse[..., : q_BNCH.shape[2]])
 
-    def kernel_backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """See `TopLeftBackend.kernel_backward`."""
         # The kernel reads whole groups of rows; +inf gives the rows that do not exist weight 0.
-        missing = -attended.lse_BNC.shape[2] % _LSE_MULTIPLE
-        lse = functional.pad(attended.lse_BNC, (0, missing), value=float("inf")).contiguous()
+        missing = -given.lse.shape[2] % _LSE_MULTIPLE
+        lse = functional.pad(given.lse, (0, missing), value=float("inf")).contiguous()
         # In 16 bits the kernel sums dout * out itself. It steps through the rows of `out` as those
         # of a dense [B, C, N, H] and, other than with dout, neither asks for that nor copies.
-        out_BNCH = attended.out_BNCH.transpose(1, 2).contiguous().transpose(1, 2)
+        out_BNCH = given.out.transpose(1, 2).contiguous().transpose(1, 2)
         # The seed is read only under dropout, so nothing need be in it.
-        seed = torch.empty((), dtype=torch.int64, device=q_BNCH.device)
+        seed = torch.empty((), dtype=torch.int64, device=given.q.device)
         dq, dk, dv, _ = self._aten._scaled_dot_product_efficient_attention_backward(
-            dout_BNCH,
-            q_BNCH,
-            k_BKTH,
-            v_BKTH,
+            *given[:4],
             None,
             out_BNCH,
             lse,

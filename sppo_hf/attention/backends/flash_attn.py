@@ -23,6 +23,7 @@ from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionSpec,
     Backend,
+    BackwardInputs,
     missing_kernel,
     register_backend,
 )
@@ -90,7 +91,6 @@ class _FlashAttention(BottomRightBackend):
 
     @property
     def interface(self) -> Any:
-        """Module with the kernel functions."""
         if self._interface is None:
             self._interface = importlib.import_module(self.module_name)
         return self._interface
@@ -108,30 +108,16 @@ class _FlashAttention(BottomRightBackend):
     def kernel_forward(
         self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, call: KernelCall
     ) -> tuple[Tensor, Tensor]:
-        """See `BottomRightBackend.kernel_forward`."""
         tensors = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH}
         out_BCNH, lse_BNC, *_ = self._call_forward(tensors, _settings(call))
         return out_BCNH, lse_BNC
 
     def kernel_backward(
-        self,
-        dout_BCNH: Tensor,
-        q_BCNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        out_BCNH: Tensor,
-        lse_BNC: Tensor,
-        call: KernelCall,
+        self, given: BackwardInputs, call: KernelCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BottomRightBackend.kernel_backward`."""
-        tensors = {
-            "dout": dout_BCNH.contiguous(),
-            "q": q_BCNH,
-            "k": k_BTKH,
-            "v": v_BTKH,
-            "out": out_BCNH.contiguous(),
-            "softmax_lse": lse_BNC,
-        }
+        tensors = given._asdict()
+        tensors["softmax_lse"] = tensors.pop("lse")
+        tensors |= {name: tensors[name].contiguous() for name in ("dout", "out")}
         return self._call_backward(tensors, _settings(call))
 
 
@@ -238,12 +224,7 @@ _SILENT: dict[str, tuple[Any, ...]] = {
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a kernel function by argument names, in whichever release's spelling.
-
-    Raises:
-        TypeError: if the function does not know a name that says something, or demands one that
-            is not here.
-    """
+    """Call a kernel function by argument names, in whichever release's spelling."""
     known = _parameters(function)
     arguments = dict(arguments)
     if "is_causal" in known and "causal" not in known:
@@ -271,7 +252,6 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Name of a function, also of one that was wrapped as a custom operator."""
     return getattr(getattr(function, "_init_fn", function), "__name__", repr(function))
 
 
@@ -284,7 +264,6 @@ def _empty_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _deterministic() -> bool:
-    """Whether the user asked PyTorch for deterministic algorithms."""
     return torch.are_deterministic_algorithms_enabled()
 
 

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sppo_hf.attention.backends.base import AttentionOutput, Backend, Gradients
+from sppo_hf.attention.backends.base import (
+    AttentionOutput,
+    Backend,
+    BackwardInputs,
+    Gradients,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +52,9 @@ class KernelNeeds:
 def head_variants(
     make: Callable[..., Backend], *, native_sizes: bool
 ) -> tuple[Callable[[], Backend], ...]:
-    """Variants that leave more and more of the heads' adaptation to us.
+    """Variants of a backend that leave more and more of the heads' adaptation to us.
 
-    Args:
-        make: class of the backend.
-        native_sizes: try values of another head size than the keys' unpadded first.
+    With `native_sizes` values of another head size than the keys' are tried unpadded first.
     """
     sizes = (False, True) if native_sizes else (True,)
     return tuple(
@@ -81,7 +84,7 @@ def adapted_forward(
         unmasked: every query sees every key, so grouped queries may stand behind each other.
 
     Returns:
-        What the kernel returned, in the callers' heads and head size.
+        What the kernel returned, in the callers' heads and head sizes.
     """
     num_heads, num_kv_heads = q_BNCH.shape[1], k_BKTH.shape[1]
     qk_size, v_size = needs.padded_sizes(q_BNCH.shape[3], v_BKTH.shape[3])
@@ -99,47 +102,29 @@ def adapted_forward(
 
 
 def adapted_backward(
-    kernel: Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOutput], Gradients],
-    dout_BNCH: Tensor,
-    q_BNCH: Tensor,
-    k_BKTH: Tensor,
-    v_BKTH: Tensor,
-    attended: AttentionOutput,
+    kernel: Callable[[BackwardInputs], Gradients],
+    given: BackwardInputs,
     *,
     needs: KernelNeeds,
     unmasked: bool,
 ) -> Gradients:
-    """Call a backward kernel with heads as it needs them.
-
-    Args:
-        kernel: takes output gradient, queries, keys, values and (merged) results in this order.
-        dout_BNCH: gradient of the output.
-        q_BNCH: queries.
-        k_BKTH: keys.
-        v_BKTH: values.
-        attended: merged output and log-sum-exp.
-        needs: the kernel's demands.
-        unmasked: as in `adapted_forward`.
-
-    Returns:
-        Gradients in the callers' heads and head sizes.
-    """
-    num_heads, num_kv_heads = q_BNCH.shape[1], k_BKTH.shape[1]
-    qk_size, v_size = needs.padded_sizes(q_BNCH.shape[3], v_BKTH.shape[3])
-    q, k, v = _shape(q_BNCH, qk_size), _shape(k_BKTH, qk_size), _shape(v_BKTH, v_size)
-    dout, out = _shape(dout_BNCH, v_size), _shape(attended.out_BNCH, v_size)
-    lse = attended.lse_BNC
+    """Call a backward kernel as `adapted_forward` calls a forward one."""
+    num_heads, num_kv_heads = given.q.shape[1], given.k.shape[1]
+    qk_size, v_size = needs.padded_sizes(given.q.shape[3], given.v.shape[3])
+    q, k = (_shape(x, qk_size) for x in (given.q, given.k))
+    dout, v, out = (_shape(x, v_size) for x in (given.dout, given.v, given.out))
+    lse = given.lse
     ungrouped = num_heads != num_kv_heads and not needs.grouped_heads
     if ungrouped and unmasked:
         dout, q, out = (group_queries(x, num_kv_heads) for x in (dout, q, out))
         lse = group_queries(lse.unsqueeze(-1), num_kv_heads).squeeze(-1)
     elif ungrouped:
         k, v = repeat_heads(k, num_heads), repeat_heads(v, num_heads)
-    dq, dk, dv = kernel(dout, q, k, v, AttentionOutput(out, lse))
+    dq, dk, dv = kernel(BackwardInputs(dout, q, k, v, out, lse))
     if ungrouped and unmasked:
         dq = ungroup_queries(dq, num_heads)
     dk, dv = sum_repeated_heads(dk, num_kv_heads), sum_repeated_heads(dv, num_kv_heads)
-    qk_size, v_size = q_BNCH.shape[3], v_BKTH.shape[3]
+    qk_size, v_size = given.q.shape[3], given.v.shape[3]
     return Gradients(dq[..., :qk_size], dk[..., :qk_size], dv[..., :v_size])
 
 

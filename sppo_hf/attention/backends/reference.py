@@ -51,11 +51,7 @@ class Reference(Backend):
     documents_at_once = True
 
     def __init__(self, tile_bytes: int = _TILE_BYTES) -> None:
-        """Make one.
-
-        Args:
-            tile_bytes: bytes that one tile of scores may take; a few of them are alive at once.
-        """
+        """Make one; a tile of scores takes `tile_bytes`, and a few of them are alive at once."""
         self._tile_bytes = tile_bytes
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
@@ -173,7 +169,6 @@ def _scores(
 
 
 def _hide(s_BKRt: Tensor, band: CausalBand, rows: slice, keys: slice) -> None:
-    """Set the scores of unseen pairs to -inf, in place."""
     device = s_BKRt.device
     position_c1 = band.q_start + torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
     key_t = torch.arange(keys.start, keys.stop, device=device)

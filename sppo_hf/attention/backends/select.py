@@ -178,10 +178,6 @@ def _race_on(requirement: AttentionSpec, device_name: str, mode: int) -> Autotun
 def find_backend(name: str, requirement: AttentionSpec) -> Backend | str:
     """The variant of the named backend that serves the requirement, or why none does.
 
-    Args:
-        name: a key of `BACKENDS`.
-        requirement: what is asked.
-
     Returns:
         The backend, or words that follow its name ("is not installed (package flash-attn)"). On
         CUDA the first call with a requirement compares it with the reference.

@@ -34,7 +34,9 @@ from torch import Tensor
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     Backend,
+    BackwardInputs,
     CausalBand,
+    Extent,
     Gradients,
     Mask,
     accumulation_dtype,
@@ -56,30 +58,16 @@ class Form(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A rectangle of rows and keys, half-open ranges in tokens, and what is visible in it."""
+class Rectangle(Extent):
+    """A rectangle of rows and keys, and what is visible in it."""
 
     form: Form
-    row_start: int
-    row_stop: int
-    key_start: int
-    key_stop: int
-
-    @property
-    def rows(self) -> slice:
-        """Query tokens of the rectangle."""
-        return slice(self.row_start, self.row_stop)
-
-    @property
-    def keys(self) -> slice:
-        """Key tokens of the rectangle."""
-        return slice(self.key_start, self.key_stop)
 
 
 def cut_band(
     band: CausalBand, num_rows: int, num_keys: int, *, tile_rows: int = 512
 ) -> list[Rectangle]:
-    """Cut a band into rectangles that cover every visible pair once and no hidden one.
+    """Cut a band over so many rows and keys into rectangles: each visible pair once, no hidden one.
 
     Args:
         band: the band.
@@ -101,14 +89,14 @@ def cut_band(
         )
     return [
         Rectangle(
-            rectangle.form,
             rectangle.row_start + seen.row_start,
             rectangle.row_stop + seen.row_start,
             rectangle.key_start + seen.key_start,
             rectangle.key_stop + seen.key_start,
+            rectangle.form,
         )
         for rectangle in rectangles
-        if rectangle.row_stop > rectangle.row_start and rectangle.key_stop > rectangle.key_start
+        if not rectangle.empty
     ]
 
 
@@ -119,23 +107,23 @@ def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterato
         # All that one row sees lies side by side, its own key included; squares of one key are
         # what kernels do slowly or not at all.
         far = 0 if band.window is None else max(0, own - band.window + 1)
-        yield Rectangle(Form.FULL, first, last, far, min(own + 1, num_keys))
+        yield Rectangle(first, last, far, min(own + 1, num_keys), Form.FULL)
         return
     square = min(max(num_keys - own, 0), last - first)
-    yield Rectangle(Form.CAUSAL, first, first + square, own, own + square)
-    yield Rectangle(Form.FULL, first + square, last, own, num_keys)  # rows behind the last key
+    yield Rectangle(first, first + square, own, own + square, Form.CAUSAL)
+    yield Rectangle(first + square, last, own, num_keys, Form.FULL)  # rows behind the last key
     if band.window is None:
-        yield Rectangle(Form.FULL, first, last, 0, min(own, num_keys))
+        yield Rectangle(first, last, 0, min(own, num_keys), Form.FULL)
         return
     shared = band.q_start + last - band.window
-    yield Rectangle(Form.FULL, first, last, max(0, shared), min(own, num_keys))
+    yield Rectangle(first, last, max(0, shared), min(own, num_keys), Form.FULL)
     # Keys far..shared-1 are the edge; where the sequence begins inside it, or the keys end, only
     # the square cut_off..stop of it exists, and the rows above see all of that square's keys.
     far = own - band.window + 1
     cut_off = max(0, -far)
     stop = min(shared, num_keys) - far
-    yield Rectangle(Form.EDGE, first + cut_off, first + stop, far + cut_off, far + stop)
-    yield Rectangle(Form.FULL, first, first + cut_off, far + cut_off, far + stop)
+    yield Rectangle(first + cut_off, first + stop, far + cut_off, far + stop, Form.EDGE)
+    yield Rectangle(first, first + cut_off, far + cut_off, far + stop, Form.FULL)
 
 
 class TopLeftBackend(Backend):
@@ -150,12 +138,6 @@ class TopLeftBackend(Backend):
     """True if the kernel calls return results in the accumulation dtype."""
 
     def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
-        """Make one.
-
-        Args:
-            needs: what the kernel demands of heads.
-            tile_rows: rows per tile under a window, see `cut_band`.
-        """
         self.needs = needs
         self._tile_rows = tile_rows
 
@@ -166,17 +148,7 @@ class TopLeftBackend(Backend):
         """Attend over everything, or (C = T only) causally."""
 
     @abstractmethod
-    def kernel_backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        attended: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """Gradient of `kernel_forward` given merged values."""
 
     @torch.no_grad()
@@ -241,7 +213,7 @@ class TopLeftBackend(Backend):
         keys = _Filling([rectangle.keys for rectangle in rectangles], k_BKTH.shape[2])
         # Only rectangles that overlap sum over the same keys; else what the kernel gives is enough.
         keys_dtype = sums_dtype if self.widens or keys.overlap else k_BKTH.dtype
-        merged = AttentionOutput(out_BNCH, lse_BNC)
+        given = BackwardInputs(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC)
         dq_BNCH = _empty_by_token(q_BNCH, q_BNCH.shape[3], sums_dtype)
         dk_BKTH, dv_BKTH = (torch.empty_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
         if not q_BNCH.shape[0]:
@@ -250,9 +222,7 @@ class TopLeftBackend(Backend):
             for gap in filling.gaps:
                 sums[:, :, gap] = 0.0
         for rectangle, *first in zip(rectangles, rows.first, keys.first, strict=False):
-            grads = self._backward_rectangle(
-                rectangle, dout_BNCH, q_BNCH, k_BKTH, v_BKTH, merged, scale
-            )
+            grads = self._backward_rectangle(rectangle, given, scale)
             _write(dq_BNCH[:, :, rectangle.rows], grads.dq_BNCH, first=first[0])
             _write(dk_BKTH[:, :, rectangle.keys], grads.dk_BKTH, first=first[1])
             _write(dv_BKTH[:, :, rectangle.keys], grads.dv_BKTH, first=first[1])
@@ -263,38 +233,23 @@ class TopLeftBackend(Backend):
     ) -> AttentionOutput:
         """Attend over one rectangle; an edge is turned around."""
         form = rectangle.form
-        q, k, v = (
-            _turn(x[:, :, part], form)
-            for x, part in (
-                (q_BNCH, rectangle.rows),
-                (k_BKTH, rectangle.keys),
-                (v_BKTH, rectangle.keys),
-            )
-        )
+        q = _turn(q_BNCH[:, :, rectangle.rows], form)
+        k, v = (_turn(x[:, :, rectangle.keys], form) for x in (k_BKTH, v_BKTH))
         unmasked = form is Form.FULL
         kernel = functools.partial(self.kernel_forward, causal=not unmasked, scale=scale)
         attended = adapted_forward(kernel, q, k, v, needs=self.needs, unmasked=unmasked)
         return AttentionOutput(*(_turn(x, form) for x in attended))
 
     def _backward_rectangle(
-        self,
-        rectangle: Rectangle,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        merged: AttentionOutput,
-        scale: float,
+        self, rectangle: Rectangle, given: BackwardInputs, scale: float
     ) -> Gradients:
         """Gradient of `_forward_rectangle`."""
         form, rows, keys = rectangle.form, rectangle.rows, rectangle.keys
-        dout, q, out, lse = (_turn(x[:, :, rows], form) for x in (dout_BNCH, q_BNCH, *merged))
-        k, v = (_turn(x[:, :, keys], form) for x in (k_BKTH, v_BKTH))
+        parts = zip(given, (rows, rows, keys, keys, rows, rows), strict=True)
+        turned = BackwardInputs(*(_turn(x[:, :, part], form) for x, part in parts))
         unmasked = form is Form.FULL
         kernel = functools.partial(self.kernel_backward, causal=not unmasked, scale=scale)
-        grads = adapted_backward(
-            kernel, dout, q, k, v, AttentionOutput(out, lse), needs=self.needs, unmasked=unmasked
-        )
+        grads = adapted_backward(kernel, turned, needs=self.needs, unmasked=unmasked)
         return Gradients(*(_turn(grad, form) for grad in grads))
 
 

@@ -64,7 +64,6 @@ class _Case:
     low_scores: bool = False
 
     def __str__(self) -> str:
-        """The case in words."""
         if isinstance(self.band, Documents):
             text = f"documents of {', '.join(map(str, self.band.num_queries))} queries"
         else:
@@ -74,12 +73,7 @@ class _Case:
 
 
 def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.device) -> str | None:
-    """Compare a backend with the reference, forward and backward.
-
-    Args:
-        backend: the backend; it says that it supports the requirement.
-        requirement: dtype, head sizes and features to try.
-        device: where to try.
+    """Compare a backend, which says that it can, with the reference, forward and backward.
 
     Returns:
         None if they agree, else in a few words what differs or which exception came.
@@ -174,10 +168,7 @@ def _compare(
 def _lower_scores(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """The same queries and keys, moved apart so that all scaled scores are about `_LOW_SCORE`.
 
-    Args:
-        q: queries, normally distributed; scores are scaled by the root of their head size.
-        k: keys likewise.
-        generator: of random signs.
+    Both are normally distributed; scores are scaled by the root of their head size.
     """
     head_size = q.shape[3]
     # The scaled product of two opposite vectors of signs times `shift` is -shift^2 * sqrt(H).

@@ -40,9 +40,8 @@ from sppo_hf.cli.benchmark.contenders import Contender, parse
 from sppo_hf.cli.benchmark.results import Job
 from sppo_hf.cli.planning_arguments import model_path
 from sppo_hf.engine.head import ModelHead
-from sppo_hf.engine.loaders import quiet_peft
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import find_parts, quiet_peft
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.config_file import read_fields

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
+from sppo_hf.attention.backends.base import AttentionSpec, BackwardInputs, CausalBand
 from sppo_hf.attention.backends.cudnn import CuDNN
 from tests.attention.backends.cases import CASES, check, deterministic
 from tests.attention.backends.fake_kernels import FakeAten
@@ -34,7 +34,9 @@ def test_a_single_query_or_key_goes_to_the_reference(rows, keys, causal):
     seen = torch.ones(rows, keys, dtype=torch.bool)
     expected = solve(Problem(q, k, v, dout), seen.tril() if causal else seen, scale=0.4)
     attended = backend.kernel_forward(q, k, v, causal=causal, scale=0.4)
-    grads = backend.kernel_backward(dout, q, k, v, attended, causal=causal, scale=0.4)
+    grads = backend.kernel_backward(
+        BackwardInputs(dout, q, k, v, *attended), causal=causal, scale=0.4
+    )
     assert_equal(Answer(*attended, *grads), expected, 1e-10)
     assert aten.calls == []
 
@@ -66,7 +68,8 @@ def test_a_plan_is_always_used_with_the_layout_that_it_was_made_for():
         for gradient in (dout, dout.contiguous(), expanded):
             for out in (attended.out_BNCH, attended.out_BNCH.contiguous()):
                 merged = attended._replace(out_BNCH=out)
-                backend.kernel_backward(gradient, q, k, k, merged, causal=False, scale=1.0)
+                given = BackwardInputs(gradient, q, k, k, *merged)
+                backend.kernel_backward(given, causal=False, scale=1.0)
     assert len(aten.seen) == 12
     for key, layout in aten.seen:
         assert made.setdefault(key, layout) == layout

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import AttentionOutput, Gradients
+from sppo_hf.attention.backends.base import AttentionOutput, BackwardInputs, Gradients
 from sppo_hf.attention.backends.heads import (
     KernelNeeds,
     adapted_backward,
@@ -44,12 +44,13 @@ def test_adapted_kernel_matches_oracle(needs, v_head_size, unmasked):
     def forward(q, k, v):
         return AttentionOutput(*_attend(q, k, v, look(q, k, v), 0.3))
 
-    def backward(dout, q, k, v, attended):
-        return Gradients(*_attend_backward(dout, q, k, v, *attended, look(q, k, v), 0.3))
+    def backward(given):
+        return Gradients(*_attend_backward(*given, look(*given[1:4]), 0.3))
 
     q, k, v, dout = problem
     attended = adapted_forward(forward, q, k, v, needs=needs, unmasked=unmasked)
-    grads = adapted_backward(backward, dout, q, k, v, attended, needs=needs, unmasked=unmasked)
+    given = BackwardInputs(dout, q, k, v, *attended)
+    grads = adapted_backward(backward, given, needs=needs, unmasked=unmasked)
     assert_equal(Answer(*attended, *grads), solve(problem, seen, scale=0.3), 1e-12)
 
 

@@ -52,7 +52,7 @@ def test_first_chunk_takes_one_call():
     ],
 )
 def test_one_row_takes_one_call_without_a_mask(band, num_keys, first_key):
-    assert cut_band(band, 1, num_keys) == [Rectangle(Form.FULL, 0, 1, first_key, num_keys)]
+    assert cut_band(band, 1, num_keys) == [Rectangle(0, 1, first_key, num_keys, Form.FULL)]
 
 
 def test_keys_outside_the_window_are_never_touched():

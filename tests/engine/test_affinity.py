@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from sppo_hf.pipeline import affinity
+from sppo_hf.engine import device_facts
 
 GPU = torch.device("cuda", 0)
 
@@ -31,14 +31,14 @@ def _system(
     system = _System(allowed, node, on_node)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: system.allowed)
     monkeypatch.setattr(os, "sched_setaffinity", system.set)
-    monkeypatch.setattr(affinity, "device_numa_node", lambda device: system.node)
-    monkeypatch.setattr(affinity, "node_cpus", lambda node: frozenset(system.on_node))
+    monkeypatch.setattr(device_facts, "device_numa_node", lambda device: system.node)
+    monkeypatch.setattr(device_facts, "node_cpus", lambda node: frozenset(system.on_node))
     return system
 
 
 def test_binds_all_threads_within_what_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=1, on_node={2, 3, 4, 5})
-    assert affinity.bind_to_device(GPU) == {0, 1, 2, 3}
+    assert device_facts.bind_to_device(GPU) == {0, 1, 2, 3}
     assert system.allowed == {2, 3}
     assert os.getpid() in system.bound
     assert {int(name) for name in os.listdir("/proc/self/task")} <= system.bound
@@ -52,7 +52,7 @@ def test_changes_nothing_where_there_is_nothing_to_gain(
     monkeypatch: pytest.MonkeyPatch, node: int | None, on_node: set[int]
 ) -> None:
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=node, on_node=on_node)
-    assert affinity.bind_to_device(GPU) is None
+    assert device_facts.bind_to_device(GPU) is None
     assert not system.bound
 
 
@@ -60,7 +60,7 @@ def test_is_let_go_again_even_after_an_error(monkeypatch: pytest.MonkeyPatch) ->
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=0, on_node={0, 1})
 
     def fail_while_bound() -> None:
-        with affinity.near_device(GPU):
+        with device_facts.near_device(GPU):
             assert system.allowed == {0, 1}
             raise KeyboardInterrupt
 
@@ -77,11 +77,11 @@ def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatc
         raise ProcessLookupError
 
     monkeypatch.setattr(os, "sched_setaffinity", gone)
-    affinity.run_on(frozenset({0}))
+    device_facts.run_on(frozenset({0}))
     assert set(tried) >= {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def test_a_processor_as_device_is_left_alone() -> None:
     before = os.sched_getaffinity(0)
-    with affinity.near_device(torch.device("cpu")):
+    with device_facts.near_device(torch.device("cpu")):
         assert os.sched_getaffinity(0) == before

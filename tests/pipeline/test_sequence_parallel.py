@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.pipeline.exchange import refuse_unshareable
+from sppo_hf.pipeline.sequence_parallel import refuse_unshareable
 from sppo_hf.testing.tiny_families import _STATES, FAMILIES
 from sppo_hf.testing.tiny_models import build_tiny_model
 
