@@ -210,7 +210,7 @@ def _room_bytes(
     if tier == "host" and device_kind == "cuda":
         budget -= budget % HOST_SLAB_BYTES
     if tier == "host" and cost.shape.resting is not None:
-        budget -= cost.shape.resting.held_bytes
+        budget -= sum(byte_tables(cost.shape, base, device_kind).resting.values())
     passing = set(tiers_behind_host())
     if tier == "host" and passing & {*away, base.kv_tier, *base.kv_modes}:
         budget -= base.staging_bytes
