@@ -76,7 +76,6 @@ def test_a_bar_shows_host_memory_that_takes_long(clock, terminal):
     assert terminal.getvalue().split("\r")[-1].strip() == ""
 
 
-
 def test_a_short_step_shows_nothing(clock, terminal):
     reporter = ProgressReporter()
     for _ in range(3):
